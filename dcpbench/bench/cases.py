@@ -14,12 +14,16 @@ from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 from dcpbench.plan.options import parse_bytes
 from dcpbench.points.batches import padded_batch
-from dcpbench.points.layout import Prefix, local_length
+from dcpbench.points.layout import Layout, Prefix, local_length
+from dcpbench.points.memory import attention_products, mlp_products
 from dcpbench.points.names import BACKENDS, EXCHANGES
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from dcpbench.points.memory import Product
+    from dcpbench.points.shapes import ModelShape
 
 KV_WRITE_VARIANTS = ("check-all", "filter", "masked-kernel")
 DP_SLICE_VARIANTS = ("cuda-slice", "host-slice")
@@ -29,6 +33,9 @@ SHORTEST_PADDED = 3
 """Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
+LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
+LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
+LAYERS_BY_NAME = ("qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
 MOE_VARIANTS = ("triton", "torch", "deepgemm")
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
@@ -150,6 +157,45 @@ def merge_cases(asked: Asked) -> list[Case]:
             if (name, b) != ("head-order", 1)
         ]
     return cases
+
+
+def linear_cases(asked: Asked) -> list[Case]:
+    """Linear layers of a model on one rank, at every number of rows; variants as far as they multiply such weights."""
+    shape = load_shape(asked.typed["model"] or ("tiny" if asked.cpu else "deepseek-v3"))
+    usable = [
+        name
+        for name in LINEAR_VARIANTS
+        if name not in LINEAR_PACKAGES or (not asked.cpu and importlib.util.find_spec(LINEAR_PACKAGES[name]))
+    ]
+    names = asked.names("variant", LINEAR_VARIANTS, usable)
+    wanted = asked.names("matrix", LAYERS_BY_NAME)
+    cases = []
+    for n, weights in itertools.product(
+        asked.counts("tp", (1, 2), (1, 2, 4, 8)), asked.names("weights", DTYPES, ("fp8",))
+    ):
+        if shape.heads % n or shape.dense_inter % n or shape.moe_inter % n:
+            raise UsageError(f"--tp {n} does not divide {shape.name}'s heads and widths; try --tp 1.")
+        for layer, product in linear_layers(shape, n).items():
+            cases += [
+                asked.case(
+                    name, layer=layer, inputs=product.inputs, outputs=product.outputs, rows=rows, weights=weights
+                )
+                for rows in asked.counts("rows", (1, 5), (1, 16, 32, 64, 128))
+                for name in names
+                if layer in wanted and (asked.typed["variant"] or (name == "torch") == (weights == "bf16"))
+            ]
+    if not cases:
+        raise UsageError(f"{shape.name} has no {asked.typed['matrix']}; try --matrix o.")
+    return cases
+
+
+def linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
+    """Linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
+    attention = attention_products(shape, Layout(tp=tp))
+    found: dict[str, Product] = {name: attention[name] for name in ("qkv_a", "q_b", "o") if name in attention}
+    for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", shape.dense_inter):
+        found |= dict(zip((f"{name}-gate-up", f"{name}-down"), mlp_products(shape, width // tp), strict=True))
+    return found
 
 
 def moe_cases(asked: Asked) -> list[Case]:
@@ -287,6 +333,7 @@ CASES: dict[str, Callable[[Asked], list[Case]]] = {
     "exchange": exchange_cases,
     "collectives": collectives_cases,
     "merge": merge_cases,
+    "linear": linear_cases,
     "moe": moe_cases,
     "kv-gather": kv_gather_cases,
     "kv-write": kv_write_cases,

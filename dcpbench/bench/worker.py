@@ -29,6 +29,7 @@ from dcpbench.bench.operators.dp_slice import DpSlice
 from dcpbench.bench.operators.exchange import ExchangeBench
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.bench.operators.kv_write import KvWrite
+from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.padded_slots import PaddedSlots
@@ -68,7 +69,8 @@ BENCHES = {
     "attention": Bench(workload=Attention, limits=("read", "matmul")),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul")),
-    "moe": Bench(workload=Moe, limits=("read", "matmul")),
+    "linear": Bench(workload=Linear, limits=("read", "matmul", "matmul_fp8")),
+    "moe": Bench(workload=Moe, limits=("read", "matmul", "matmul_fp8")),
     "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
     "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
     "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),

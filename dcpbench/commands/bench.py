@@ -167,6 +167,33 @@ class Merge(Group):
     layers: int | None = LAYERS
 
 
+class Linear(Group):
+    """The linear layers of a model on one rank, against the rates at which this GPU reads memory and multiplies.
+
+    fp8 weights have a scale for each 128 × 128. docs/benches.md says what each variant leaves out.
+
+    For example:
+
+      dcpbench bench linear --tp 8 --rows 16,128 -o results
+    """
+
+    model: str | None = WHAT(
+        "Model whose layers are multiplied: a published one or a config.json. Default: deepseek-v3 on a GPU; tiny on "
+        "the CPU.",
+        metavar="NAME",
+    )
+    tp: str | None = COUNTS(
+        "Ranks that share the model; one rank's layers run. Default: 1,2,4,8 on a GPU; 1,2 on the CPU."
+    )
+    rows: str | None = COUNTS("Tokens of a step. Default: 1,16,32,64,128 on a GPU; 1,5 on the CPU.")
+    matrix: str | None = NAMES(
+        "qkv_a, q_b, o, shared-gate-up, shared-down, dense-gate-up, dense-down. Default: all that the model has."
+    )
+    weights: str | None = NAMES("bf16, which torch multiplies, or fp8, which the others do. Default: fp8.")
+    variant: str | None = NAMES("triton, torch, deepgemm, flashinfer. Default: all that are installed and can.")
+    layers: int | None = LAYERS
+
+
 class Moe(Group):
     """The two products of a rank's experts at decode sizes, against the rate at which this GPU reads memory.
 
@@ -313,6 +340,7 @@ BENCHES: dict[str, tuple[type[Group], type[Run]]] = {
     "exchange": (Exchange, Run),
     "collectives": (Collectives, Run),
     "merge": (Merge, Run),
+    "linear": (Linear, Run),
     "moe": (Moe, Run),
     "kv-gather": (KvGather, Run),
     "kv-write": (KvWrite, RunWithHost),

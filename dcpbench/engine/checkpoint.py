@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dcpbench.engine.scaled_weights import ALL, around, cut
 from dcpbench.errors import ModelError
-from dcpbench.points.shapes import INDEX_FILE, WEIGHTS_FILE
+from dcpbench.kernels.block_scaled import dequantise_weight, quantise_weight
+from dcpbench.points.shapes import INDEX_FILE, SCALE_BLOCK, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FP8_BLOCK = 128
-"""Side of the square blocks that share one scale in DeepSeek's FP8 checkpoints."""
+    from dcpbench.kernels.block_scaled import Scaled
+
+SCALE = "_scale_inv"
+"""Behind the name of a weight that is published in fp8: its scales."""
 
 
 class CheckpointSource:
     """Reads parts of tensors by name. Raises ModelError for missing or misshaped tensors, naming them.
 
-    DeepSeek's published FP8 weights (`weight` in e4m3 with `weight_scale_inv` per 128 × 128 block) become the model's
-    dtype as they are read: weight · scale.
+    DeepSeek's published FP8 weights (`weight` in e4m3 with `weight_scale_inv` per 128 × 128 block) stay as they are where
+    they are asked for `scaled`, and else become the model's dtype as they are read: weight · scale. Files are mapped: of
+    a file no more than the part in hand is held.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,14 +47,41 @@ class CheckpointSource:
     ) -> torch.Tensor:
         """See weights.Source."""
         part = self._slice(name, shape)
-        index = (rows or slice(None),) if len(shape) == 1 else (rows or slice(None), columns or slice(None))
-        tensor = part[index]
-        scale_name = name + "_scale_inv"
-        if scale_name in self.file_of:
-            tensor = self._dequantise(tensor, scale_name, shape, rows, columns)
-        elif tensor.dtype.itemsize == 1:
-            raise ModelError(f"{self.folder}: {name!r} is {tensor.dtype}, and there is no {scale_name!r} to scale it.")
+        if name + SCALE in self.file_of:
+            height, depth = shape
+            weight = self.scaled(name, (height, depth), rows=rows or ALL, columns=columns or ALL)
+            return dequantise_weight(weight).to(dtype or self.dtype)
+        tensor = part[(rows or ALL,) if len(shape) == 1 else (rows or ALL, columns or ALL)]
+        if tensor.dtype.itemsize == 1:
+            raise ModelError(
+                f"{self.folder}: {name!r} is {tensor.dtype}, and there is no {name + SCALE!r} to scale it."
+            )
         return tensor.to(self.device, dtype or self.dtype)
+
+    def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
+        """See weights.Source. Weights that are not published in fp8 are quantised in the published blocks."""
+        part = self._slice(name, shape)
+        if name + SCALE not in self.file_of:
+            return self._quantised(part[around(rows, shape[0]), around(columns, shape[1])], shape, rows, columns)
+        data = part[rows, columns]
+        if data.dtype != torch.float8_e4m3fn:
+            raise ModelError(f"{self.folder}: {name!r} is {data.dtype}, with scales; only e4m3 is read with scales.")
+        blocks = tuple(-(-n // SCALE_BLOCK) for n in shape)
+        scale = self._slice(name + SCALE, blocks)[:]
+        return cut(data.to(self.device), scale.to(self.device, torch.float32), shape, rows, columns)
+
+    def _quantised(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
+        """A part, from the whole blocks around it."""
+        blocks = quantise_weight(around_it.to(self.device))
+        scale = torch.ones([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
+        data, of_blocks = blocks.data, scale
+        for dim, part in enumerate((rows, columns)):
+            start, stop, _ = part.indices(shape[dim])
+            first = around(part, shape[dim]).start
+            data = data.narrow(dim, start - first, stop - start)
+            of_blocks = of_blocks.narrow(dim, first // SCALE_BLOCK, blocks.scale.shape[dim])
+        of_blocks.copy_(blocks.scale)
+        return cut(data, scale, shape, rows, columns)
 
     def _slice(self, name: str, shape: tuple[int, ...]):  # noqa: ANN202 - safetensors' type is private
         if name not in self.file_of:
@@ -64,17 +96,6 @@ class CheckpointSource:
                 f"{self.folder}: {name!r} has shape {tuple(part.get_shape())}, while config.json makes it {shape}."
             )
         return part
-
-    def _dequantise(
-        self, tensor: torch.Tensor, scale_name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None
-    ) -> torch.Tensor:
-        blocks = tuple(-(-n // FP8_BLOCK) for n in shape)
-        scale = self._slice(scale_name, blocks)[:].float()
-        for dim, part in enumerate((rows, columns)):
-            start, stop, _ = (part or slice(None)).indices(shape[dim])
-            block_of = torch.arange(start, stop) // FP8_BLOCK
-            scale = scale.index_select(dim, block_of)
-        return tensor.float() * scale
 
     def _open(self, path: Path) -> safe_open:
         if path not in self.open_files:

@@ -174,7 +174,9 @@ class DecodeEngine:
             page_size=self.page_size,
             max_pages=self.allocator.pages_for(self.max_context),
             scale=softmax_scale(shape),
-            dtype=model.kv.data.dtype,
+            dtype=model.dtype,
+            kv_dtype=model.kv.data.dtype,
+            kv_scale=model.kv.scale,
             device=self.device,
         )
 
@@ -185,7 +187,7 @@ class DecodeEngine:
             heads=model.heads * model.layout.dcp,
             width=shape.kv_width,
             value=shape.value if model.wide.value else shape.latent,
-            dtype=model.kv.data.dtype,
+            dtype=model.dtype,
             device=self.device,
             q_replicate=model.wide.query,
             project_first=model.wide.value,

@@ -13,7 +13,12 @@ class KvPool:
 
     Page numbers are those of DcpAllocator (a virtual page is one physical page on each rank). A layer is contiguous,
     so that kernels see plain [pages, page_size, width] or, as rows, [pages · page_size, width].
+
+    A pool of e4m3 stores numbers divided by its `scale`. That is 1 as in engines without a calibrated one: the latent
+    part is normed and the rope key of like size, far from ±448 on the one side and from 2⁻⁹ on the other.
     """
+
+    scale = 1.0
 
     def __init__(
         self, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str

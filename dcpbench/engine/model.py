@@ -12,7 +12,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import linear
 
 from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
@@ -20,6 +19,7 @@ from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.kernels import moe
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
+from dcpbench.kernels.linear import linear
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
 from dcpbench.kernels.value_proj import project_values
@@ -78,6 +78,8 @@ class Model:
     ) -> None:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
+        self.dtype = weights.embed.dtype
+        """What is computed with, however weights and KV are stored."""
         self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
@@ -156,7 +158,7 @@ class Model:
                 rows = slice(rows.start, rows.start + prefill.tokens)
                 q_ThX = self.rotate(q_Bh[rows], batch.positions[rows])
         with phase("kv_write"):
-            write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share)
+            write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w, x_BD.dtype))
         if prefill is not None:
             values.append(prefill.attend(q_ThX, row_BQ[rows], w, index))

@@ -147,7 +147,9 @@ class Prefiller:
             raise UsageError(f"a prefix cannot be gathered by {gather}; choose one of {', '.join(GATHERS)}.")
         shape, data = model.shape, model.kv.data
         self.model, self.group, self.way = model, model.groups.dcp, gather
-        self.device, self.dtype = data.device, data.dtype
+        self.device, self.dtype = data.device, model.dtype
+        self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype
+        """What rows of the pool travel as: those of e4m3 as bytes."""
         self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens = tokens
@@ -167,10 +169,10 @@ class Prefiller:
 
     def _window(self, window_bytes: int | None) -> int:
         """Tokens of a window."""
-        shape, layout, itemsize = self.model.shape, self.model.layout, self.dtype.itemsize
         if window_bytes is None:
             return max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit
-        one = memory.window_bytes(shape, layout, self.unit, itemsize)
+        shape, layout = self.model.shape, self.model.layout
+        one = memory.window_bytes(shape, layout, self.unit, self.dtype.itemsize, self.stored.itemsize)
         if window_bytes < one:
             raise CapacityError(
                 f"{window_bytes} bytes hold no window of a stored prefix: {self.unit} tokens, one page on each DCP "
@@ -183,18 +185,19 @@ class Prefiller:
         shape, width = self.model.shape, self.model.shape.kv_width
         most = max(self.window, self.tokens)
 
-        def empty(*size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=self.dtype, device=self.device)
+        def empty(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
 
         self.keys = empty(most, self.model.heads, shape.nope + shape.rope)
         self.values = empty(most, self.model.heads, self.backend.value_width)
         self.values[..., shape.value :] = 0
-        self.gathered = empty(self.window, width)
+        self.gathered = empty(self.window, width, dtype=self.stored)
+        self.widened = empty(self.window, width) if self.stored != self.dtype else self.gathered
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
             self.gatherer = Gatherer(self.group, self.way, self.device)
-            part = self.window // self.group.size * width * self.dtype.itemsize
+            part = self.window // self.group.size * width * self.stored.itemsize
             if self.way == "direct":
                 self.travels = symmetric(self.group, part, self.device)
             else:
@@ -254,18 +257,21 @@ class Prefiller:
         lengths = window.lengths + (0,) * (FEWEST - len(window.lengths))
         prefix = Prefix(lengths, self.group.size, self.share.interleave)
         table = request_table(prefix, self.device)
-        return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.dtype)
+        return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
 
     def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> torch.Tensor:
-        """A window's rows in token order, [tokens, Q], until the next call. Collective."""
-        out_SQ = self.gathered[: window.tokens]
+        """A window's rows in token order, [tokens, Q] in the dtype computed with, until the next call. Collective."""
+        out_SQ, kv_KQ = self.gathered[: window.tokens], kv_KQ.view(self.stored)
         if window.task is None:
             pack(out_SQ, kv_KQ, window.stored)
         else:
             assert self.gatherer is not None
             assert self.travels is not None
             self.gatherer.gather(window.task, kv_KQ, out_SQ, self.travels)
-        return out_SQ
+        if self.stored == self.dtype:
+            return out_SQ
+        wide_SQ = self.widened[: window.tokens].copy_(out_SQ.view(self.model.kv.data.dtype))
+        return wide_SQ if self.model.kv.scale == 1 else wide_SQ.mul_(self.model.kv.scale)
 
     def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [S, h, nope + P] and values [S, h, W] of this rank's heads, until the next call."""

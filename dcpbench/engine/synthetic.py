@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
+from typing import TYPE_CHECKING
 
 import torch
 
-BLOCK = 256
+from dcpbench.engine.scaled_weights import ALL, cut
+from dcpbench.kernels.block_scaled import quantise_weight
+from dcpbench.points.shapes import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.kernels.block_scaled import Scaled
+
+BLOCK = 2 * SCALE_BLOCK
 """Rows or columns that are drawn together where a tensor is sharded; shards need not begin or end at a block."""
 _PRIMES = (1_000_003, 7_368_787)
 
@@ -47,16 +58,57 @@ class SyntheticSource:
         size = list(shape)
         size[dim] = part.stop - part.start
         out = torch.empty(size, dtype=dtype, device=self.device)
+        for drawn in self._drawn(name, shape, dim, part, std, dtype):
+            drawn.share(out, dim, part).copy_(drawn.kept(drawn.numbers, dim, part))
+        return out
+
+    def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
+        """See weights.Source. Blocks have the scales of normal numbers: their largest, some four deviations, is 448."""
+        dim, part = (0, rows) if columns == ALL else (1, columns)
+        part = slice(*part.indices(shape[dim])[:2])
+        size = list(shape)
+        size[dim] = part.stop - part.start
+        data = torch.empty(size, dtype=torch.float8_e4m3fn, device=self.device)
+        scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
+        for drawn in self._drawn(name, shape, dim, part, shape[1] ** -0.5, torch.float32):
+            block = quantise_weight(drawn.numbers)
+            drawn.share(data, dim, part).copy_(drawn.kept(block.data, dim, part))
+            scale.narrow(dim, drawn.start // SCALE_BLOCK, block.scale.shape[dim]).copy_(block.scale)
+        return cut(data, scale, shape, rows, columns)
+
+    def _drawn(
+        self, name: str, shape: tuple[int, ...], dim: int, part: slice, std: float, dtype: torch.dtype
+    ) -> Iterator[_Drawn]:
+        """The blocks of a weight that a part of it touches."""
+        size = list(shape)
         for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
             size[dim] = min(BLOCK, shape[dim] - start)
-            block = self._normal(f"{name}[{dim}:{start}]", tuple(size), std, dtype)
-            first, last = max(start, part.start), min(start + BLOCK, part.stop)
-            out.narrow(dim, first - part.start, last - first).copy_(block.narrow(dim, first - start, last - first))
-        return out
+            yield _Drawn(start, self._normal(f"{name}[{dim}:{start}]", tuple(size), std, dtype))
 
     def _normal(self, key: str, size: tuple[int, ...], std: float, dtype: torch.dtype) -> torch.Tensor:
         self.generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
         return torch.empty(size, dtype=dtype, device=self.device).normal_(0.0, std, generator=self.generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn:
+    """A block of a weight."""
+
+    start: int
+    numbers: torch.Tensor
+
+    def share(self, out: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
+        """Its place in `out`, which is `part` of the weight."""
+        first, last = self._within(dim, part)
+        return out.narrow(dim, first - part.start, last - first)
+
+    def kept(self, numbers: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
+        """Those of its numbers, as they are or quantised, that are in `part`."""
+        first, last = self._within(dim, part)
+        return numbers.narrow(dim, first - self.start, last - first)
+
+    def _within(self, dim: int, part: slice) -> tuple[int, int]:
+        return max(self.start, part.start), min(self.start + self.numbers.shape[dim], part.stop)
 
 
 def router_inputs(

@@ -4,17 +4,23 @@ One description serves both sources. A `Source` is asked for parts of tensors by
 (synthetic.py) or reads them (checkpoint.py):
 
     source.get(name, shape, rows=…, columns=…)      a [rows, columns] part of a 2-D tensor, or a whole 1-D tensor
+    source.scaled(…)                                the same of a 2-D tensor, as e4m3 in blocks with scales
 
-All comes in the model's dtype but the routing bias, the one tensor that is computed with in fp32 and published so.
+All comes in the model's dtype but the routing bias, the one tensor that is computed with in fp32 and published so, and,
+where a point has fp8 weights, what DeepSeek-V3 publishes in fp8: the linear layers of attention and the experts. Of those
+k's and v's decompression is made the model's dtype again, as vLLM does it on NVIDIA GPUs: absorbed it is a product for
+each head, whose blocks are none of the checkpoint's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from dcpbench.engine.scaled_weights import ALL, join
+from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
 from dcpbench.points.names import WHOLE
@@ -43,22 +49,29 @@ class Source(Protocol):
     ) -> torch.Tensor:
         """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's or this dtype."""
 
+    def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
+        """Part of a weight in fp8: its numbers, and the scales of its blocks as they are in the whole."""
+
+
+Linear = torch.Tensor | Scaled
+"""Weights [out, in] of a linear layer, or of one for each expert."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """One layer's attention; h heads of this rank. Linear weights are [out, in]."""
 
     input_norm: torch.Tensor
-    qkv_a: torch.Tensor
+    qkv_a: Linear
     """q_a ‖ kv_a, [q_lora + Q, D]; without q-LoRA q ‖ kv_a, [h·(nope + P) + Q, D]."""
     q_norm: torch.Tensor | None
-    q_b: torch.Tensor | None
+    q_b: Linear | None
     kv_norm: torch.Tensor
     w_uk: torch.Tensor
     """[h, nope, R]: absorbs k's decompression into q; as q_b of all heads of the DCP group where that was asked for."""
     w_uv: torch.Tensor
     """[h, R, V]: decompresses the latent output; of all heads of the DCP group where that was asked for."""
-    o: torch.Tensor
+    o: Linear
     post_norm: torch.Tensor
 
 
@@ -66,8 +79,8 @@ class Attention:
 class Mlp:
     """A dense MLP or a shared expert, split over its inner width."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +90,9 @@ class Moe:
     router: torch.Tensor
     bias: torch.Tensor
     """[E], fp32 whatever the model's dtype."""
-    gate_up: torch.Tensor
+    gate_up: Linear
     """[E_local, 2·I, D]; where experts are cut, all of them, and of each I / tp rows of gate and of up."""
-    down: torch.Tensor
+    down: Linear
     """[E_local, D, I]; likewise the same columns."""
     first: int
     """Global id of the first local expert; 0 where experts are cut."""
@@ -137,13 +150,15 @@ def load_weights(
     alive: Callable[[], None] = lambda: None,
     wide: GroupWide = OWN_HEADS,
     ep: str = WHOLE,
+    *,
+    fp8: bool = False,
 ) -> Weights:
     """This rank's shard of the first layers of each kind, as many as are `held`.
 
     `alive` is called before each layer, for whoever watches for a hang; `wide` says what is held of all heads of the
-    DCP group, `ep` how experts are placed.
+    DCP group, `ep` how experts are placed, `fp8` whether linear layers and experts are Scaled.
     """
-    loader = _Loader(source, shape, layout, rank, alive, wide, ep)
+    loader = _Loader(source, shape, layout, rank, alive, wide, ep, fp8)
     return Weights(
         embed=loader.vocab("model.embed_tokens.weight"),
         lm_head=loader.vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
@@ -164,8 +179,10 @@ class _Loader:
         alive: Callable[[], None],
         wide: GroupWide,
         ep: str,
+        fp8: bool,
     ) -> None:
         self.alive, self.wide, self.ep = alive, wide, ep
+        self.linear = source.scaled if fp8 else source.get
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         heads = shape.heads // layout.attn_tp
         first = layout.attn_rank(rank) * heads
@@ -186,51 +203,58 @@ class _Loader:
         mlp = self.mlp(prefix + "mlp.", self.shape.dense_inter) if index < self.shape.first_dense else self.moe(prefix)
         return Layer(attention=self.attention(prefix), mlp=mlp)
 
-    def heads_of(self, name: str, heads: range, width: int, columns: int) -> torch.Tensor:
-        """Some heads' rows of a projection that puts out `width` numbers per head."""
-        rows = slice(heads.start * width, heads.stop * width)
-        return self.source.get(name, (self.shape.heads * width, columns), rows=rows)
+    def of_heads(self, heads: range, width: int, columns: int) -> dict[str, Any]:
+        """What some heads' part of a projection is that puts out `width` numbers per head."""
+        return {"shape": (self.shape.heads * width, columns), "rows": slice(heads.start * width, heads.stop * width)}
 
     def attention(self, prefix: str) -> Attention:
         """This rank's heads; what all heads share is held whole."""
-        s, get, a = self.shape, self.source.get, prefix + "self_attn."
+        s, get, linear, a = self.shape, self.source.get, self.linear, prefix + "self_attn."
         q_heads = self.group if self.wide.query else self.own
         v_heads = self.group if self.wide.value else self.own
-        kv_a = get(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
+        kv_a = linear(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
         if s.q_lora is None:
-            q, q_norm, q_b = self.heads_of(a + "q_proj.weight", q_heads, s.nope + s.rope, s.hidden), None, None
+            q, q_norm, q_b = (
+                linear(a + "q_proj.weight", **self.of_heads(q_heads, s.nope + s.rope, s.hidden)),
+                None,
+                None,
+            )
         else:
-            q = get(a + "q_a_proj.weight", (s.q_lora, s.hidden))
+            q = linear(a + "q_a_proj.weight", (s.q_lora, s.hidden))
             q_norm = get(a + "q_a_layernorm.weight", (s.q_lora,))
-            q_b = self.heads_of(a + "q_b_proj.weight", q_heads, s.nope + s.rope, s.q_lora)
+            q_b = linear(a + "q_b_proj.weight", **self.of_heads(q_heads, s.nope + s.rope, s.q_lora))
         loaded = self.group if self.wide.query or self.wide.value else self.own
-        kv_b = self.heads_of(a + "kv_b_proj.weight", loaded, s.nope + s.value, s.latent)
+        kv_b = get(a + "kv_b_proj.weight", **self.of_heads(loaded, s.nope + s.value, s.latent))
         uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
         inner = slice(self.own.start * s.value, self.own.stop * s.value)
         return Attention(
             input_norm=get(prefix + "input_layernorm.weight", (s.hidden,)),
-            qkv_a=torch.cat((q, kv_a)),
+            qkv_a=_under((q, kv_a)),
             q_norm=q_norm,
             q_b=q_b,
             kv_norm=get(a + "kv_a_layernorm.weight", (s.latent,)),
             w_uk=_of(q_heads, uk, loaded).contiguous(),
             w_uv=_of(v_heads, uv, loaded).transpose(1, 2).contiguous(),
-            o=get(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
+            o=linear(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
             post_norm=get(prefix + "post_attention_layernorm.weight", (s.hidden,)),
         )
 
     def mlp(self, prefix: str, inner: int) -> Mlp:
         """A slice of the inner width over all tp ranks."""
-        width, hidden = inner // self.layout.tp, self.shape.hidden
-        mine = slice(self.rank * width, (self.rank + 1) * width)
-        gate = self.source.get(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
-        up = self.source.get(prefix + "up_proj.weight", (inner, hidden), rows=mine)
-        down = self.source.get(prefix + "down_proj.weight", (hidden, inner), columns=mine)
-        return Mlp(gate_up=torch.cat((gate, up)), down=down)
+        width = inner // self.layout.tp
+        return self.cut_mlp(prefix, inner, slice(self.rank * width, (self.rank + 1) * width))
+
+    def cut_mlp(self, prefix: str, inner: int, mine: slice) -> Mlp:
+        """Some of the inner width of an MLP."""
+        hidden = self.shape.hidden
+        gate = self.linear(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
+        up = self.linear(prefix + "up_proj.weight", (inner, hidden), rows=mine)
+        down = self.linear(prefix + "down_proj.weight", (hidden, inner), columns=mine)
+        return Mlp(gate_up=_under((gate, up)), down=down)
 
     def moe(self, prefix: str) -> Moe:
         """Whole experts, dealt out to the tp ranks in runs, or a slice of each; and a slice of the shared one."""
-        s, get, m = self.shape, self.source.get, prefix + "mlp."
+        s, m = self.shape, prefix + "mlp."
         held, width = range(s.experts), s.moe_inter
         if self.ep == WHOLE:
             local = s.experts // self.layout.tp
@@ -238,20 +262,19 @@ class _Loader:
         else:
             width //= self.layout.tp
         start = 0 if self.ep == WHOLE else self.rank * width
-        mine = slice(start, start + width)
-        router = get(m + "gate.weight", (s.experts, s.hidden))
-        gate_up = router.new_empty(len(held), 2 * width, s.hidden)
-        down = router.new_empty(len(held), s.hidden, width)
+        router = self.source.get(m + "gate.weight", (s.experts, s.hidden))
+        gate_up, down = _Stack(len(held)), _Stack(len(held))
         for i, expert in enumerate(held):
-            e = f"{m}experts.{expert}."
-            gate_up[i, :width] = get(e + "gate_proj.weight", (s.moe_inter, s.hidden), rows=mine)
-            gate_up[i, width:] = get(e + "up_proj.weight", (s.moe_inter, s.hidden), rows=mine)
-            down[i] = get(e + "down_proj.weight", (s.hidden, s.moe_inter), columns=mine)
+            one = self.cut_mlp(f"{m}experts.{expert}.", s.moe_inter, slice(start, start + width))
+            gate_up.put(i, one.gate_up)
+            down.put(i, one.down)
         bias = routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, device=router.device)
         shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
-        return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=held.start, shared=shared)
+        return Moe(
+            router=router, bias=bias, gate_up=gate_up.whole(), down=down.whole(), first=held.start, shared=shared
+        )
 
 
 def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:
@@ -262,6 +285,41 @@ def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor
     if shape.routing != "sigmoid":
         return None
     return source.get(prefix + "mlp.gate.e_score_correction_bias", (shape.experts,), dtype=torch.float32)
+
+
+def _under(parts: tuple[Linear, ...]) -> Linear:
+    """One weight under the other."""
+    if isinstance(parts[0], Scaled):
+        return join(cast("tuple[Scaled, ...]", parts))
+    return torch.cat(cast("tuple[torch.Tensor, ...]", parts))
+
+
+class _Stack:
+    """Experts' weights in one tensor, each put there as it comes: together they are most of a model."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.found: Linear | None = None
+
+    def put(self, index: int, one: Linear) -> None:
+        """All experts have the same shape and blocks."""
+        if isinstance(one, Scaled):
+            if self.found is None:
+                data, scale = (t.new_empty(self.count, *t.shape) for t in (one.data, one.scale))
+                self.found = Scaled(data, scale, one.block)
+            assert isinstance(self.found, Scaled)
+            assert self.found.block == one.block
+            self.found.data[index], self.found.scale[index] = one.data, one.scale
+        else:
+            if self.found is None:
+                self.found = one.new_empty(self.count, *one.shape)
+            assert isinstance(self.found, torch.Tensor)
+            self.found[index] = one
+
+    def whole(self) -> Linear:
+        """All of them."""
+        assert self.found is not None
+        return self.found
 
 
 def _of(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
+from dcpbench.kernels.e4m3 import LARGEST, capability, e4m3_byte, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
 GROUPS = 8
@@ -27,21 +27,55 @@ class Scaled:
     data: torch.Tensor
     """e4m3 [..., N, K], contiguous."""
     scale: torch.Tensor
-    """fp32, contiguous: of a weight [..., ⌈N / 128⌉, ⌈K / 128⌉], of rows [N, K / 128]."""
+    """fp32, contiguous: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], of rows [N, ⌈K / block[1]⌉]."""
+    block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
+    """Rows and columns that share a scale; the last ones may be fewer. Rows of activations have each their own. Smaller
+    than published where a rank's border cuts blocks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the numbers and their scales."""
+        return self.data.nbytes + self.scale.nbytes
+
+
+@triton.jit
+def quantised(x_GK, LEAST: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+    """(bytes of e4m3, scales) of groups in fp32."""
+    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST) / LARGEST
+    return e4m3_byte(x_GK / scale_G[:, None], NATIVE), scale_G
 
 
 @triton.jit
 def _rows_kernel(
-    x, data, scale, count, LEAST: tl.constexpr, LARGEST: tl.constexpr, BLOCK_G: tl.constexpr, NATIVE: tl.constexpr
+    x,
+    data,
+    scale,
+    count,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Each program takes BLOCK_G groups, wherever their rows end."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     live = g < count
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x_GK = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
-    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST) / LARGEST
+    byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
     tl.store(scale + g, scale_G, mask=live)
-    tl.store(data + at, e4m3_byte(x_GK / scale_G[:, None], NATIVE), mask=live[:, None])
+    tl.store(data + at, byte_GK, mask=live[:, None])
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose programs may start while the kernel before it ends: they wait for it by themselves.
+
+    All kernels that are launched so must wait, so that whatever follows one of them follows all before it, too.
+    """
+    return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
 
 
 def quantise_rows(x_TK: torch.Tensor) -> Scaled:
@@ -61,35 +95,39 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         BLOCK_G=GROUPS,
         NATIVE=has_cast(x_TK.device),
         num_warps=4,
+        **early(x_TK.device),
     )
-    return Scaled(data, scale)
+    return Scaled(data, scale, (1, SCALE_BLOCK))
 
 
-def quantise_rows_reference(x_TK: torch.Tensor) -> Scaled:
-    """Slow and obvious."""
-    groups = x_TK.float().unflatten(-1, (-1, SCALE_BLOCK))
-    scale = groups.abs().amax(-1).clamp(min=LEAST) / LARGEST
-    return Scaled((groups / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn), scale)
+def quantise_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:
+    """Slow and obvious, in groups of any number of columns, of which the last may have fewer."""
+    scaled = _quantise(x_TK.unsqueeze(-2), (1, group))
+    return Scaled(scaled.data.squeeze(-2), scaled.scale.squeeze(-2), (1, group))
 
 
-def quantise_weight(weight: torch.Tensor) -> Scaled:
-    """A weight [..., N, K] in blocks of 128 × 128, those at the lower and right edges maybe smaller."""
-    *_, height, depth = weight.shape
-    down, across = -(-height // SCALE_BLOCK), -(-depth // SCALE_BLOCK)
-    padded = torch.nn.functional.pad(weight.float(), (0, across * SCALE_BLOCK - depth, 0, down * SCALE_BLOCK - height))
-    blocks = padded.unflatten(-1, (across, SCALE_BLOCK)).unflatten(-3, (down, SCALE_BLOCK))
+def quantise_weight(weight: torch.Tensor, block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> Scaled:
+    """A weight [..., N, K] in blocks, those at the lower and right edges maybe smaller."""
+    return _quantise(weight, block)
+
+
+def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
+    *_, height, depth = x.shape
+    down, across = -(-height // block[0]), -(-depth // block[1])
+    padded = torch.nn.functional.pad(x.float(), (0, across * block[1] - depth, 0, down * block[0] - height))
+    blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
     scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / LARGEST
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
-    return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale)
+    return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale, block)
 
 
 def dequantise_weight(weight: Scaled) -> torch.Tensor:
     """What it stands for, fp32 [..., N, K]."""
     *_, height, depth = weight.data.shape
-    scale = weight.scale.repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
+    scale = weight.scale.repeat_interleave(weight.block[0], -2).repeat_interleave(weight.block[1], -1)
     return weight.data.float() * scale[..., :height, :depth]
 
 
 def dequantise_rows(rows: Scaled) -> torch.Tensor:
     """What they stand for, fp32 [T, K]."""
-    return rows.data.float() * rows.scale.repeat_interleave(SCALE_BLOCK, -1)
+    return rows.data.float() * rows.scale.repeat_interleave(rows.block[1], -1)[..., : rows.data.shape[-1]]

@@ -414,7 +414,7 @@ def _published(config: dict[str, Any]) -> str:
 
 def _quantisation(config: dict[str, Any]) -> dict[str, object]:
     """The fields of _FP8_BLOCKS as a configuration has them; empty where nothing is quantised."""
-    found = config.get("quantization_config") or config.get("compression_config")
+    found = config.get("quantization_config")
     if not found:
         return {}
     if not isinstance(found, dict):

@@ -61,7 +61,7 @@ def _queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
     model = engine.model
     size = (batch.size, model.heads * model.groups.dcp.size, model.shape.kv_width)
     generator = torch.Generator(engine.device).manual_seed(seed)
-    return torch.empty(size, dtype=model.kv.data.dtype, device=engine.device).normal_(generator=generator)
+    return torch.empty(size, dtype=model.dtype, device=engine.device).normal_(generator=generator)
 
 
 def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
     most = arithmetic.local_length(request.length, 0, dcp, interleave)
     rows = np.zeros(most, dtype=np.int64)
     rows[: len(mine)] = arithmetic.row(mine, dcp, interleave)
-    part = model.kv.rows(LAYER)[torch.from_numpy(rows).to(engine.device)]
+    part = model.kv.rows(LAYER)[torch.from_numpy(rows).to(engine.device)].to(torch.float32) * model.kv.scale
     everyone = model.groups.dcp.all_gather(part)
     lengths = [arithmetic.local_length(request.length, n, dcp, interleave) for n in range(dcp)]
     return torch.cat([everyone[n, :length] for n, length in enumerate(lengths)]).double()

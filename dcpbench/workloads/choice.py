@@ -97,7 +97,7 @@ def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> 
 
 
 def _pass(engine: DecodeEngine, batch: Batch) -> Callable[[], None]:
-    model, dtype = engine.model, engine.model.kv.data.dtype
+    model, dtype = engine.model, engine.model.dtype
     generator = torch.Generator(engine.device).manual_seed(0)
     shown = [torch.empty_like(p.exchange.query(p.size)).normal_(generator=generator) for p in batch.parts]
 

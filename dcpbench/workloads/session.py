@@ -18,6 +18,7 @@ from dcpbench.engine.synthetic import SyntheticSource, router_inputs
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import batch_rows
+from dcpbench.points.names import FP8
 from dcpbench.workloads import choice
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class Session:
 
     def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
         """What routers read with synthetic weights, a row for each number; see engine/synthetic.py."""
-        kv = self.engine.model.kv.data
+        model, device = self.engine.model, self.engine.device
         return router_inputs(
-            numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=kv.dtype, device=kv.device
+            numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=model.dtype, device=device
         )
 
 
@@ -82,8 +83,10 @@ def build(
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
-    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep)
-    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.kv_width, dtype, device)
+    fp8 = point.weights_precision == FP8
+    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
+    stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
+    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.kv_width, stored, device)
     model = Model(
         shape,
         layout,

@@ -94,7 +94,7 @@ def _reduce_error(engine: DecodeEngine, rows: int, seed: int) -> float:
     generator = torch.Generator(engine.device).manual_seed(seed + 1 + model.groups.attn.rank)
     error = 0.0
     for count in (1, rows):
-        x_BD = torch.empty(count, model.shape.hidden, dtype=model.kv.data.dtype, device=engine.device)
+        x_BD = torch.empty(count, model.shape.hidden, dtype=model.dtype, device=engine.device)
         everyone_NBD = model.groups.attn.all_gather(x_BD.normal_(generator=generator))
         truth_BD = everyone_NBD.double().sum(0)
         wrong_BD = model.all_reduce(x_BD).double() - truth_BD

@@ -24,6 +24,7 @@ OPTIONS = {
     | {"--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first"},
     "collectives": SHARED | {"--requests", "--width", "--ranks", "--variant", "--layers"},
     "merge": SHARED | {"--heads", "--requests", "--dcp", "--variant", "--layers"},
+    "linear": SHARED | {"--model", "--tp", "--rows", "--matrix", "--weights", "--variant", "--layers"},
     "moe": SHARED | {"--model", "--tp", "--requests", "--rows", "--weights", "--variant", "--layers"},
     "kv-gather": SHARED | {"--requests", "--tokens", "--ranks", "--variant", "--buffer", "--pool-bytes", "--layers"},
     "kv-write": SHARED

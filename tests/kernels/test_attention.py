@@ -49,6 +49,12 @@ def problem(device, dtype, lengths, *, heads, latent, rope, page_size, seed=0):
     return spec, q, kv, Shards(pages=tables, lengths=list(lengths))
 
 
+def in_fp8(spec, q, kv, shards, kv_scale=1.0):
+    """The same over rows in e4m3, which times `kv_scale` are the values."""
+    spec = dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn, kv_scale=kv_scale)
+    return spec, q, kv.to(torch.float8_e4m3fn), shards
+
+
 def run(backend, spec, q, kv):
     """o and lse, written into memory that held NaN."""
     o = torch.full((*q.shape[:2], spec.latent), NAN, dtype=q.dtype, device=q.device)
@@ -61,7 +67,9 @@ def truth(spec, q, kv, shards):
     """o and lse of every request in fp64."""
     o, lse = [], []
     for b, (pages, length) in enumerate(zip(shards.pages, shards.lengths, strict=True)):
-        rows = kv[torch.from_numpy(pages.astype(np.int64)).to(kv.device)].flatten(0, 1)[:length].double()
+        rows = (
+            kv[torch.from_numpy(pages.astype(np.int64)).to(kv.device)].flatten(0, 1)[:length].double() * spec.kv_scale
+        )
         one_o, one_lse = mla_decode(q[b].double(), rows, spec.latent, spec.scale)
         o.append(one_o)
         lse.append(one_lse)
@@ -93,6 +101,19 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, page_size, device):
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kv_scale", [1.0, 0.25])
+@pytest.mark.parametrize("lengths", [(1, 37, 0, 130), (64, 63, 65)], ids=lambda n: "S" + "-".join(map(str, n)))
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_rows_in_fp8_are_what_they_stand_for(name, lengths, kv_scale, page_size, device):
+    """fp64 over the same rows: nothing is rounded but sums; e4m3's NaN in every row that nobody owns."""
+    case = problem(device, torch.float32, lengths, heads=8, latent=32, rope=16, page_size=page_size)
+    case = in_fp8(*case, kv_scale)
+    backend = make_backend(name, case[0])
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("heads", [8, 24, 128])
 def test_page_sizes_and_head_counts_that_are_served_agree_with_fp64(heads, page_size, device):
@@ -113,9 +134,11 @@ def test_a_long_request_beside_short_ones_is_cut_and_merged(device):
 
 
 def test_the_backend_says_which_kernel_it_runs(device):
-    """fp32 is not what the Hopper kernel is written for, wherever it runs."""
+    """Neither fp32 nor rows in fp8 are what the Hopper kernel is written for, wherever it runs."""
     spec = problem(device, torch.float32, (1,), heads=1, latent=512, rope=64, page_size=1)[0]
     assert make_backend("triton", spec).kernel == "plain"
+    halved = dataclasses.replace(spec, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    assert make_backend("triton", halved).kernel == "plain"
 
 
 def test_triton_in_half_precision_stays_within_rounding(device):
@@ -172,8 +195,8 @@ def flashmla(monkeypatch):
     interface = types.ModuleType("flash_mla.flash_mla_interface")
     library.planned = []
 
-    def get_mla_decoding_metadata(lengths, heads, groups, use_legacy):
-        assert (groups, use_legacy) == (1, True)
+    def get_mla_decoding_metadata(lengths, heads, groups, is_fp8_kvcache, use_legacy):
+        assert (groups, is_fp8_kvcache, use_legacy) == (1, False, True)
         assert heads > 0
         library.planned.append(lengths.tolist())
         return lengths.repeat(8, 1).T.contiguous(), torch.cumsum(lengths, 0)
@@ -279,6 +302,21 @@ def test_flashmla_agrees_with_fp64_at_full_width(heads):
         o.fill_(NAN)
         graph.replay()
         assert_agrees(spec, q, kv, Shards(pages=shards.pages, lengths=changed), (o, lse), limit=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_scale", [1.0, 0.25])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize(("name", "limit"), [("triton", 1e-2), ("flashmla", 2.0**-4 / 3**0.5)])
+def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, limit, heads, kv_scale):
+    """FlashMLA rounds queries and weights of rows to e4m3, too: by 2⁻⁴/√3 of themselves on average at most."""
+    if name == "flashmla":
+        pytest.importorskip("flash_mla")
+    case = problem(CUDA, torch.bfloat16, (1, 4099, 0, 777, 64, 0), heads=heads, page_size=64, **FULL)
+    case = in_fp8(*case, kv_scale)
+    backend = make_backend(name, case[0])
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
-from dcpbench.kernels.moe import decode, experts_reference
+from dcpbench.kernels.moe import experts_reference, scaled
 
 HALF_STEP = 2.0**-4
 """Of e4m3 with its three bits behind the leading one: the largest relative rounding of a normal number."""
@@ -76,7 +76,7 @@ def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for
     ids = torch.stack([torch.randperm(experts + 2, generator=random, device=device)[:top_k] for _ in range(tokens)])
     weights = torch.rand(tokens, top_k, generator=random, device=device)
     shared = normal(tokens, hidden).to(dtype)
-    found = decode.scaled_experts(x, gate_up, down, weights, ids.int(), first, shared)
+    found = scaled.experts(x, gate_up, down, weights, ids.int(), first, shared)
     wide = [block_scaled.dequantise_weight(w) for w in (gate_up, down)]
     wanted = experts_reference(x.float(), *wide, weights, ids.int(), first, shared.float())
     error = (found.float() - wanted).norm() / wanted.norm()
@@ -88,5 +88,5 @@ def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for
         (gate_up, Scaled(down.data, down.scale.roll(1, -2))),
         (gate_up, Scaled(down.data, down.scale.roll(1, 0))),
     ):
-        other = decode.scaled_experts(x, *wrong, weights, ids.int(), first, shared).float()
+        other = scaled.experts(x, *wrong, weights, ids.int(), first, shared).float()
         assert (other - wanted).norm() > 4 * error * wanted.norm(), "scales of other blocks go unnoticed"

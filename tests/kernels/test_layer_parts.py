@@ -110,7 +110,7 @@ def test_the_bias_chooses_but_does_not_weigh():
 def test_sorting_by_expert_is_a_stable_permutation(tokens, device):
     """Places are all different; local experts come first, in order, and `ends` counts them."""
     ids = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, device=device)
-    place, ends = prompts.sort_by_expert(ids, 2, 4)
+    _, place, ends = prompts.sort_by_expert(ids, 2, 4)
     assert (place.dtype, ends.dtype) == (torch.int32, torch.int32)
     keys = [e - 2 if 2 <= e < 6 else 4 for e in ids.flatten().tolist()]
     order = sorted(range(len(keys)), key=lambda i: keys[i])
@@ -125,7 +125,7 @@ def test_decode_sorts_as_prompts_do_and_cuts_experts_into_tiles(tokens, first, l
     ids = torch.randint(0, 64, (tokens, 8), dtype=torch.int32, generator=generator)
     ids[: tokens // 2, 0] = first  # one expert of many rows
     ids = ids.to(device)
-    place, ends = prompts.sort_by_expert(ids, first, local)
+    _, place, ends = prompts.sort_by_expert(ids, first, local)
     plan = decode.plan(ids, first, local, rows=16)
     assert torch.equal(plan.place, place)
     assert torch.equal(plan.source[place.long()], torch.arange(ids.numel(), dtype=torch.int32, device=device))
@@ -244,7 +244,7 @@ def test_the_last_tile_of_an_expert_may_be_longer(device):
 
 def experts_by_torch(x, gate_up, down, weights, ids, first, shared):
     """Experts by torch's grouped product."""
-    place, ends = prompts.sort_by_expert(ids, first, len(gate_up))
+    _, place, ends = prompts.sort_by_expert(ids, first, len(gate_up))
     rows = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     rows[place.long()] = x.repeat_interleave(ids.shape[1], 0)
     both = torch._grouped_mm(rows, gate_up.transpose(-2, -1), offs=ends)

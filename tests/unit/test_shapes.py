@@ -20,7 +20,14 @@ from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES, check_checkpoint, from_config, load_shape
 
+FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 V3: dict[str, Any] = {
+    "quantization_config": FP8,
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -57,6 +64,7 @@ V3: dict[str, Any] = {
     },
 }
 V2 = V3 | {
+    "quantization_config": None,
     "model_type": "deepseek_v2",
     "hidden_size": 5120,
     "num_hidden_layers": 60,
@@ -100,10 +108,7 @@ K2 = V3 | {
     "max_position_embeddings": 262144,
     "rope_scaling": V3["rope_scaling"] | {"factor": 64, "beta_fast": 1.0},
 }
-FP8_CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-"""As DeepSeek-V3's config.json has it."""
-FP8 = {"quantization_config": FP8_CONFIG}
-CONFIGS = {"deepseek-v3": V3 | FP8, "deepseek-v2": V2, "deepseek-v2-lite": LITE, "kimi-k2": K2 | FP8}
+CONFIGS = {"deepseek-v3": V3, "deepseek-v2": V2, "deepseek-v2-lite": LITE, "kimi-k2": K2}
 
 
 def write(folder: Path, config: object) -> Path:
@@ -140,7 +145,7 @@ def test_one_token_of_v3_takes_70272_bytes_in_bf16() -> None:
 def test_rope_settings_of_transformers_5_are_read_from_rope_parameters(tmp_path: Path) -> None:
     """Newer files keep theta and scaling in one `rope_parameters`."""
     parameters = V3["rope_scaling"] | {"rope_type": "yarn", "rope_theta": 10000.0}
-    config = {k: v for k, v in (V3 | FP8).items() if k not in ("rope_scaling", "rope_theta")}
+    config = {k: v for k, v in V3.items() if k not in ("rope_scaling", "rope_theta")}
     config |= {"rope_parameters": parameters}
     assert load_shape(str(write(tmp_path / "deepseek-v3", config))) == SHAPES["deepseek-v3"]
 
@@ -316,6 +321,7 @@ HARMLESS: dict[str, Any] = {
     "initializer_range": 0.006,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.33.1",
+    "compression_config": {"format": "dense"},
     "use_cache": True,
     "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"},
     "_name_or_path": "x",
@@ -354,11 +360,11 @@ def test_what_changes_nothing_is_accepted(field: str) -> None:
 @pytest.mark.parametrize("left_out", ["", "fmt", "activation_scheme"])
 def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str) -> None:
     """And nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
-    found = from_config(
-        V3 | {"quantization_config": {k: v for k, v in FP8_CONFIG.items() if k != left_out}}, Path("v3.json")
-    )
+    found = from_config(V3 | {"quantization_config": {k: v for k, v in FP8.items() if k != left_out}}, Path("v3.json"))
     assert found.published == "fp8"
-    assert dataclasses.replace(found, published="bf16") == from_config(V3, Path("v3.json"))
+    assert dataclasses.replace(found, published="bf16") == from_config(
+        V3 | {"quantization_config": None}, Path("v3.json")
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,7 +381,7 @@ def test_other_quantisations_give_a_shape_but_no_checkpoint(
     changed: dict[str, object], named: str, tmp_path: Path
 ) -> None:
     """Sizes can be planned and made up with; where the tensors are to be read, the field is named."""
-    config = V3 | {"quantization_config": FP8_CONFIG | changed}
+    config = V3 | {"quantization_config": FP8 | changed}
     assert from_config(config, Path("v3.json")).published == "bf16"
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
@@ -386,7 +392,7 @@ def test_other_quantisations_give_a_shape_but_no_checkpoint(
 def test_a_checkpoint_in_fp8_blocks_can_be_read(tmp_path: Path) -> None:
     """As can one without any quantisation."""
     (tmp_path / "model.safetensors").touch()
-    for more in ({}, {"quantization_config": FP8_CONFIG}, {"quantization_config": None}):
+    for more in ({}, {"quantization_config": FP8}, {"quantization_config": None}):
         (tmp_path / "config.json").write_text(json.dumps(V3 | more))
         check_checkpoint(tmp_path, "--weights")
 

@@ -48,8 +48,8 @@ class TestStorage:
     def test_a_write_of_one_row_too_many_is_counted(self, monkeypatch):
         """Row 6: rows 0, 1 are padding, 2 is the request of 1 token, 4, 5 that of 2, and 6 begins that of 4 tokens."""
 
-        def sloppy(kv_KQ, new_BQ, loc_B, share):
-            write_kv(kv_KQ, new_BQ, loc_B, share)
+        def sloppy(kv_KQ, new_BQ, loc_B, share, scale):
+            write_kv(kv_KQ, new_BQ, loc_B, share, scale)
             kv_KQ[6] += 1
 
         monkeypatch.setattr("dcpbench.engine.model.write_kv", sloppy)
@@ -63,10 +63,10 @@ class TestStorage:
     def test_a_row_next_to_the_right_one_is_two_mistakes(self, monkeypatch):
         """One row changed that should not have, one did not that should; for request of length 1, at page 1."""
 
-        def shifted(kv_KQ, new_BQ, loc_B, share):
+        def shifted(kv_KQ, new_BQ, loc_B, share, scale):
             locs = loc_B.clone()
             locs[0] += 1
-            write_kv(kv_KQ, new_BQ, locs, share)
+            write_kv(kv_KQ, new_BQ, locs, share, scale)
 
         monkeypatch.setattr("dcpbench.engine.model.write_kv", shifted)
         assert (run()["kv_write"].error, run()["kv_write"].ok) == (2, False)

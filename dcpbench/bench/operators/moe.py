@@ -23,7 +23,7 @@ from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.moe import decode, prompts
+from dcpbench.kernels.moe import decode, prompts, scaled
 from dcpbench.points.floors import expert_work
 from dcpbench.points.memory import Product
 from dcpbench.points.shapes import SCALE_BLOCK
@@ -146,11 +146,11 @@ def triton(inputs: Inputs) -> Ready:
     """kernels/moe, as an engine calls it; what both products share is made before: the plan, or rows in order."""
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
-        return scaled(inputs, inputs.weight)
+        return by_scales(inputs, inputs.weight)
     weight = inputs.weight
     if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
-        _, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
+        *_, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return Ready(
             call=lambda: (prompts.product(rows_ID, weight, ends, gated=sizes.gated),),
             rows=lambda y: y,
@@ -164,26 +164,21 @@ def triton(inputs: Inputs) -> Ready:
     )
 
 
-def scaled(inputs: Inputs, weight: Scaled) -> Ready:
-    """The same over fp8 weights; gate-up with the quantisation of its tokens. Raises UsageError for prompts."""
-    if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
-        raise UsageError(
-            f"{inputs.sizes.requests} requests have {inputs.ids.numel():,} rows of experts; --weights fp8 takes up to "
-            f"{decode.MOST_ASSIGNMENTS:,}; lower --requests, or --weights bf16."
-        )
-    plan = decode.plan(inputs.ids, 0, inputs.sizes.experts)
+def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
+    """The same over fp8 weights; gate-up with the quantisation of its tokens."""
+    plan = scaled.plan(inputs.ids, 0, inputs.sizes.experts)
     top_k = inputs.sizes.top_k
     if inputs.sizes.gated:
 
         def gate_up() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = decode.scaled_gate_up(block_scaled.quantise_rows(inputs.x), weight, plan, top_k)
+            hidden = scaled.gate_up(block_scaled.quantise_rows(inputs.x), weight, plan, top_k)
             return hidden.data, hidden.scale
 
         return Ready(
             call=gate_up, rows=lambda data, scale: block_scaled.dequantise_rows(Scaled(data, scale)), fused=True
         )
     rows = block_scaled.quantise_rows(inputs.x)
-    return Ready(call=lambda: (decode.scaled_down(rows, weight, plan, top_k),), rows=lambda y: y)
+    return Ready(call=lambda: (scaled.down(rows, weight, plan, top_k),), rows=lambda y: y)
 
 
 def by_torch(inputs: Inputs) -> Ready:
@@ -193,7 +188,7 @@ def by_torch(inputs: Inputs) -> Ready:
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
         )
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
-    _, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
+    *_, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
     return Ready(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
 
@@ -286,9 +281,9 @@ class Moe:
         rows = sizes.requests if sizes.gated else ids_Tk.numel()
         x = torch.randn(rows, sizes.weight[2], generator=random, device=self.device).to(self.dtype)
         if sizes.weights == "fp8":
-            x = _exact(x)
+            x = exact(x)
         counts = torch.bincount(ids_Tk.flatten(), minlength=sizes.experts).tolist()
-        one = self._drawn((1, *sizes.weight[1:]), sizes.weights, random)
+        one = drawn((1, *sizes.weight[1:]), sizes.weights, self.dtype, random)
         return Inputs(sizes=sizes, x=x, weight=one, ids=ids_Tk, counts=counts)
 
     def _weights_of(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
@@ -298,25 +293,26 @@ class Moe:
             self._weights = (key, weights := [])
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         while len(weights) < count:
-            weights.append(self._drawn(sizes.weight, sizes.weights, random))
+            weights.append(drawn(sizes.weight, sizes.weights, self.dtype, random))
         return weights[:count]
 
-    def _drawn(self, shape: tuple[int, ...], dtype: str, random: torch.Generator) -> torch.Tensor | Scaled:
-        """Normal numbers that keep the size of what they multiply; in fp8 expert by expert, as they take less memory."""
-        deviation = shape[2] ** -0.5
-        if dtype == "fp8":
-            data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
-            blocks = shape[0], -(-shape[1] // SCALE_BLOCK), -(-shape[2] // SCALE_BLOCK)
-            for expert in data:
-                wide = torch.randn(shape[1:], generator=random, device=self.device) * SPREAD
-                expert.copy_(wide.clamp(-LARGEST, LARGEST))
-            scale = 0.5 + torch.rand(blocks, generator=random, device=self.device)
-            return Scaled(data, scale * (deviation / SPREAD))
-        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return weight.normal_(0, deviation, generator=random)
+
+def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor | Scaled:
+    """Normal numbers [..., N, K] that keep the size of what they multiply; fp8 expert by expert, as they take less memory."""
+    device, deviation = random.device, shape[-1] ** -0.5
+    if weights == "fp8":
+        data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        blocks = *shape[:-2], -(-shape[-2] // SCALE_BLOCK), -(-shape[-1] // SCALE_BLOCK)
+        for matrix in data.view(-1, *shape[-2:]):
+            wide = torch.randn(shape[-2:], generator=random, device=device) * SPREAD
+            matrix.copy_(wide.clamp(-LARGEST, LARGEST))
+        scale = 0.5 + torch.rand(blocks, generator=random, device=device)
+        return Scaled(data, scale * (deviation / SPREAD))
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    return weight.normal_(0, deviation, generator=random)
 
 
-def _exact(x_TK: torch.Tensor) -> torch.Tensor:
+def exact(x_TK: torch.Tensor) -> torch.Tensor:
     """Numbers near those given whose groups have scales that are powers of two, so that nothing is lost in e4m3."""
     x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     x[:, ::SCALE_BLOCK] = LARGEST

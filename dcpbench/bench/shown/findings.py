@@ -30,6 +30,7 @@ BASELINES = {
     "exchange": ("ag_rs", "ag_rs-bf16"),
     "collectives": ("all-reduce",),
     "padded-slots": ("slot-0-live",),
+    "linear": ("deepgemm", "flashinfer"),
     "moe": ("torch", "deepgemm"),
 }
 """Variants that the others of a bench are compared with."""

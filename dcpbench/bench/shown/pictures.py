@@ -47,6 +47,7 @@ WHAT = {
     "collectives": "bytes that a rank receives",
     "merge": "bytes read and written",
     "kv-gather": "bytes that a rank must receive",
+    "linear": "bytes of weights and rows",
     "moe": "bytes of experts that have a row, and of rows",
 }
 """Benches that are drawn over bytes, each with the label of the axis."""

@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
-        """Attend to one layer's rows `kv` [pages, page_size, Q]; all tensors are contiguous.
+        """Attend to one layer's rows `kv` [pages, page_size, Q] in the spec's KV dtype; all tensors are contiguous.
 
         Writes o_BHR in q's dtype and lse_BH in fp32, natural logarithm: where they lie is the exchange's choice.
         lse = -inf and any finite o where a request has no rows here.
@@ -63,7 +63,17 @@ class AttentionSpec:
     """Most pages of one request in one rank's pool."""
     scale: float
     dtype: torch.dtype
+    """Of q and o."""
     device: torch.device
+    kv_dtype: torch.dtype | None = None
+    """Of KV rows where it is another: e4m3."""
+    kv_scale: float = 1.0
+    """By which e4m3 numbers are multiplied."""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether KV rows are e4m3."""
+        return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
 
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:

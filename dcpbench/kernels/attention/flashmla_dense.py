@@ -1,4 +1,8 @@
-"""FlashMLA's dense MLA decode for Hopper, from the package sgl-flash-mla, which keeps it under `use_legacy`."""
+"""FlashMLA's dense MLA decode for Hopper, from the package sgl-flash-mla, which keeps it under `use_legacy`.
+
+Over KV rows in e4m3 it multiplies e4m3 queries: they are rounded as they are, with a scale of 1, as engines do without a
+calibrated one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvca
 
 from dcpbench.errors import UsageError
 from dcpbench.kernels.attention.triton_mla import PageTables
+from dcpbench.kernels.e4m3 import e4m3_byte, has_cast
 
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Shards
@@ -31,6 +36,21 @@ def _take_kernel(o, lse, lengths, o_out, lse_out, heads, BLOCK_H: tl.constexpr, 
     tl.store(lse_out + row, tl.where(tl.load(lengths + b) == 0, float("-inf"), found), mask=live)
     place = row[:, None] * R + tl.arange(0, R)[None, :]
     tl.store(o_out + place, tl.load(o + place, mask=live[:, None]), mask=live[:, None])
+
+
+@triton.jit
+def _round_kernel(q, out, count, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, e4m3_byte(tl.load(q + at, mask=at < count).to(tl.float32), NATIVE), mask=at < count)
+
+
+def rounded(q: torch.Tensor) -> torch.Tensor:
+    """Queries as e4m3, ±448 at most; contiguous."""
+    out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    block = 2048
+    grid = (triton.cdiv(q.numel(), block),)
+    _round_kernel[grid](q, out.view(torch.uint8), q.numel(), BLOCK=block, NATIVE=has_cast(q.device))
+    return out
 
 
 def take(
@@ -64,12 +84,14 @@ class FlashMlaBackend:
             raise UsageError("--backend flashmla needs a Hopper GPU (H100, H200, H20); use --backend triton.")
         self.spec = spec
         self.tables = PageTables(spec)
+        self.descale_q, self.descale_k = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
         metadata, splits = self._scheduled()
         self.metadata = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=splits)
 
     def _scheduled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which stretch of which request each multiprocessor takes, and how many parts each request has."""
-        return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, use_legacy=True)
+        fp8 = self.spec.fp8
+        return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, is_fp8_kvcache=fp8, use_legacy=True)
 
     def plan(self, shards: Shards) -> None:
         """See Backend."""
@@ -84,8 +106,11 @@ class FlashMlaBackend:
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
+        fp8 = (
+            {"is_fp8_kvcache": True, "descale_q": self.descale_q, "descale_k": self.descale_k} if self.spec.fp8 else {}
+        )
         o, lse = flash_mla_with_kvcache(
-            q_BHQ.unsqueeze(1),
+            (rounded(q_BHQ) if self.spec.fp8 else q_BHQ).unsqueeze(1),
             kv.unsqueeze(2),
             self.tables.pages,
             self.tables.lengths,
@@ -93,5 +118,6 @@ class FlashMlaBackend:
             self.metadata,
             softmax_scale=self.spec.scale,
             use_legacy=True,
+            **fp8,
         )
         take(o, lse, self.tables.lengths, o_BHR, lse_BH)

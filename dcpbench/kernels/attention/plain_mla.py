@@ -25,8 +25,9 @@ def _add_tile(
     """One step of the running softmax over the rows at `row_k`; `top` is of scores times log2(e)."""
     r = tl.arange(0, R)
     p = tl.arange(0, P)
-    latent = tl.load(row_k[:, None] + r[None, :], mask=live_k[:, None], other=0.0)
-    rope = tl.load(row_k[:, None] + R + p[None, :], mask=live_k[:, None], other=0.0)
+    # e4m3 becomes what is computed with, which holds it exactly.
+    latent = tl.load(row_k[:, None] + r[None, :], mask=live_k[:, None], other=0.0).to(q_latent.dtype)
+    rope = tl.load(row_k[:, None] + R + p[None, :], mask=live_k[:, None], other=0.0).to(q_latent.dtype)
     score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
     score += tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
     score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
@@ -50,6 +51,7 @@ def plain_kernel(
     o,
     lse,
     scale_log2,
+    value_scale,
     ln2,
     table_stride,
     heads,
@@ -98,7 +100,7 @@ def plain_kernel(
                     q_latent, q_rope, row_k, k < length, top, total, acc, scale_log2, R, P, PRECISION
                 )
 
-            acc = acc / total[:, None]
+            acc = acc * (value_scale / total)[:, None]
             log2_sum = top + tl.log2(total)
             if (t0 == 0) & (t1 == tiles):
                 tl.store(o + row_h[:, None] * R + r[None, :], acc.to(o.dtype.element_ty), mask=live_h[:, None])

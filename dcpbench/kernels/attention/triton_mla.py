@@ -29,7 +29,7 @@ def kernel_for(spec: AttentionSpec) -> str:
     """'hopper' where its instructions exist and widths and dtype are those it is written for, else 'plain'."""
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
-    fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
+    fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16) and not spec.fp8
     return "hopper" if hopper and fits else "plain"
 
 
@@ -108,22 +108,22 @@ class TritonBackend:
             self.pieces_of,
             o_BHR,
             lse_BH,
-            spec.scale * LOG2_E,
-            LN_2,
-            self.tables.pages.stride(0),
-            heads,
-            batch,
-            self.parts,
         )
+        numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         if self.kernel == "hopper":
             # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
 
             block_b = max(32, triton.next_power_of_2(spec.batch))
-            hopper_kernel[grid](*arguments, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4)
+            hopper_kernel[grid](
+                *arguments, spec.scale * LOG2_E, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4
+            )
         else:
             plain_kernel[grid](
                 *arguments,
+                spec.scale * spec.kv_scale * LOG2_E,
+                spec.kv_scale,
+                *numbers,
                 spec.page_size,
                 R=spec.latent,
                 P=spec.rope,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from dcpbench.kernels.moe import decode, prompts
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.linear import linear_reference
+from dcpbench.kernels.moe import decode, prompts, scaled
 from dcpbench.kernels.moe.routing import route
 
-__all__ = ["experts", "experts_reference", "route", "router_logits", "silu_mul"]
+__all__ = ["experts", "experts_reference", "route", "router_logits", "scaled_experts_reference", "silu_mul"]
 
 
 def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
@@ -20,8 +22,8 @@ def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
 
 def experts(
     x_TD: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Scaled,
+    down: torch.Tensor | Scaled,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
     first: int,
@@ -29,10 +31,17 @@ def experts(
 ) -> torch.Tensor:
     """shared + Σ_k weight · down_e(silu(gate_e x) · up_e x) over this rank's experts [first, first + E_local).
 
-    gate_up [E_local, 2·I, D] and down [E_local, D, I]; other ranks' experts contribute 0 here. On a GPU bf16 has
-    kernels of its own, one for decode batches and one for prompts; other dtypes, which only comparisons use, run the
-    reference and synchronise.
+    gate_up [E_local, 2·I, D] and down [E_local, D, I]; other ranks' experts contribute 0 here. Over e4m3 with scales
+    tokens and hidden rows are quantised, too (block_scaled.py). On a GPU bf16 and whole blocks of scales have kernels of
+    their own, for decode batches and for prompts; other dtypes, which only comparisons use, run the reference and
+    synchronise.
     """
+    if isinstance(gate_up, Scaled):
+        assert isinstance(down, Scaled)
+        if x_TD.is_cuda:
+            return scaled.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+        return scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+    assert not isinstance(down, Scaled)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
         fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else prompts
         return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
@@ -57,6 +66,27 @@ def experts_reference(
         gate, up = linear(x_TD[chosen], gate_up[e]).chunk(2, dim=-1)
         y = linear(silu(gate) * up, down[e])
         total_TD = total_TD.index_add(0, chosen, y.to(wide) * weight_T[chosen, None].to(wide))
+    return total_TD.to(x_TD.dtype)
+
+
+def scaled_experts_reference(
+    x_TD: torch.Tensor,
+    gate_up: Scaled,
+    down: Scaled,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """The same over blocks of any size: hidden rows are rounded once, as e4m3, and each expert's output to x's dtype."""
+    total_TD = shared_TD.float()
+    for e in range(len(gate_up.data)):
+        weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)
+        chosen = weight_T.nonzero().squeeze(-1)
+        one, other = (Scaled(w.data[e], w.scale[e], w.block) for w in (gate_up, down))
+        gate, up = linear_reference(x_TD[chosen].float(), one).chunk(2, dim=-1)
+        y = linear_reference(silu(gate) * up, other).to(x_TD.dtype)
+        total_TD = total_TD.index_add(0, chosen, y.float() * weight_T[chosen, None].float())
     return total_TD.to(x_TD.dtype)
 
 

@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels import block_scaled
-from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
 from dcpbench.kernels.moe.prompts import combine
-from dcpbench.points.shapes import SCALE_BLOCK
 
 MOST_ASSIGNMENTS = 4096
 """Of a call: 512 requests, the largest graph, with 8 experts each. Each assignment is compared with all others."""
@@ -104,6 +102,7 @@ def _product_kernel(
     tiles,
     out,
     out_scale,
+    experts,
     columns,
     depth,
     GATED: tl.constexpr,
@@ -127,7 +126,7 @@ def _product_kernel(
     blocks = tl.cdiv(columns, BLOCK_N)
     tile = tl.program_id(0) // blocks
     expert = tl.load(tiles + tile)
-    if expert < 0:
+    if (expert < 0) | (expert >= experts):
         return
     begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
     row = begin + tl.arange(0, ROWS)
@@ -182,7 +181,7 @@ class Plan:
     place: torch.Tensor
     """int32 [assignments]: sorted row of each assignment, the inverse."""
     tiles: torch.Tensor
-    """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; expert -1 where there is none."""
+    """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; no local expert where there is none."""
     rows: int
     """Of a tile, at most."""
 
@@ -224,26 +223,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, ga
         gated: which of the two.
     """
     out = torch.empty(len(plan.source), _columns(weight, gated), dtype=x.dtype, device=x.device)
-    _launch((x, None), (weight, None), (out, None), plan, top_k, gated, shape_of(plan.rows, weight.shape[-1], gated))
-    return out
-
-
-def scaled_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
-    """`product` where gated, of e4m3 with scales and into it; D and I are multiples of 128."""
-    columns = _columns(weight.data, gated=True)
-    data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
-    scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
-    operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
-    _launch(*operands, plan, top_k, gated=True, shape=(128, 5, 4, True))
-    return Scaled(data, scale)
-
-
-def scaled_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
-    """`product` where not gated, of e4m3 with scales and into bf16; I and D are multiples of 128."""
-    depth = weight.data.shape[-1]
-    out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
-    shape = (128, 2 if depth <= 256 else 3, 4, True)
-    _launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
+    launch((x, None), (weight, None), (out, None), plan, top_k, gated, shape_of(plan.rows, weight.shape[-1], gated))
     return out
 
 
@@ -257,7 +237,8 @@ def _columns(weight: torch.Tensor, gated: bool) -> int:
     return weight.shape[1] // 2 if gated else weight.shape[1]
 
 
-def _launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape) -> None:
+def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape) -> None:
+    """One product of the planned rows into `out`; see `product`."""
     columns, depth = out[0].shape[1], weight[0].shape[-1]
     block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
@@ -266,6 +247,7 @@ def _launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, g
         plan.source,
         plan.tiles,
         *out,
+        weight[0].shape[0],
         columns,
         depth,
         GATED=gated,
@@ -311,21 +293,4 @@ def experts(
     found = plan(ids_Tk, first, local)
     hidden_II = product(x_TD, gate_up, found, top_k, gated=True)
     y_ID = product(hidden_II, down, found, top_k, gated=False)
-    return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)
-
-
-def scaled_experts(
-    x_TD: torch.Tensor,
-    gate_up: Scaled,
-    down: Scaled,
-    weights_Tk: torch.Tensor,
-    ids_Tk: torch.Tensor,
-    first: int,
-    shared_TD: torch.Tensor,
-) -> torch.Tensor:
-    """`experts` over e4m3 weights with scales; tokens are quantised once, hidden rows by the product that makes them."""
-    local, top_k = len(gate_up.data), ids_Tk.shape[1]
-    found = plan(ids_Tk, first, local)
-    hidden = scaled_gate_up(block_scaled.quantise_rows(x_TD), gate_up, found, top_k)
-    y_ID = scaled_down(hidden, down, found, top_k)
     return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

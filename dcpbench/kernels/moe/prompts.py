@@ -83,10 +83,11 @@ def _combine_kernel(
     tl.store(out + t * width + d, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(place, ends): row of each assignment once sorted by local expert, and each local expert's last row + 1.
+def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(source, place, ends): assignment of each row once sorted by local expert, row of each assignment, and each local
+    expert's last row + 1.
 
-    Other ranks' assignments come last. Both int32; stable, so the same on every run. No host sync.
+    Other ranks' assignments come last. All int32; stable, so the same on every run. No host sync.
     """
     key = ids_Tk.flatten() - first
     key = key.masked_fill_((key < 0) | (key >= local), local)  # by where, the number would be copied to the device
@@ -94,7 +95,7 @@ def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.
     rows = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
     place = torch.empty_like(rows).scatter_(0, source, rows)
     experts = torch.arange(local, dtype=ordered.dtype, device=key.device)
-    return place, torch.searchsorted(ordered, experts, right=True, out_int32=True)
+    return source.int(), place, torch.searchsorted(ordered, experts, right=True, out_int32=True)
 
 
 def combine(
@@ -379,7 +380,7 @@ def experts(
     """See kernels.moe.experts. Rows of x, gate_up and down are multiples of 16 bytes."""
     tokens, width = x_TD.shape
     local, top_k = gate_up.shape[0], ids_Tk.shape[1]
-    place, ends = sort_by_expert(ids_Tk, first, local)
+    _, place, ends = sort_by_expert(ids_Tk, first, local)
     sorted_ID = torch.empty(tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
     block = min(2048, triton.next_power_of_2(width))
     columns = triton.cdiv(width, block)

@@ -1,0 +1,141 @@
+"""Bench linear: a linear layer of one rank, over the rows of a decode step or of prompts.
+
+    triton      our own over fp8 weights (kernels/linear.py), as an engine calls it: rows are quantised in its time
+    torch       torch's linear over bf16 weights, which is what an engine runs for them
+    deepgemm    DeepGEMM's `fp8_gemm_nt` over rows that are quantised already
+    flashinfer  FlashInfer's `fp8_blockscale_gemm_sm90`, which quantises rows itself
+
+What a call must read are the weights and the rows, in bf16 whoever quantises them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
+from dcpbench.bench.operators.moe import drawn, exact
+from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.kernels import linear as kernels
+from dcpbench.kernels.block_scaled import Scaled, dequantise_weight, quantise_rows
+from dcpbench.points.floors import linear_work
+from dcpbench.points.memory import Product
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.bench.operators.calls import Calls
+    from dcpbench.bench.record import Case
+
+LIMIT = 4e-3
+"""Relative error past which a result is wrong: rounding it to bf16 is off by 2⁻⁸ at most, by 2⁻⁸/√3 on average."""
+CHECKED = 64
+"""Rows that are compared with fp64, spread over all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a case."""
+
+    layer: str
+    """Such as `qkv_a`."""
+    inputs: int
+    outputs: int
+    rows: int
+    weights: str = "bf16"
+    """Or `fp8`."""
+
+
+def triton(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+    """kernels/linear.py. Raises UsageError for bf16, which has no kernel of ours."""
+    if not isinstance(weight_NK, Scaled):
+        raise UsageError("triton multiplies fp8 weights; use --variant torch with --weights bf16.")
+    return lambda: (kernels.linear(x_TK, weight_NK),)
+
+
+def by_torch(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+    """`torch.nn.functional.linear`. Raises UsageError for fp8."""
+    if isinstance(weight_NK, Scaled):
+        raise UsageError("torch has no product for block scales; use --variant triton,deepgemm with --weights fp8.")
+    return lambda: (torch.nn.functional.linear(x_TK, weight_NK),)
+
+
+def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+    """DeepGEMM's product. Raises MissingPackageError without it, UsageError for bf16."""
+    if not isinstance(weight_NK, Scaled):
+        raise UsageError("deepgemm multiplies fp8 weights here; use --variant torch with --weights bf16.")
+    try:
+        import deep_gemm
+    except ImportError as e:
+        raise MissingPackageError(
+            f"--variant deepgemm needs DeepGEMM ({e}); install sgl-deep-gemm, or leave it out with --variant triton."
+        ) from e
+    x = quantise_rows(x_TK)
+    y = torch.empty(len(x_TK), len(weight_NK.data), dtype=x_TK.dtype, device=x_TK.device)
+
+    def call() -> tuple[torch.Tensor]:
+        deep_gemm.fp8_gemm_nt((x.data, x.scale), (weight_NK.data, weight_NK.scale), y)
+        return (y,)
+
+    return call
+
+
+def flashinfer(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+    """FlashInfer's product. Raises MissingPackageError without it, UsageError for bf16."""
+    if not isinstance(weight_NK, Scaled):
+        raise UsageError("flashinfer multiplies fp8 weights here; use --variant torch with --weights bf16.")
+    try:
+        from flashinfer.gemm import fp8_blockscale_gemm_sm90
+    except ImportError as e:
+        raise MissingPackageError(
+            f"--variant flashinfer needs a FlashInfer that has products with block scales ({e}); install "
+            "flashinfer-python 0.6 or later, or leave it out with --variant triton."
+        ) from e
+    return lambda: (fp8_blockscale_gemm_sm90(x_TK, weight_NK.data, None, weight_NK.scale),)
+
+
+VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor | Scaled], Callable[[], tuple[torch.Tensor]]]] = {
+    "triton": triton,
+    "torch": by_torch,
+    "deepgemm": deepgemm,
+    "flashinfer": flashinfer,
+}
+
+
+class Linear:
+    """Builds cases."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed = device, seed
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def build(self, case: Case) -> Calls:
+        """Calls of a case with the sizes of `Sizes`."""
+        sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
+        random = torch.Generator(self.device).manual_seed(self.seed)
+        product = Product(sizes.inputs, sizes.outputs)
+        scaled = sizes.weights == "fp8"
+        work = linear_work(product, sizes.rows, itemsize=self.dtype.itemsize, scaled=scaled)
+        x = torch.randn(sizes.rows, sizes.inputs, generator=random, device=self.device).to(self.dtype)
+        if scaled:
+            x = exact(x)
+        count = case.calls or cold_sets(work.memory_bytes, self.device)
+        shape = (sizes.outputs, sizes.inputs)
+        weights = [drawn(shape, sizes.weights, self.dtype, random) for _ in range(count)]
+        calls = [VARIANTS[case.variant](x, weight) for weight in weights]
+        some = slice(None, None, max(1, sizes.rows // CHECKED))
+
+        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
+            ends = (0, count - 1)
+            found = torch.cat([results[number][0][some].double() for number in ends])
+            wanted = torch.cat([x[some].double() @ wide(weights[number]).T for number in ends])
+            return relative_error(found, wanted)
+
+        return compared(calls, error, LIMIT, work=work, written_bytes=count * work.memory_bytes)
+
+
+def wide(weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
+    """What a weight stands for, in fp64."""
+    return (dequantise_weight(weight_NK) if isinstance(weight_NK, Scaled) else weight_NK).double()

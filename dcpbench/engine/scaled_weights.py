@@ -1,0 +1,64 @@
+"""e4m3 weights in published blocks of 128 × 128, cut by ranks and put together, without a number changing its value.
+
+Where a rank's part begins inside a block, or a part that is put under another ends inside one, blocks become smaller: of
+128, 64, 32 … rows or columns the most that leaves each number its scale. In published models that happens from tp 32 on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.points.shapes import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALL = slice(None)
+
+
+def block_of(start: int, stop: int) -> int:
+    """Rows, or columns, of a block of the part [start, stop) of published ones."""
+    inside_one = start // SCALE_BLOCK == (stop - 1) // SCALE_BLOCK
+    return SCALE_BLOCK if inside_one else math.gcd(start, SCALE_BLOCK)
+
+
+def cut(
+    data: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
+) -> Scaled:
+    """A part of a weight of `shape`: `data` is that part's numbers, `scale` the published ones of the whole weight."""
+    block = []
+    for dim, part in enumerate((rows, columns)):
+        start, stop, _ = part.indices(shape[dim])
+        size = block_of(start, stop)
+        block.append(size)
+        scale = scale.index_select(dim, torch.arange(start, stop, size, device=scale.device) // SCALE_BLOCK)
+    return Scaled(data.contiguous(), scale.contiguous(), (block[0], block[1]))
+
+
+def around(part: slice, size: int) -> slice:
+    """The smallest part of whole blocks that holds another."""
+    start, stop, _ = part.indices(size)
+    return slice(start // SCALE_BLOCK * SCALE_BLOCK, min(-(-stop // SCALE_BLOCK) * SCALE_BLOCK, size))
+
+
+def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
+    """Its scales, of smaller blocks."""
+    scale = weight.scale
+    for dim, (large, small) in enumerate(zip(weight.block, block, strict=True), start=-2):
+        assert large % small == 0
+        scale = scale.repeat_interleave(large // small, dim)
+        scale = scale.narrow(dim, 0, -(-weight.data.shape[dim] // small))
+    return scale
+
+
+def join(parts: Sequence[Scaled]) -> Scaled:
+    """One under the other, [ΣN, K]."""
+    rows, columns = (min(part.block[dim] for part in parts) for dim in (0, 1))
+    for part in parts[:-1]:
+        rows = math.gcd(rows, len(part.data))
+    scales = [refine(part, (rows, columns)) for part in parts]
+    return Scaled(torch.cat([part.data for part in parts]), torch.cat(scales), (rows, columns))

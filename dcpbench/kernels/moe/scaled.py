@@ -1,0 +1,76 @@
+"""The experts of one rank over e4m3 weights with scales (block_scaled.py), for decode batches and for prompts.
+
+Both products are decode.py's kernel; tokens are quantised once, in front of it, and hidden rows by the product that makes
+them. A decode batch is planned by one kernel; the many assignments of prompts are sorted by torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.kernels.block_scaled import Scaled, quantise_rows
+from dcpbench.kernels.moe import decode
+from dcpbench.kernels.moe.prompts import combine, cut, sort_by_expert
+from dcpbench.points.shapes import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.moe.decode import Plan, Shape
+
+FEW_ROWS = 48
+"""Rows of an expert, on average, up to which a tile of prompts has 64."""
+
+
+def plan(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
+    """How both products go over the experts [first, first + local). No host sync, the same on every run."""
+    count = ids_Tk.numel()
+    if count <= decode.MOST_ASSIGNMENTS:
+        return decode.plan(ids_Tk, first, local)
+    rows = 64 if count // local <= FEW_ROWS else 128
+    source, place, ends = sort_by_expert(ids_Tk, first, local)
+    return decode.Plan(source=source, place=place, tiles=cut(ends, count, rows)[0], rows=rows)
+
+
+def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
+    """silu(x · gateᵀ) · (x · upᵀ) of the planned rows of tokens [T, D], quantised; D and I are multiples of 128."""
+    columns = weight.data.shape[1] // 2
+    data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
+    scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
+    operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
+    decode.launch(*operands, plan, top_k, gated=True, shape=shape_of(plan.rows, weight.data.shape[-1], gated=True))
+    return Scaled(data, scale, (1, SCALE_BLOCK))
+
+
+def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
+    """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
+    out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
+    shape = shape_of(plan.rows, weight.data.shape[-1], gated=False)
+    decode.launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
+    return out
+
+
+def shape_of(rows: int, depth: int, *, gated: bool) -> Shape:
+    """How a program of the kernel is cut, for tiles of so many rows."""
+    if rows >= 64:
+        return 128, 3, 8, False
+    if gated:
+        return 128, 5, 4, True
+    return 128, 2 if depth <= 256 else 3, 4, True
+
+
+def experts(
+    x_TD: torch.Tensor,
+    gate_up_weight: Scaled,
+    down_weight: Scaled,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """See kernels.moe.experts."""
+    local, top_k = len(gate_up_weight.data), ids_Tk.shape[1]
+    found = plan(ids_Tk, first, local)
+    hidden = gate_up(quantise_rows(x_TD), gate_up_weight, found, top_k)
+    y_ID = down(hidden, down_weight, found, top_k)
+    return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

@@ -1,0 +1,138 @@
+"""Linear layers over e4m3 with scales, against fp64 over what these stand for."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dcpbench.kernels import block_scaled
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.linear import Tiling, linear, linear_reference, product
+from dcpbench.kernels.moe import experts_reference, scaled, scaled_experts_reference
+
+SUM_STEP = 2.0**-13
+"""Of a sum within a group of 128 on Hopper, whose tensor cores add e4m3 products with 13 bits behind the leading one."""
+BF16_STEP = 2.0**-8
+
+
+def operands(rows, columns, depth, device, seed=0, block=(128, 128)):
+    """Rows and weights whose blocks differ in size by factors of up to 10."""
+    random = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(rows, depth, generator=random, device=device)
+    weight = torch.randn(columns, depth, generator=random, device=device) / depth**0.5
+    sizes = 10 ** torch.rand(-(-columns // block[0]), -(-depth // block[1]), generator=random, device=device)
+    weight *= sizes.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:columns, :depth]
+    return x, block_scaled.quantise_weight(weight, block)
+
+
+def truth(x, weight):
+    """The product of what both stand for, and the size of what was added up: Σ |x·w|, both fp64."""
+    rows = block_scaled.dequantise_rows(block_scaled.quantise_rows_reference(x, weight.block[1])).double()
+    wide = block_scaled.dequantise_weight(weight).double()
+    return rows @ wide.T, rows.abs() @ wide.abs().T
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "tile", "first"), [(1, 16, True), (17, 16, True), (33, 64, False)])
+def test_a_product_differs_from_fp64_by_the_rounding_of_sums_alone(rows, tile, first, parts, device):
+    """Edges in both directions: 200 columns are no multiple of a block, 5 groups none of the parts."""
+    x, weight = operands(rows, 200, 640, device)
+    how = Tiling(rows=tile, columns=128, stages=2, warps=4, parts=parts, weight_first=first)
+    found = product(block_scaled.quantise_rows(x), weight, torch.float32, how)
+    wanted, size = truth(x, weight)
+    assert ((found.double() - wanted).abs() <= SUM_STEP * size).all()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_programs_that_quantise_their_own_rows_find_the_same(parts, device):
+    x, weight = operands(19, 200, 640, device)
+    how = Tiling(rows=32, columns=64, stages=2, warps=4, parts=parts)
+    wanted = product(x, weight, torch.float32, how)
+    found = product(x, weight, torch.float32, dataclasses.replace(how, quantise=True))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_narrow_programs_take_half_a_block_of_columns(rows, device):
+    x, weight = operands(rows, 384, 256, device)
+    how = Tiling(rows=16, columns=64, stages=2, warps=4)
+    found = product(block_scaled.quantise_rows(x), weight, torch.float32, how)
+    wanted, size = truth(x, weight)
+    assert ((found.double() - wanted).abs() <= SUM_STEP * size).all()
+
+
+def test_scales_of_other_blocks_would_be_noticed(device):
+    x, weight = operands(4, 256, 256, device)
+    wanted, size = truth(x, weight)
+    for dim in (0, 1):
+        other = Scaled(weight.data, weight.scale.roll(1, dim))
+        found = product(block_scaled.quantise_rows(x), other, torch.float32)
+        assert ((found.double() - wanted).abs() > SUM_STEP * size).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_has_the_dtype_of_its_rows(rows, dtype, device):
+    x, weight = operands(rows, 256, 384, device)
+    x = x.to(dtype)
+    found = linear(x, weight)
+    wanted, size = truth(x, weight)
+    assert found.dtype == dtype
+    rounded = BF16_STEP * wanted.abs() if dtype == torch.bfloat16 else 0
+    assert ((found.double() - wanted).abs() <= SUM_STEP * size + rounded).all()
+    plain = torch.randn(256, 384, device=device).to(dtype)
+    assert torch.equal(linear(x, plain), torch.nn.functional.linear(x, plain))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), (3, 5)])
+def test_the_reference_takes_blocks_and_depths_of_any_size(block):
+    x, weight = operands(3, 70, 90, torch.device("cpu"), block=block)
+    wanted, size = truth(x, weight)
+    assert ((linear_reference(x, weight).double() - wanted).abs() <= 2.0**-20 * size).all()
+    assert torch.equal(linear(x, weight), linear_reference(x, weight))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 64)])
+def test_experts_of_any_block_are_those_of_whole_numbers_but_for_their_rows(block):
+    """x is what e4m3 holds exactly, so hidden rows alone are rounded: by 2⁻⁴/√3 of themselves on average at most."""
+    random = torch.Generator().manual_seed(3)
+    x = block_scaled.dequantise_rows(
+        block_scaled.quantise_rows_reference(torch.randn(5, 96, generator=random), block[1])
+    )
+    gate_up = block_scaled.quantise_weight(torch.randn(4, 2 * 48, 96, generator=random) / 10, block)
+    down = block_scaled.quantise_weight(torch.randn(4, 96, 48, generator=random) / 7, block)
+    ids = torch.stack([torch.randperm(6, generator=random)[:2] for _ in range(5)]).int()
+    weights, shared = torch.rand(5, 2, generator=random), torch.randn(5, 96, generator=random)
+    found = scaled_experts_reference(x, gate_up, down, weights, ids, 1, shared)
+    wide = (block_scaled.dequantise_weight(w) for w in (gate_up, down))
+    wanted = experts_reference(x, *wide, weights, ids, 1, shared)
+    error = (found - wanted).norm() / (wanted - shared).norm()
+    assert 1e-3 < error < 2.0**-4 / 3**0.5
+
+
+def test_experts_of_prompts_are_those_of_decode_batches(device, monkeypatch):
+    """Sorted by torch into long tiles, or planned by a kernel into short ones."""
+    random = torch.Generator(device).manual_seed(4)
+
+    def normal(*size):
+        return torch.randn(*size, generator=random, device=device)
+
+    gate_up = block_scaled.quantise_weight(normal(3, 256, 256) / 16)
+    down = block_scaled.quantise_weight(normal(3, 256, 128) / 11)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ids = torch.stack([torch.randperm(5, generator=random, device=device)[:2] for _ in range(70)]).int()
+    given = (
+        normal(70, 256).to(dtype),
+        gate_up,
+        down,
+        torch.rand(70, 2, device=device),
+        ids,
+        1,
+        normal(70, 256).to(dtype),
+    )
+    few = scaled.experts(*given)
+    assert scaled.plan(ids, 1, 3).rows == 16
+    monkeypatch.setattr(scaled.decode, "MOST_ASSIGNMENTS", 100)
+    assert scaled.plan(ids, 1, 3).rows == 64
+    many = scaled.experts(*given)
+    assert (few - many).abs().max() <= BF16_STEP * few.abs().max()
