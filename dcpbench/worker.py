@@ -25,7 +25,7 @@ from dcpbench.launch import jobs
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring.environment import environment, probe
 from dcpbench.points import budget
-from dcpbench.points.names import REPLAY
+from dcpbench.points.names import FP8, REPLAY
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.file import RecordFile
 from dcpbench.serving.outcome import in_short
@@ -63,7 +63,8 @@ class Worker:
         """All points of the job, in order."""
         self.tell("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
-            self.rates = limits.rates(self.device, dist.get_world_size())  # before an engine takes all memory
+            fp8 = any(point.weights_precision == FP8 for point in self.job.points)
+            self.rates = limits.rates(self.device, dist.get_world_size(), fp8=fp8)  # before an engine takes all memory
         for point in self.job.points:
             self.point = point
             if self.job.kind == "verify":

@@ -183,7 +183,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     from dcpbench.plan.judge import known_times
     from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
     from dcpbench.plan.spec import read_options
-    from dcpbench.points.names import NO_EXCHANGE, STORED
+    from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, STORED
 
     runs.check_run(run)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
@@ -202,9 +202,9 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
         count=max(times.probe().count, int(times.path["tp"])),
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
-    unsaid = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
+    unsaid: tuple[str, ...] = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
+    unsaid += tuple(name for name in STORED if times.path[name] == AS_COMPUTED)
     own = {name: value for name, value in times.path.items() if name not in unsaid}
-    own |= {name: own[name] or own["dtype"] for name in STORED}
     spec = make_serve_spec({"baseline": False, **own, **given}, probe)
     _say_about(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points)

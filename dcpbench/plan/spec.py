@@ -166,7 +166,7 @@ SAID = ("name", "published")
 def _precisions(options: Mapping[str, object], base: Mapping[str, object], dtype: str) -> dict[str, object]:
     """Values of `dtype`, `weights_dtype` and `kv_dtype`: --dtype stands for the other two where they are not typed."""
     check_known("dtype", dtype, PRECISIONS)
-    usual = base["dtype"]
+    usual = dtype if dtype in DTYPES else base["dtype"]
     alike = (dtype,) if "dtype" in options else None
     found: dict[str, object] = {
         "dtype": usual,

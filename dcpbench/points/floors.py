@@ -10,7 +10,8 @@ launches, tables and whatever passes through memory between two operators that o
 A rank's work is that of the busiest one. Benches of single operators count theirs by the same functions.
 
 Letters: D hidden, H heads of a DCP group of N ranks, h of one rank, R latent, P rope, Q = R + P, V value, E experts,
-k of them a token, I their width, B rows of a replica, T of all replicas; bytes are those of --dtype where none are said.
+k of them a token, I their width, B rows of a replica, T of all replicas; bytes are those of the dtype computed with where
+none are said. Weights of fp8 are a byte each and 4 for every 128 × 128; their products are held against the rate of fp8.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import OWN_HEADS, local_length
+from dcpbench.points.names import FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
 
 if TYPE_CHECKING:
@@ -82,15 +84,24 @@ def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
 
 
 def attention_work(
-    heads: int, lengths: Sequence[int], itemsize: int, width: int = KV_WIDTH, latent: int = LATENT
+    heads: int,
+    lengths: Sequence[int],
+    itemsize: int,
+    width: int = KV_WIDTH,
+    latent: int = LATENT,
+    kv_itemsize: int | None = None,
 ) -> Work:
     """MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R) operations.
 
     Every KV row, q and o once; per row and head Q multiplications for the score, R for the output, and as many additions.
+    Rows of `kv_itemsize` bytes a number, q and o of `itemsize`. Operations are held against the rate of bf16 also where
+    KV is fp8: what is computed with is the dtype of q.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
-        memory_bytes=(rows * width + len(lengths) * each) * itemsize, memory_limit="read", flops=2 * rows * each
+        memory_bytes=rows * width * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_limit="read",
+        flops=2 * rows * each,
     )
 
 
@@ -183,6 +194,10 @@ class Sharding:
     itemsize: int
     interleave: int = 1
     wide: GroupWide = OWN_HEADS
+    scaled: bool = False
+    """Whether linear layers and experts have fp8 weights with scales."""
+    kv_itemsize: int | None = None
+    """Bytes of a number in the KV cache; None: as all others."""
     ep: int | None = None
     """Ranks over which whole experts are dealt out, each cut by width over as many as are left; None: over all."""
 
@@ -196,7 +211,18 @@ class Sharding:
             interleave=point.interleave,
             wide=point.group_wide,
             ep=point.ep_degree,
+            scaled=point.weights_precision == FP8,
+            kv_itemsize=ITEMSIZE[point.kv_precision],
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a KV row as it is stored."""
+        return self.shape.kv_width * (self.kv_itemsize or self.itemsize)
+
+    def linear(self, product: memory.Product, rows: int) -> Work:
+        """A linear layer whose weights are stored as those of linear layers and experts are."""
+        return linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
 
     @property
     def expert_ranks(self) -> int:
@@ -263,9 +289,15 @@ def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float])
     return found
 
 
-def step_flops(sharding: Sharding, step: StepRows) -> int:
-    """Operations of a step on rank 0: of all its linear layers, its experts and its attention."""
-    return sum(times * work.flops for _, times, work in phase_works(sharding, step))
+def step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
+    """Seconds that operations of a step on rank 0 take at the matrix rates, each at that of its operands.
+
+    Those of all its linear layers, its experts and its attention. None where a rate is not known.
+    """
+    works = [(times, work) for _, times, work in phase_works(sharding, step) if work.flops]
+    if any(work.flops_limit not in limits for _, work in works):
+        return None
+    return sum(times * work.flops / limits[work.flops_limit] for times, work in works)
 
 
 def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
@@ -285,7 +317,7 @@ def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, 
     yield "attn_reduce", s.layers, reduced
     yield "dp_gather", s.layers, gather_work(step.tokens * hidden_bytes, layout.dp)
     for product in memory.mlp_products(s, s.dense_inter // layout.tp):
-        yield "dense_mlp", layers.dense, product_work(product, step.tokens, itemsize)
+        yield "dense_mlp", layers.dense, sharding.linear(product, step.tokens)
     yield from _moe(sharding, step, layers.moe)
     yield "mlp_reduce", s.layers, gather_work(step.tokens * hidden_bytes, layout.dp)
     yield "mlp_reduce", s.layers, reduced
@@ -298,29 +330,30 @@ def _attention(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]
     """One layer's projections, the new KV rows, and what decodes attend to."""
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
     products = memory.attention_products(s, layout, wide)
-    product = functools.partial(product_work, itemsize=itemsize)
+    absorbed = functools.partial(product_work, itemsize=itemsize)
     decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
-    yield "qkv_proj", product(products["qkv_a"], step.rows)
+    yield "qkv_proj", sharding.linear(products["qkv_a"], step.rows)
     if "q_b" in products:
-        yield "qkv_proj", product(products["q_b"], step.rows)
-    yield "kv_write", Work(memory_bytes=2 * step.rows * s.kv_width * itemsize)
-    yield "o_proj", product(products["o"], step.rows)
+        yield "qkv_proj", sharding.linear(products["q_b"], step.rows)
+    yield "kv_write", Work(memory_bytes=step.rows * (s.kv_width * itemsize + sharding.row_bytes))
+    yield "o_proj", sharding.linear(products["o"], step.rows)
     if not decodes:
         return
-    yield "qkv_proj", product(products["w_uk"], decodes)
+    yield "qkv_proj", absorbed(products["w_uk"], decodes)
     if not wide.query:
         yield "q_gather", query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
     lengths = [local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
-    yield "attention", attention_work(heads, lengths, itemsize, s.kv_width, s.latent)
+    yield "attention", attention_work(heads, lengths, itemsize, s.kv_width, s.latent, sharding.kv_itemsize)
     yield "merge", merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
-    yield "o_proj", product(products["w_uv"], decodes)
+    yield "o_proj", absorbed(products["w_uv"], decodes)
 
 
 def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     """One layer's attention of chunks of n tokens behind p stored ones, with keys and values of this rank's heads.
 
     n + p rows decompressed, 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs attended to, each 2·h·(nope + P
-    + V) operations. Rows, weights, q and o once; keys and values need not pass through memory.
+    + V) operations. Rows, weights, q and o once; keys and values need not pass through memory. Stored rows are read, and
+    sent, as they are stored.
     """
     if not step.chunks:
         return
@@ -329,12 +362,16 @@ def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     tokens, stored = sum(n for n, _ in step.chunks), sum(p for _, p in step.chunks)
     pairs = sum(n * p + n * (n + 1) // 2 for n, p in step.chunks)
     weights = s.latent * heads * (s.nope + s.value)
-    numbers = (tokens + stored) * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
+    numbers = tokens * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
-    yield "prefix_gather", gather_work(stored * s.kv_width * itemsize, layout.dcp)
+    yield "prefix_gather", gather_work(stored * sharding.row_bytes, layout.dcp)
     yield (
         "prefill",
-        Work(memory_bytes=numbers * itemsize, memory_limit="read", flops=2 * (decompressed + attended)),
+        Work(
+            memory_bytes=numbers * itemsize + stored * sharding.row_bytes,
+            memory_limit="read",
+            flops=2 * (decompressed + attended),
+        ),
     )
 
 
@@ -344,7 +381,7 @@ def _moe(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str,
     yield "moe", layers, product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
         for product in memory.mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
-            yield "moe", layers, product_work(product, step.tokens, itemsize)
+            yield "moe", layers, sharding.linear(product, step.tokens)
     routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.expected(step.tokens))]
     for times, routed in routing:
         for work in expert_works(sharding, step, routed):
@@ -357,7 +394,13 @@ def expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator
         gated = number == 0
         rows_in = min(step.tokens, routed.rows) if gated else routed.rows
         yield expert_work(
-            product, gated=gated, rows_in=rows_in, rows=routed.rows, hit=routed.hit, itemsize=sharding.itemsize
+            product,
+            gated=gated,
+            rows_in=rows_in,
+            rows=routed.rows,
+            hit=routed.hit,
+            itemsize=sharding.itemsize,
+            scaled=sharding.scaled,
         )
 
 

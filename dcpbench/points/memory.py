@@ -57,22 +57,26 @@ class Product(NamedTuple):
         return self.inputs * self.outputs * self.heads
 
 
-def _side(size: int) -> int:
-    """Numbers along a side of a block of fp8 weights on a rank whose part is so long; fewer where borders cut blocks."""
-    return SCALE_BLOCK if size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0 else math.gcd(size, SCALE_BLOCK)
+def _side(size: int, ranks: int) -> int:
+    """Numbers along a side of a block of fp8 weights where a part so long is one of so many ranks'.
 
-
-def stored_bytes(product: Product, itemsize: int, fp8: bool, stacked: int = 1) -> int:
-    """A linear layer's weights, or one expert's: numbers, or e4m3 with an fp32 scale for each block of 128 × 128.
-
-    `stacked` of equal height lie one under the other, as gate and up do.
+    Fewer than published where borders cut blocks: what ranks but the first have, who hold no fewer scales.
     """
-    if not fp8:
-        return product.elements * itemsize
-    height = product.outputs // stacked
-    rows = _side(height) if stacked == 1 else math.gcd(height, SCALE_BLOCK)
-    blocks = math.ceil(product.outputs / rows) * math.ceil(product.inputs / _side(product.inputs))
-    return product.elements + blocks * FP32
+    whole = ranks == 1 or size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
+    return SCALE_BLOCK if whole else math.gcd(size, SCALE_BLOCK)
+
+
+def scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
+    """A linear layer in fp8, or one expert's: e4m3, and an fp32 scale for each block of 128 × 128, as its ranks cut them.
+
+    Parts of such `heights` lie one under the other, as gate and up do. `rows` and `columns` are the ranks over which the
+    first part's rows, or all columns, are split.
+    """
+    side = _side(heights[0], rows)
+    for height in heights[:-1]:  # a block ends with a part
+        side = math.gcd(side, height)
+    blocks = sum(math.ceil(height / side) for height in heights)
+    return product.elements + blocks * math.ceil(product.inputs / _side(product.inputs, columns)) * FP32
 
 
 def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
@@ -98,8 +102,17 @@ def attention_bytes(
     fp8 are all but the norms and what is absorbed, W_UK and W_UV.
     """
     products = attention_products(shape, layout, wide)
-    linear = sum(stored_bytes(p, itemsize, fp8 and name not in ABSORBED) for name, p in products.items())
-    return linear + ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
+    norms = ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
+    if not fp8:
+        return sum(product.elements for product in products.values()) * itemsize + norms
+    ranks = layout.attn_tp // layout.dcp if wide.query else layout.attn_tp
+    qkv_a, o = products["qkv_a"], products["o"]
+    above = (qkv_a.outputs - shape.kv_width, shape.kv_width)
+    found = scaled_bytes(qkv_a, above, rows=ranks if shape.q_lora is None else 1)
+    found += scaled_bytes(o, (o.outputs,), columns=layout.attn_tp)
+    if "q_b" in products:
+        found += scaled_bytes(products["q_b"], (products["q_b"].outputs,), rows=ranks)
+    return found + sum(products[name].elements for name in ABSORBED) * itemsize + norms
 
 
 def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
@@ -107,9 +120,13 @@ def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
-def _mlp_bytes(shape: ModelShape, width: int, itemsize: int, fp8: bool) -> int:
+def _mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
+    """A rank's part of an MLP or an expert that is `inner` wide, over so many ranks."""
+    width = inner // ranks
     gate_up, down = mlp_products(shape, width)
-    return stored_bytes(gate_up, itemsize, fp8, stacked=2) + stored_bytes(down, itemsize, fp8)
+    if not fp8:
+        return (gate_up.elements + down.elements) * itemsize
+    return scaled_bytes(gate_up, (width, width), rows=ranks) + scaled_bytes(down, (down.outputs,), columns=ranks)
 
 
 def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
@@ -118,10 +135,8 @@ def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = F
     Some whole experts are as many numbers as that share of all experts' widths, with as many scales or fewer.
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
-    held, width = shape.experts // layout.tp, shape.moe_inter
-    if ep == CUT:
-        held, width = shape.experts, shape.moe_inter // layout.tp
-    experts = held * _mlp_bytes(shape, width, itemsize, fp8)
+    held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
+    experts = held * _mlp_bytes(shape, shape.moe_inter, ranks, itemsize, fp8=fp8)
     return router + experts + shared_bytes(shape, layout, itemsize, fp8=fp8)
 
 
@@ -129,12 +144,12 @@ def shared_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool 
     """This rank's slice of the shared expert of one layer."""
     if not shape.shared_experts:
         return 0
-    return _mlp_bytes(shape, shape.shared_experts * shape.moe_inter // layout.tp, itemsize, fp8)
+    return _mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, fp8=fp8)
 
 
 def dense_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
     """This rank's slice of one dense MLP."""
-    return _mlp_bytes(shape, shape.dense_inter // layout.tp, itemsize, fp8)
+    return _mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, fp8=fp8)
 
 
 def vocab_rows(shape: ModelShape, layout: Layout) -> int:

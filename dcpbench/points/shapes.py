@@ -31,6 +31,8 @@ LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 """R, P and the widths of a head's keys and values in all published models."""
 KV_WIDTH = LATENT + ROPE
 """Numbers in one of their KV rows."""
+BF16 = "bf16"
+"""What models are published in that are not quantised."""
 SCALE_BLOCK = 128
 """Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 
@@ -72,7 +74,7 @@ class ModelShape:
     max_position: int = 163840
     tied: bool = False
     """Whether the LM head is the embedding."""
-    published: str = "bf16"
+    published: str = BF16
     """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales."""
 
     @property
@@ -177,7 +179,7 @@ _TINY = ModelShape(
     nope=16,
     value=16,
     max_position=65536,
-    published="bf16",
+    published=BF16,
 )
 
 SHAPES = {shape.name: shape for shape in (_V2_LITE, _V2, _V3, _K2, _TINY)}
@@ -200,6 +202,7 @@ def check_checkpoint(folder: Path, option: str) -> None:
             f"{option} {folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a Hugging Face "
             "checkpoint in safetensors."
         )
+    _check_quantisation(folder / "config.json")
 
 
 _OF_V2 = {"scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
@@ -390,21 +393,48 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     )
 
 
+_FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+    "activation_scheme": "dynamic",
+}
+"""`quantization_config` of DeepSeek-V3."""
+_QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+"""What transformers' fp8 quantiser has where it does not write it."""
+
+
 def _published(config: dict[str, Any]) -> str:
-    """Precision of the checkpoint's linear layers, where it is one that the engine has; see `quantization_config`."""
+    """`fp8` where `quantization_config` says what DeepSeek-V3's does; else, as of a model that is not quantised, `bf16`.
+
+    Other quantisations change how tensors are stored and no size; who reads a checkpoint refuses them: `check_checkpoint`.
+    """
+    return FP8 if _quantisation(config) == _FP8_BLOCKS else BF16
+
+
+def _quantisation(config: dict[str, Any]) -> dict[str, object]:
+    """The fields of _FP8_BLOCKS as a configuration has them; empty where nothing is quantised."""
     found = config.get("quantization_config")
     if not found:
-        return "bf16"
-    method = found.get("quant_method") if isinstance(found, dict) else found
-    if method != "fp8":
-        return f"{method}"
-    block = found.get("weight_block_size")
-    if block != [SCALE_BLOCK, SCALE_BLOCK] or found.get("activation_scheme", "dynamic") != "dynamic":
-        raise ValueError(
-            f"'quantization_config' has fp8 weights in blocks of {_said(block)} with activations scaled "
-            f"{_said(found.get('activation_scheme', 'dynamic'))}; [{SCALE_BLOCK}, {SCALE_BLOCK}] and 'dynamic' are supported"
+        return {}
+    if not isinstance(found, dict):
+        return dict.fromkeys(_FP8_BLOCKS, found)
+    return {name: found.get(name, _QUANTISER.get(name)) for name in _FP8_BLOCKS}
+
+
+def _check_quantisation(path: Path) -> None:
+    """Raise ModelError, naming the field, where config.json says that weights are stored as cannot be read."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # load_shape says what is wrong with it
+    found = _quantisation(config) if isinstance(config, dict) else {}
+    differ = next((name for name, value in found.items() if value != _FP8_BLOCKS[name]), None)
+    if differ is not None:
+        raise ModelError(
+            f"{path}: in 'quantization_config' {differ!r} is {_said(found[differ])}, and quantised weights are read in fp8 "
+            f"with {_said(_FP8_BLOCKS[differ])} alone, as DeepSeek-V3 is published; give such a checkpoint, or one in bf16."
         )
-    return FP8
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:

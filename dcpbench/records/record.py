@@ -104,6 +104,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Device memory, copied; bytes count twice, read and written."""
     matmul_flop_s: float | None = None
     """A large matrix product in bf16."""
+    matmul_fp8_flop_s: float | None = None
+    """The same in fp8; null also where no point of the job has fp8 weights."""
     peer_bytes_s: float | None = None
     """Every rank reads its neighbour's memory."""
     barrier_us: float | None = None
@@ -118,6 +120,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             "read": self.read_bytes_s,
             "copy": self.copy_bytes_s,
             "matmul": self.matmul_flop_s,
+            "matmul_fp8": self.matmul_fp8_flop_s,
             "peer": self.peer_bytes_s,
             "barrier": None if self.barrier_us is None else self.barrier_us * 1e-6,
         }

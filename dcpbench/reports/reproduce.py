@@ -10,7 +10,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, experts_placed
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BY_LAYOUT, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, flag
+from dcpbench.points.names import BY_LAYOUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, flag
 from dcpbench.points.point import AXES, point_axes
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # whose own options are taken where none are typed
         untyped["ep"] = experts_placed(BY_LAYOUT, point.tp, point.dp)
-    how |= {"weights_dtype": point.weights_precision, "kv_dtype": point.kv_precision}
-    if len({how.pop("dtype"), *(how[name] for name in STORED)}) == 1:
-        how = {name: value for name, value in how.items() if name not in STORED} | {"dtype": point.dtype}
+    how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
+    if all(how[name] == point.dtype for name in STORED):
+        untyped |= dict.fromkeys(STORED, point.dtype)
     how = {name: value for name, value in how.items() if untyped.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "ep", "weights") if name in how}
     for name, value in (layout | _load(point, settings) | how | _measured(point, settings)).items():

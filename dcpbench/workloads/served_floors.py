@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.points.floors import step_floors, step_flops
+from dcpbench.points.floors import step_floors, step_matmul_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Shares:
     prefill_floor_share: float | None = None
     """Floors of steps with chunks of prompts over their times; decodes beside them count."""
     prefill_matmul_share: float | None = None
-    """Their operations over what the matrix rate would do meanwhile."""
+    """The time of their operations at the matrix rates over their times."""
     decode_floor_share: float | None = None
     """Floors of steps without chunks over their times."""
 
@@ -51,7 +51,10 @@ def _floor_share(sharding: Sharding, steps: Sequence[Timed], limits: dict[str, f
 
 
 def _matmul_share(sharding: Sharding, steps: Sequence[Timed], limits: dict[str, float]) -> float | None:
-    spent_s = sum(step.ms for step in steps) / 1e3
-    if not spent_s or "matmul" not in limits:
-        return None
-    return sum(step_flops(sharding, step.rows()) for step in steps) / (spent_s * limits["matmul"])
+    spent_s, least_s = sum(step.ms for step in steps) / 1e3, 0.0
+    for step in steps:
+        seconds = step_matmul_s(sharding, step.rows(), limits)
+        if seconds is None:
+            return None
+        least_s += seconds
+    return least_s / spent_s if spent_s else None

@@ -13,8 +13,10 @@ from dcpbench.points.floors import (
     Work,
     expected_hit,
     floor_us,
+    linear_work,
     phase_works,
     step_floors,
+    step_matmul_s,
 )
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES, ModelShape
@@ -228,14 +230,18 @@ def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
         assert found == set(PHASES)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_weights_are_as_large_as_the_memory_plan_says(shape: ModelShape):
+@pytest.mark.parametrize(
+    ("name", "scaled"),
+    [*((name, False) for name in SHAPES), ("deepseek-v3", True), ("kimi-k2", True)],
+    ids=[*SHAPES, "deepseek-v3-fp8", "kimi-k2-fp8"],
+)
+def test_weights_are_as_large_as_the_memory_plan_says(name: str, scaled: bool):
     """Bytes of one row less those of a row twice: what is left are weights, of all layers once; with all experts hit.
 
-    Norms, the embedding's rows and the routing bias are no products.
+    Norms, the embedding's rows and the routing bias are no products. In fp8 scales of blocks are among the bytes.
     """
-    layout = Layout(2, 1, 2)
-    sharding = Sharding(shape=shape, layout=layout, itemsize=2)
+    shape, layout = SHAPES[name], Layout(2, 1, 2)
+    sharding = Sharding(shape=shape, layout=layout, itemsize=2, scaled=scaled)
     layers = memory.all_layers(shape)
     every = Routed(hit=shape.experts // 2, rows=0)
 
@@ -246,7 +252,73 @@ def test_weights_are_as_large_as_the_memory_plan_says(shape: ModelShape):
 
     norms = shape.layers * ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * 2
     others = norms + layers.moe * shape.experts * 4 + (memory.vocab_rows(shape, layout) + 1) * shape.hidden * 2
-    assert 2 * products(1) - products(2) == memory.weight_bytes(shape, layout, 2, *layers) - others
+    assert 2 * products(1) - products(2) == memory.weight_bytes(shape, layout, 2, *layers, fp8=scaled) - others
+
+
+class TestFp8:
+    """Weights and KV of a byte a number, all else in bf16."""
+
+    def test_kv_in_fp8_is_read_written_and_gathered_as_a_byte_a_number(self):
+        """Two requests of 5 and 4 rows of 6 numbers, and q and o of 4 heads: 2·4·(6 + 4) numbers in bf16.
+
+        A layer's attention is 9·6 + 80·2 = 214 B instead of 268, its write 2·6·(2 + 1) B instead of 48. Of a prefix of 2
+        rows half is received: 6 B instead of 12.
+        """
+        fp8 = dataclasses.replace(TP1, kv_itemsize=1)
+        decodes = two_requests(TP1)
+        wide, narrow = (step_floors(sharding, decodes, RATES) for sharding in (TP1, fp8))
+        assert (wide["attention"], narrow["attention"]) == (pytest.approx(3 * 268), pytest.approx(3 * 214))
+        assert (wide["kv_write"], narrow["kv_write"]) == (pytest.approx(3 * 48), pytest.approx(3 * 36))
+        assert {phase for phase in wide if wide[phase] != narrow[phase]} == {"attention", "kv_write"}
+        chunk = StepRows(chunks=((3, 2),), sampled=1, tokens=3)
+        gathered = step_floors(dataclasses.replace(TP2_DCP2, kv_itemsize=1), chunk, RATES)["prefix_gather"]
+        assert gathered == pytest.approx(3 * (10 + 2 * 6))
+        wide, narrow = (step_floors(sharding, chunk, RATES) for sharding in (TP1, fp8))
+        assert wide["prefill"] - narrow["prefill"] == pytest.approx(3 * 2 * 6)
+
+    def test_a_linear_layer_reads_a_byte_a_number_and_a_scale_a_block(self):
+        """7168 × 2048 is 56 · 16 blocks; rows and results stay in bf16. Operations are held against the rate of fp8."""
+        work = linear_work(memory.Product(7168, 2048), 3, itemsize=2, scaled=True)
+        assert work.memory_bytes == 7168 * 2048 + 56 * 16 * 4 + 3 * (7168 + 2048) * 2
+        assert work.flops == 2 * 3 * 7168 * 2048
+        assert floor_us(work, {"read": 1e30, "matmul": 1.0, "matmul_fp8": 1e12}) == pytest.approx(work.flops / 1e6)
+        assert floor_us(work, {"read": 1e30, "matmul": 1.0}) is None, "never against the rate of bf16"
+
+    def test_what_is_absorbed_and_what_is_published_in_bf16_stays_so(self):
+        """Phases by the rates that they take: router, W_UK, W_UV, head and attention that of bf16."""
+        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, scaled=True, kv_itemsize=1)
+        step = StepRows(decodes=(100,), chunks=((3, 2),), sampled=2, tokens=4)
+        products = [(phase, work.flops_limit) for phase, _, work in phase_works(sharding, step) if work.flops]
+        found = {phase: sorted(limit for name, limit in products if name == phase) for phase, _ in products}
+        both = ["matmul", "matmul_fp8", "matmul_fp8"]
+        assert found == {
+            "qkv_proj": both,
+            "attention": ["matmul"],
+            "o_proj": both[:2],
+            "prefill": ["matmul"],
+            "dense_mlp": both[1:],
+            "moe": ["matmul", *both[1:] * 2],
+            "lm_head": ["matmul"],
+        }
+
+    def test_operations_take_their_time_at_their_own_rates(self):
+        """Twice the rate for what is fp8 saves half of the time of that."""
+        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, scaled=True)
+        step = StepRows(decodes=(100,), sampled=1, tokens=1)
+        of = {"matmul": 0, "matmul_fp8": 0}
+        for _, times, work in phase_works(sharding, step):
+            of[work.flops_limit] += times * work.flops
+        seconds = step_matmul_s(sharding, step, {"matmul": 1e12, "matmul_fp8": 2e12})
+        assert seconds == pytest.approx(of["matmul"] / 1e12 + of["matmul_fp8"] / 2e12)
+        assert step_matmul_s(sharding, step, {"matmul": 1e12}) is None
+
+    def test_a_point_says_how_it_is_stored(self):
+        """As all else about its sharding."""
+        point = record_builder.point(Layout(1), dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
+        found = Sharding.of(point, SHAPES["deepseek-v3"])
+        assert (found.itemsize, found.scaled, found.kv_itemsize) == (2, True, 1)
+        plain = Sharding.of(record_builder.point(Layout(1), dtype="bf16"), SHAPES["deepseek-v3"])
+        assert (plain.itemsize, plain.scaled, plain.kv_itemsize) == (2, False, 2)
 
 
 def test_a_floor_is_the_largest_term():

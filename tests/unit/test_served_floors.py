@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dcpbench.points.floors import Sharding, StepRows, step_floors, step_flops
+from dcpbench.points.floors import Sharding, StepRows, step_floors, step_matmul_s
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
@@ -58,7 +58,7 @@ class TestShares:
         spent_ms = 2 * floor_ms(short) + 5 * floor_ms(long)
         assert found.prefill_floor_share == pytest.approx((floor_ms(short) + floor_ms(long)) / spent_ms)
         assert found.decode_floor_share == pytest.approx(0.25)
-        flops = step_flops(SHARDING, short) + step_flops(SHARDING, long)
+        flops = sum(step_matmul_s(SHARDING, rows, {"matmul": 1.0}) for rows in (short, long))
         assert found.prefill_matmul_share == pytest.approx(flops / (spent_ms / 1e3 * 1e12))
 
     def test_a_kind_of_step_that_did_not_run_has_no_share(self):

@@ -18,9 +18,14 @@ from dcpbench.points.budget import plan_engine
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES, from_config, load_shape
+from dcpbench.points.shapes import SHAPES, check_checkpoint, from_config, load_shape
 
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 V3: dict[str, Any] = {
     "quantization_config": FP8,
     "model_type": "deepseek_v3",
@@ -59,6 +64,7 @@ V3: dict[str, Any] = {
     },
 }
 V2 = V3 | {
+    "quantization_config": None,
     "model_type": "deepseek_v2",
     "hidden_size": 5120,
     "num_hidden_layers": 60,
@@ -139,7 +145,8 @@ def test_one_token_of_v3_takes_70272_bytes_in_bf16() -> None:
 def test_rope_settings_of_transformers_5_are_read_from_rope_parameters(tmp_path: Path) -> None:
     """Newer files keep theta and scaling in one `rope_parameters`."""
     parameters = V3["rope_scaling"] | {"rope_type": "yarn", "rope_theta": 10000.0}
-    config = {k: v for k, v in V3.items() if k not in ("rope_scaling", "rope_theta")} | {"rope_parameters": parameters}
+    config = {k: v for k, v in V3.items() if k not in ("rope_scaling", "rope_theta")}
+    config |= {"rope_parameters": parameters}
     assert load_shape(str(write(tmp_path / "deepseek-v3", config))) == SHAPES["deepseek-v3"]
 
 
@@ -350,6 +357,46 @@ def test_what_changes_nothing_is_accepted(field: str) -> None:
     assert from_config(V3 | {field: HARMLESS[field]}, Path("v3.json")) == plain
 
 
+@pytest.mark.parametrize("left_out", ["", "fmt", "activation_scheme"])
+def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str) -> None:
+    """And nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
+    found = from_config(V3 | {"quantization_config": {k: v for k, v in FP8.items() if k != left_out}}, Path("v3.json"))
+    assert found.published == "fp8"
+    assert dataclasses.replace(found, published="bf16") == from_config(
+        V3 | {"quantization_config": None}, Path("v3.json")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "'quant_method' is 'gptq'"),
+        ({"weight_block_size": [64, 64]}, r"'weight_block_size' is \[64, 64\]"),
+        ({"weight_block_size": None}, "'weight_block_size' is None"),
+        ({"activation_scheme": "static"}, "'activation_scheme' is 'static'"),
+        ({"fmt": "e5m2"}, "'fmt' is 'e5m2'"),
+    ],
+)
+def test_other_quantisations_give_a_shape_but_no_checkpoint(
+    changed: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    """Sizes can be planned and made up with; where the tensors are to be read, the field is named."""
+    config = V3 | {"quantization_config": FP8 | changed}
+    assert from_config(config, Path("v3.json")).published == "bf16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=f"'quantization_config'.*{named}"):
+        check_checkpoint(tmp_path, "--weights")
+
+
+def test_a_checkpoint_in_fp8_blocks_can_be_read(tmp_path: Path) -> None:
+    """As can one without any quantisation."""
+    (tmp_path / "model.safetensors").touch()
+    for more in ({}, {"quantization_config": FP8}, {"quantization_config": None}):
+        (tmp_path / "config.json").write_text(json.dumps(V3 | more))
+        check_checkpoint(tmp_path, "--weights")
+
+
 def test_a_model_may_have_no_shared_experts() -> None:
     """DeepSeek writes null, transformers 0."""
     for none in (0, None):
@@ -494,19 +541,3 @@ def test_an_unknown_model_is_answered_with_the_known_ones(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"known models: deepseek-v2-lite, .*kimi-k2.*deepseek-r1"):
         load_shape(model)
-
-
-@pytest.mark.parametrize(
-    ("said", "published"),
-    [(None, "bf16"), ({}, "bf16"), (FP8, "fp8"), ({"quant_method": "compressed-tensors"}, "compressed-tensors")],
-)
-def test_a_checkpoint_says_in_which_precision_it_is_published(said: object, published: str) -> None:
-    assert from_config(V3 | {"quantization_config": said}, Path("v3.json")).published == published
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"weight_block_size": [64, 64]}, {"weight_block_size": None}, {"activation_scheme": "static"}]
-)
-def test_fp8_that_is_scaled_otherwise_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match=r"'quantization_config' has fp8 weights in blocks of .* are supported"):
-        from_config(V3 | {"quantization_config": FP8 | wrong}, Path("v3.json"))

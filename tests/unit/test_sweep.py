@@ -185,16 +185,15 @@ def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
 
 def test_replicated_projections_take_memory_from_the_kv_pool() -> None:
     """More bytes for each layer held, so fewer layers of V3 beside the same pool on 4 GPUs."""
-    own, wide = (
-        c.plan
-        for c in expand(
-            dcp="4", concurrency=8, q_replicate=[False, True], baseline=False, kv_memory="40GiB", dtype="bf16"
-        )
-    )
+    asked = {"dcp": "4", "concurrency": 8, "q_replicate": [False, True], "baseline": False, "kv_memory": "40GiB"}
+    own, wide = (c.plan for c in expand(**asked, dtype="bf16"))
     each = [(plan.weight_bytes / plan.layers_held, plan.layers_held) for plan in (own, wide)]
     assert each[1][0] > each[0][0]
     assert each[1][1] <= each[0][1]
     assert wide.full_weight_bytes - own.full_weight_bytes == 61 * 96 * (1536 * 192 + 128 * 512) * 2
+    own, wide = (c.plan for c in expand(**asked, weights_dtype="fp8"))
+    q_b, w_uk = 96 * 1536 * 192 * (1 + 4 / 128**2), 96 * 128 * 512 * 2  # which is absorbed, and so stays in bf16
+    assert wide.full_weight_bytes - own.full_weight_bytes == 61 * (q_b + w_uk)
 
 
 def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:

@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 
+from dcpbench.engine.scaled_weights import ALL, cut
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.names import CUT, WHOLE
-from dcpbench.points.shapes import SHAPES
+from dcpbench.points.shapes import SCALE_BLOCK, SHAPES
 from tests.unit import engine_builder as build
 
 
@@ -28,6 +29,12 @@ class Meta:
         parts = (rows, columns)[: len(shape)]
         size = [len(range(*(part or slice(None)).indices(n))) for part, n in zip(parts, shape, strict=True)]
         return torch.empty(size, dtype=dtype or self.dtype, device="meta")
+
+    def scaled(self, name, shape, *, rows=ALL, columns=ALL):
+        """The same: blocks as a source cuts them."""
+        scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape], device="meta")
+        data = self.get(name, shape, rows=rows, columns=columns, dtype=torch.float8_e4m3fn)
+        return cut(data, scale, shape, rows, columns)
 
 
 WIDE = {
@@ -47,6 +54,8 @@ TINY_SHAPES = {
     "all-dense": build.shape_like_tiny(first_dense=3),
     "no-dense": build.shape_like_tiny(first_dense=0),
 }
+UNEVEN = build.shape_like_tiny(hidden=320, q_lora=192, moe_inter=384, dense_inter=960, nope=24, value=40)
+"""Of which ranks cut blocks in rows and in columns, and parts that lie under others end inside of one."""
 
 
 class TestBytes:
@@ -72,6 +81,33 @@ class TestBytes:
         shape, layout = SHAPES[model], Layout(8, dcp=8)
         held = load_weights(Meta(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
         assert held.nbytes() == memory.weight_bytes(shape, layout, 2, 1, 2)
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-cut"])
+    @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
+    @pytest.mark.parametrize("ep", [CUT, WHOLE])
+    def test_the_rank_with_most_scales_holds_as_many_in_fp8(self, shape, layout, wide, ep):
+        """Linear layers and experts take a byte a number and 4 a block; ranks whose borders cut blocks have more of these.
+
+        Where the rank with most scales of one tensor is not that with most of another, the sum of both is an upper bound.
+        """
+        dense, moe = shape.first_dense, shape.layers - shape.first_dense
+        expected = memory.weight_bytes(shape, layout, 2, dense, moe, wide, fp8=True, ep=ep)
+        ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
+        held = [
+            load_weights(Meta(), shape, layout, rank, build.layers(shape), wide=wide, ep=ep, fp8=True) for rank in ranks
+        ]
+        most = max(weights.nbytes() for weights in held)
+        assert most == expected if shape is not UNEVEN else most <= expected <= most * 1.001
+
+    @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
+    @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2"])
+    def test_a_published_model_in_fp8_holds_as_many(self, model, layout):
+        """Beside a byte of each number, W_UK, W_UV, norms, router, embedding and head are in bf16."""
+        shape = SHAPES[model]
+        held = load_weights(Meta(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True)
+        assert held.nbytes() == memory.weight_bytes(shape, layout, 2, 1, 1, fp8=True, ep=CUT)
+        assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
 
     def test_real_tensors_are_counted_as_those_without_memory(self):
         """The bytes above are of tensors without memory; here are some with, and their storage is not larger."""

@@ -44,6 +44,8 @@ REPEATS = 32
 """Barriers or smallest collectives in one graph."""
 ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")
 """What every rank has, and what it has with others."""
+FP8_ALONE = ("matmul_fp8",)
+"""What every rank has where weights are fp8."""
 WARM_UP, SAMPLES = 5, 30
 REST_S = 0.1
 
@@ -61,15 +63,20 @@ def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], l
     return found, without
 
 
-def rates(device: torch.device, ranks: int) -> Rates:
-    """What the steps of a job are held against. Collective; takes some 2 s and no memory afterwards."""
-    found, without = measure(ALONE if ranks == 1 else ALONE + BETWEEN, device)
+def rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rates:
+    """What the steps of a job are held against. Collective; takes some 2 s and no memory afterwards.
+
+    `fp8`: with the rate of products whose operands are fp8.
+    """
+    wanted = ALONE + (FP8_ALONE if fp8 else ()) + (() if ranks == 1 else BETWEEN)
+    found, without = measure(wanted, device)
     known = {limit.name: limit.median for limit in found}
     barrier_s = known.get("barrier")
     return Rates(
         read_bytes_s=known.get("read"),
         copy_bytes_s=known.get("copy"),
         matmul_flop_s=known.get("matmul"),
+        matmul_fp8_flop_s=known.get("matmul_fp8"),
         peer_bytes_s=known.get("peer"),
         barrier_us=None if barrier_s is None else barrier_s * 1e6,
         without=without,
