@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -15,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if TYPE_CHECKING:
+    import torch
+
     from dcpbench.kernels.block_scaled import Scaled
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
