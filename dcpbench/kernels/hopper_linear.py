@@ -25,7 +25,7 @@ GROUP = gl.constexpr(128)
 
 
 @gluon.jit
-def _place(tile, down, across, TOGETHER: gl.constexpr):
+def place(tile, down, across, TOGETHER: gl.constexpr):
     """Tile of rows and block of columns of a tile: TOGETHER tiles of rows go through the columns side by side."""
     first = tile // (TOGETHER * across) * TOGETHER
     beside = gl.minimum(down - first, TOGETHER)
@@ -40,7 +40,7 @@ def _load(x, weight, tiles, bars, sizes, SLICES: gl.constexpr, STAGES: gl.conste
     down, across, groups = sizes
     done = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        m, n = _place(tile, down, across, TOGETHER)
+        m, n = place(tile, down, across, TOGETHER)
         for group in range(groups):
             i = done % STAGES
             mbarrier.wait(empty.index(i), ((done // STAGES) & 1) ^ 1)
@@ -69,7 +69,7 @@ def _multiply(
     first: gl.constexpr = WHO * SLICES // 2
     done = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        m, n = _place(tile, down, across, TOGETHER)
+        m, n = place(tile, down, across, TOGETHER)
         row = (m * SLICES + first) * SLICE + r
         scale_at = x_scale + gl.minimum(row, rows - 1).to(gl.int64) * groups
         more_at = x_scale + gl.minimum(row + SLICE, rows - 1).to(gl.int64) * groups

@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dcpbench.kernels import block_scaled
-from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.hopper_linear import GROUP, MMA, SLICE, _place
+from dcpbench.kernels.hopper_linear import GROUP, MMA, SLICE, place
 from dcpbench.kernels.moe.prompts import cut
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.block_scaled import Scaled
 
 ROWS = 128
 """Of a tile."""
@@ -43,7 +45,7 @@ def _load(
     parts: gl.constexpr = 2 if GATED else 1
     done = 0
     for tile in range(gl.program_id(0), found * across, gl.num_programs(0)):
-        which, n = _place(tile, found, across, TOGETHER)
+        which, n = place(tile, found, across, TOGETHER)
         begin = gl.load(cuts + TILES + which)
         w_row = gl.load(cuts + which) * (columns * parts) + n * GROUP
         for group in range(groups):
@@ -88,7 +90,7 @@ def _multiply(
     zero = gl.zeros([SLICE, GROUP], gl.float32, layout=MMA)
     done = 0
     for tile in range(gl.program_id(0), found * across, gl.num_programs(0)):
-        which, n = _place(tile, found, across, TOGETHER)
+        which, n = place(tile, found, across, TOGETHER)
         row = gl.load(cuts + TILES + which) + WHO * SLICE + r
         live = row < gl.load(cuts + 2 * TILES + which)
         scale_at = x_scale + row.to(gl.int64) * groups
