@@ -49,8 +49,9 @@ the median is 0.09).
 """
 ROUNDING = 2.0**-4 / 3**0.5
 """Relative error of a number that is rounded to e4m3, in the mean square at most: ± 2⁻⁴ of itself, uniformly."""
-ROUNDED = 5
-"""Inputs of products over fp8 weights on the way through a layer: of qkv_a, q_b, o, gate-up and down."""
+ROUNDED = 6
+"""Inputs of products over fp8 weights on the way through a layer: of qkv_a, q_b, o, gate, up and down. Gate and up have
+the same, and their results are multiplied, which counts it twice."""
 STAGGER = 3
 """Request i starts 3·i steps after the first, so that lengths in a batch differ and rows are padding in between."""
 

@@ -18,6 +18,8 @@ ABSENT: Final = object()
 VOCAB = 203
 """A prime: over 2, 4 or 8 ranks the last one holds padding rows."""
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -106,6 +108,29 @@ def deepseek_v2_of(folder: Path, changed: Mapping[str, object], written: Mapping
     """The same of the greedy V2."""
     _write("DeepseekV2", V2_GREEDY | changed, folder)
     _rewrite(folder, written)
+
+
+def deepseek_v3_fp8(folder: Path) -> None:
+    """V3 as above in fp8, as DeepSeek publishes it; wide enough that ranks' borders and edges cut blocks.
+
+    Tokens take all experts, so that no rounding chooses others.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from dcpbench.kernels.block_scaled import quantise_weight
+
+    wide = {"hidden_size": 160, "intermediate_size": 272, "moe_intermediate_size": 144, "q_lora_rank": 136}
+    wide |= {"n_routed_experts": 8, "num_experts_per_tok": 8, "topk_group": 4}
+    deepseek_v3_of(folder, wide, {"quantization_config": FP8})
+    (file,) = folder.glob("*.safetensors")
+    found = {}
+    for name, tensor in load_file(file).items():
+        if name.endswith("_proj.weight") or "_proj_with_mqa" in name:
+            scaled = quantise_weight(tensor)
+            found |= {name: scaled.data, f"{name}_scale_inv": scaled.scale}
+        else:
+            found[name] = tensor
+    save_file(found, file, {"format": "pt"})
 
 
 def _rewrite(folder: Path, written: Mapping[str, object]) -> None:

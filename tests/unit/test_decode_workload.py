@@ -16,7 +16,7 @@ from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import Environment, Gpu, Phases, Rates, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
-from dcpbench.workloads.attention_error import attention_error
+from dcpbench.workloads.attention_error import attention_error, limit_of
 from dcpbench.workloads.session import build
 from tests.unit import engine_builder
 
@@ -298,11 +298,22 @@ class TestMarks:
             assert built.plan.layers_held == 3
             assert ("l2_warm" in run(built, profile=False)[0].marks) is warm
 
-    def test_an_attention_output_that_rounding_does_not_explain_is_marked(self):
-        """bf16 is allowed 1e-2, fp32 1e-5; NaN is never fine."""
-        assert decode._accuracy_marks(5e-3, "bf16") == []
-        assert decode._accuracy_marks(5e-3, "fp32") == ["inaccurate"]
-        assert decode._accuracy_marks(float("nan"), "bf16") == ["inaccurate"]
+    @pytest.mark.parametrize(
+        ("error", "computed", "kv", "backend", "wrong"),
+        [
+            (5e-3, torch.bfloat16, torch.bfloat16, "triton", False),
+            (5e-3, torch.float32, torch.float32, "triton", True),
+            (float("nan"), torch.bfloat16, torch.bfloat16, "triton", True),
+            (3e-2, torch.bfloat16, torch.float8_e4m3fn, "triton", True),
+            (3e-2, torch.bfloat16, torch.float8_e4m3fn, "flashmla", False),
+            (3e-2, torch.bfloat16, torch.bfloat16, "flashmla", True),
+        ],
+    )
+    def test_an_attention_output_that_rounding_does_not_explain_is_marked(self, error, computed, kv, backend, wrong):
+        """bf16 is allowed 1e-2, fp32 1e-5, and a kernel that rounds queries to e4m3 2⁻⁴; NaN is never fine."""
+        model = SimpleNamespace(dtype=computed, kv=SimpleNamespace(data=torch.empty(0, dtype=kv)))
+        engine = SimpleNamespace(model=model, backend_name=backend)
+        assert (not error <= limit_of(engine)) == wrong
 
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):
         """Eight ranks on two cores wait for each other's turn."""

@@ -104,11 +104,11 @@ class TestOracle:
     @pytest.fixture
     def compare(self, monkeypatch):
         """`logits` and `tokens` of what one rank found for both prompts."""
-        monkeypatch.setattr(oracle, "greedy", lambda *_: truth())
+        monkeypatch.setattr(oracle, "greedy", lambda *_, **__: truth())
 
         def compared(found, dtype="fp32"):
             mine = {i: (tokens, t.logits) for i, (tokens, t) in enumerate(found)}
-            return verify._compare(msgspec.structs.replace(POINT, dtype=dtype), [mine], PROMPTS, NEW)
+            return verify._compare(msgspec.structs.replace(POINT, dtype=dtype), build.TINY, [mine], PROMPTS, NEW)
 
         return compared
 
@@ -130,10 +130,10 @@ class TestOracle:
         An error of 6e-5 is below and one of 1e-4 above; an absolute 1e-4 would pass anything that has small logits.
         """
         scaled = [Truth(tokens=t.tokens, logits=t.logits.double() * scale) for t in truth()]
-        monkeypatch.setattr(oracle, "greedy", lambda *_: scaled)
+        monkeypatch.setattr(oracle, "greedy", lambda *_, **__: scaled)
         for error, ok in ((6e-5, True), (1e-4, False)):
             found = {i: (t.tokens, t.logits.double() * scale) for i, t in enumerate(truth({(0, 1): error}))}
-            logits, _ = verify._compare(POINT, [found], PROMPTS, NEW)
+            logits, _ = verify._compare(POINT, build.TINY, [found], PROMPTS, NEW)
             assert logits.ok is ok, error
             assert logits.limit == pytest.approx(8e-5 * scale)
             assert f"whose logits reach {4 * scale:.2g}" in logits.detail
@@ -189,7 +189,7 @@ class TestRouting:
                 tensors[name] = 8 + 3 * tensors[name]
         save_file(tensors, tmp_path / "model.safetensors")
         truths = [Truth(tokens=[0] * NEW, logits=torch.zeros(len(p) + NEW, build.TINY.vocab)) for p in LONG]
-        monkeypatch.setattr(oracle, "greedy", lambda *_: truths)
+        monkeypatch.setattr(oracle, "greedy", lambda *_, **__: truths)
         return lambda dtype: run(msgspec.structs.replace(POINT, weights=str(tmp_path), dtype=dtype), LONG)["routing"]
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -6,7 +6,7 @@ calibrated one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -84,7 +84,11 @@ class FlashMlaBackend:
             raise UsageError("--backend flashmla needs a Hopper GPU (H100, H200, H20); use --backend triton.")
         self.spec = spec
         self.tables = PageTables(spec)
-        self.descale_q, self.descale_k = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
+        self.scales: dict[str, Any] = {}
+        """What the kernel is told of e4m3."""
+        if spec.fp8:
+            q_scale, kv_scale = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
+            self.scales = {"is_fp8_kvcache": True, "descale_q": q_scale, "descale_k": kv_scale}
         metadata, splits = self._scheduled()
         self.metadata = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=splits)
 
@@ -106,9 +110,6 @@ class FlashMlaBackend:
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
-        fp8 = (
-            {"is_fp8_kvcache": True, "descale_q": self.descale_q, "descale_k": self.descale_k} if self.spec.fp8 else {}
-        )
         o, lse = flash_mla_with_kvcache(
             (rounded(q_BHQ) if self.spec.fp8 else q_BHQ).unsqueeze(1),
             kv.unsqueeze(2),
@@ -118,6 +119,6 @@ class FlashMlaBackend:
             self.metadata,
             softmax_scale=self.spec.scale,
             use_legacy=True,
-            **fp8,
+            **self.scales,
         )
         take(o, lse, self.tables.lengths, o_BHR, lse_BH)

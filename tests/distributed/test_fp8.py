@@ -1,0 +1,173 @@
+"""fp8 weights and KV on every layout, against `transformers` on what they stand for; several ranks by torchrun jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open
+
+from dcpbench.engine import checkpoint
+from dcpbench.engine.checkpoint import CheckpointSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.kernels.block_scaled import Scaled, dequantise_weight
+from dcpbench.launch import launcher
+from dcpbench.launch.jobs import Check
+from dcpbench.launch.torchrun import Machines
+from dcpbench.points.layout import Layout
+from dcpbench.points.memory import all_layers
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.folder import FAILED_FILE
+from dcpbench.records.runs import last_records
+from dcpbench.workloads.verify import ROUNDING, logits_limit
+from tests.distributed.checkpoints import deepseek_v3, deepseek_v3_fp8
+from tests.distributed.test_oracle import (
+    A2A,
+    AG_RS,
+    CUT,
+    NONE,
+    PAGED,
+    PLAIN,
+    PROJECTED,
+    PROMPTS,
+    REPLICATED,
+    STRIPED,
+    WHOLE,
+    alone,
+    point,
+)
+from tests.distributed.test_oracle import NEW as TOKENS
+
+pytestmark = pytest.mark.distributed
+
+WEIGHTS = {"weights_dtype": "fp8"}
+KV = {"kv_dtype": "fp8"}
+GRID = {
+    Layout(1): [(PLAIN, NONE | WEIGHTS), (PAGED, NONE | WEIGHTS | KV), (PAGED, NONE | KV)],
+    Layout(2): [(PAGED, NONE | CUT | WEIGHTS | KV), (PLAIN, NONE | WHOLE | WEIGHTS)],
+    Layout(4, dcp=4): [(PLAIN, AG_RS | WHOLE | WEIGHTS | KV)],
+    Layout(4, dp=2, dcp=2): [(STRIPED, A2A | REPLICATED | PROJECTED | CUT | WEIGHTS | KV)],
+    Layout(8, dcp=8): [(STRIPED, AG_RS | CUT | WEIGHTS | KV)],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a checkpoint in fp8."""
+    made = tmp_path_factory.mktemp("checkpoint") / "v3-fp8"
+    deepseek_v3_fp8(made)
+    return str(made)
+
+
+def points_of(tp, folder):
+    return [
+        point(folder, layout, storage, how)
+        for layout, cases in GRID.items()
+        if layout.tp == tp
+        for storage, how in cases
+    ]
+
+
+def assert_agree(points, checks):
+    """Every check has a limit that it keeps, and the derived one is neither none nor the logits' own size."""
+    shape = load_shape(points[0].model)
+    assert [c for c in checks if not c.ok] == []
+    logits = [c for c in checks if c.name == "logits"]
+    assert len(logits) == len(points)
+    assert [c.dtype for c in logits] == [p.precision for p in points]
+    for asked, found in zip(points, logits, strict=True):
+        share = logits_limit(asked, shape)
+        assert ROUNDING < share < 0.25
+        assert 1e-3 * found.limit < found.error <= found.limit, "what is rounded differs"
+    assert all(c.error == 0 for c in checks if c.name in ("tokens", "kv_write", "routing"))
+    assert all(c.error < 1e-5 for c in checks if c.name == "attention"), "what is stored is exact"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_layouts_are_transformers_on_what_is_stored_but_for_the_rounding_of_activations(tp, folder, tmp_path):
+    points = points_of(tp, folder)
+    if tp == 1:
+        assert_agree(points, [check for p in points for check in alone(p, PROMPTS, TOKENS, tmp_path)])
+        return
+    work = launcher.Work(
+        folder=tmp_path,
+        settings=Settings(),
+        device="cpu",
+        worker="tests.distributed.rank",
+        kind="verify",
+        prompts=PROMPTS,
+        new_tokens=TOKENS,
+    )
+    launcher.run(points, work, Machines(), lambda _: None)
+    assert {r.point.key(): r.reason for r in last_records(tmp_path, FAILED_FILE).values()} == {}
+    lines = (tmp_path / "checks.jsonl").read_bytes().splitlines()
+    assert_agree(points, [msgspec.json.decode(line, type=Check) for line in lines])
+
+
+def test_scales_of_other_blocks_are_noticed(folder, tmp_path, monkeypatch):
+    """Those of o_proj, two in a row, change places."""
+    whole = checkpoint.cut
+
+    def swapped(data, scale, shape, *part):
+        return whole(data, scale.flip(1) if shape[0] == 160 else scale, shape, *part)
+
+    monkeypatch.setattr(checkpoint, "cut", swapped)
+    checks = alone(points_of(1, folder)[0], PROMPTS, TOKENS, tmp_path)
+    assert "logits" in [c.name for c in checks if not c.ok]
+
+
+def test_a_checkpoint_in_half_precision_is_quantised_as_it_is_read(tmp_path):
+    """And held against what that stands for."""
+    deepseek_v3(tmp_path / "v3")
+    asked = [point(str(tmp_path / "v3"), Layout(1), PLAIN, NONE | WEIGHTS)]
+    assert_agree(asked, alone(asked[0], PROMPTS, TOKENS, tmp_path))
+
+
+@pytest.mark.parametrize("ep", ["1", "tp"])
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(4, dcp=4), Layout(8, dcp=2), Layout(8, dp=8)], ids=str)
+def test_no_number_changes_where_ranks_cut_blocks(layout, ep, folder):
+    """Numbers of all ranks' parts, times their scales, are those of the file, bit by bit."""
+    shape, source = load_shape(folder), CheckpointSource(Path(folder), torch.float32, torch.device("cpu"))
+    (file,) = source.folder.glob("*.safetensors")
+    stored = load_file(file)
+
+    def published(name):
+        return dequantise_weight(Scaled(stored[name], stored[name + "_scale_inv"]))
+
+    layer = "model.layers.1."
+    for rank in range(layout.tp):
+        held = load_weights(source, shape, layout, rank, all_layers(shape), ep=ep, fp8=True).layer(1)
+        width = 144 // layout.tp if ep == "1" else 144
+        first = rank * width if ep == "1" else 0
+        expert = held.mlp.first
+        gate, up = dequantise_weight(held.mlp.gate_up)[0].split(width)
+        one = f"{layer}mlp.experts.{expert}."
+        assert torch.equal(gate, published(one + "gate_proj.weight")[first : first + width])
+        assert torch.equal(up, published(one + "up_proj.weight")[first : first + width])
+        assert torch.equal(
+            dequantise_weight(held.mlp.down)[0], published(one + "down_proj.weight")[:, first : first + width]
+        )
+        heads, which = 8 // layout.attn_tp, layout.attn_rank(rank)
+        rows = slice(which * heads * 28, (which + 1) * heads * 28)
+        columns = slice(which * heads * 20, (which + 1) * heads * 20)
+        a = layer + "self_attn."
+        assert torch.equal(dequantise_weight(held.attention.q_b), published(a + "q_b_proj.weight")[rows])
+        assert torch.equal(dequantise_weight(held.attention.o), published(a + "o_proj.weight")[:, columns])
+        q, kv = dequantise_weight(held.attention.qkv_a).split((136, 48))
+        assert torch.equal(q, published(a + "q_a_proj.weight"))
+        assert torch.equal(kv, published(a + "kv_a_proj_with_mqa.weight"))
+
+
+def test_the_file_has_what_deepseek_publishes(folder):
+    """Norms, router, embedding and head are not fp8, all other weights are."""
+    (file,) = CheckpointSource(Path(folder), torch.float32, torch.device("cpu")).folder.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no dict
+    plain = {name for name, kind in kinds.items() if kind == "F32" and not name.endswith("_scale_inv")}
+    assert all("norm" in n or "mlp.gate." in n or "embed" in n or "lm_head" in n for n in plain)
+    assert sum(kind == "F8_E4M3" for kind in kinds.values()) == len(kinds) - len(plain) - sum(
+        n.endswith("_scale_inv") for n in kinds
+    )
