@@ -20,7 +20,7 @@ def rows(count, depth, device, seed=0):
     return x
 
 
-@pytest.mark.parametrize("count", [1, 3, 37])
+@pytest.mark.parametrize("count", [1, 3, 37, 1000])
 def test_rows_are_quantised_as_the_reference_does(count, device):
     x = rows(count, 384, device)
     found, wanted = block_scaled.quantise_rows(x), block_scaled.quantise_rows_reference(x)

@@ -17,7 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.hopper_linear import GROUP, MMA, SLICE, place
-from dcpbench.kernels.moe.prompts import cut
 
 if TYPE_CHECKING:
     from dcpbench.kernels.block_scaled import Scaled
@@ -175,17 +174,32 @@ def _product_kernel(
 
 
 def product(
-    x: Scaled, weight: Scaled, ends: torch.Tensor, *, gated: bool, stages: int = 0, together: int = 4, programs: int = 0
+    x: Scaled,
+    weight: Scaled,
+    tiles: torch.Tensor,
+    total: torch.Tensor,
+    *,
+    gated: bool,
+    stages: int = 0,
+    together: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sorted rows [rows, in] times their expert's weights; see prompts.product. Gated: e4m3 with scales, else bf16."""
+    """Sorted rows [rows, in] times their expert's weights. Gated: e4m3 with scales, else bf16.
+
+    Args:
+        x: quantised rows, those of an expert together.
+        weight: gated: [E, 2·I, in], of which silu(x · gateᵀ) · (x · upᵀ) is made; else [E, out, in].
+        tiles: of up to ROWS rows; see prompts.cut.
+        total: how many tiles there are.
+        gated: which of the two.
+        stages: tiles in flight; 0 takes as many as shared memory holds.
+        together: tiles that go through the columns side by side.
+    """
     _, height, depth = weight.data.shape
     columns, device = height // 2 if gated else height, x.data.device
-    tiles, total = cut(ends, len(x.data), ROWS)
     out = torch.empty(len(x.data), columns, dtype=x.data.dtype if gated else torch.bfloat16, device=device)
     scale = torch.empty(len(x.data), columns // 128, dtype=torch.float32, device=device) if gated else None
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
-    programs = programs or torch.cuda.get_device_properties(device).multi_processor_count
-    _product_kernel[(programs,)](
+    _product_kernel[(torch.cuda.get_device_properties(device).multi_processor_count,)](
         TensorDescriptor.from_tensor(x.data, [64, 128], layout),
         x.scale,
         TensorDescriptor.from_tensor(weight.data.flatten(0, 1), [128, 128], layout),
