@@ -32,6 +32,8 @@ from dcpbench.points.shapes import SCALE_BLOCK
 
 FEW_ROWS = 128
 """Up to which reading the weights decides."""
+FEWEST_ROWS = 8
+"""Up to which hardly any of a tile's rows are there, and broad programs are best."""
 DEEP = 7168
 """Depth from which on a program that takes all of it begins and ends in little of its time."""
 HOPPER = 9
@@ -182,11 +184,18 @@ def tiling(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling:
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
     tile = max(16, triton.next_power_of_2(rows))
-    blocks = triton.cdiv(columns, 64)
-    # A long way down, and columns for a good part of the machine: two programs take turns on a multiprocessor.
-    twice = depth >= DEEP and 3 * blocks >= multiprocessors
-    parts = max(1, (2 if twice else 1) * multiprocessors // blocks)
-    if tile == 64 and twice and parts > 1:
+    groups, wide, narrow = depth // SCALE_BLOCK, triton.cdiv(columns, 128), triton.cdiv(columns, 64)
+
+    def parts(blocks: int, twice: bool) -> int:
+        """So many that there are programs for all multiprocessors, once or twice."""
+        return min(max(1, (2 if twice else 1) * multiprocessors // blocks), max(1, groups // 2))
+
+    few, deep = rows <= FEWEST_ROWS, depth >= DEEP
+    enough = 8 * wide >= multiprocessors if few else deep and multiprocessors <= 5 * wide < 5 * multiprocessors
+    if tile <= 32 and enough:
+        twice = tile == 16 and 3 * wide >= multiprocessors and (deep or (few and 2 * depth > DEEP))
+        return Tiling(rows=tile, columns=128, stages=4 if few or twice else 6, warps=4, parts=parts(wide, twice))
+    twice = deep and 3 * narrow >= multiprocessors
+    if tile == 64 and twice and narrow <= multiprocessors:
         return Tiling(rows=tile, columns=128, stages=4, warps=4, parts=4)
-    parts = min(parts, max(1, depth // SCALE_BLOCK // 2))
-    return Tiling(rows=tile, columns=64, stages=6 if tile <= 32 else 4, warps=4, parts=parts)
+    return Tiling(rows=tile, columns=64, stages=6 if tile <= 32 else 4, warps=4, parts=parts(narrow, twice))
