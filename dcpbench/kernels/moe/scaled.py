@@ -33,21 +33,12 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
     rows = 64 if count // local <= FEW_ROWS else 128
     source, place, ends = sort_by_expert(ids_Tk, first, local)
     tiles, total = cut(ends, count, rows)
-    # What runs there is imported there only: Triton before 3.6 and its interpreter cannot.
     from_tile_to_tile = rows == 128 and capability(ids_Tk.device)[0] == HOPPER
     return decode.Plan(source=source, place=place, tiles=tiles, rows=rows, total=total if from_tile_to_tile else None)
 
 
 def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
     """silu(x · gateᵀ) · (x · upᵀ) of the planned rows of tokens [T, D], quantised; D and I are multiples of 128."""
-    if plan.total is not None:
-        from dcpbench.kernels.moe import hopper_scaled
-
-        token = plan.source // top_k
-        rows = Scaled(x.data.view(torch.uint8)[token].view(x.data.dtype), x.scale[token], x.block)
-        data, scale = hopper_scaled.product(rows, weight, plan.tiles, plan.total, gated=True)
-        assert scale is not None
-        return Scaled(data, scale, (1, SCALE_BLOCK))
     columns = weight.data.shape[1] // 2
     data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
@@ -59,9 +50,10 @@ def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
 def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
     """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
     if plan.total is not None:
+        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
         from dcpbench.kernels.moe import hopper_scaled
 
-        return hopper_scaled.product(x, weight, plan.tiles, plan.total, gated=False)[0]
+        return hopper_scaled.product(x, weight, plan.tiles, plan.total)
     out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
     shape = shape_of(plan.rows, weight.data.shape[-1], gated=False)
     decode.launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
