@@ -14,8 +14,8 @@ import triton.language as tl
 from dcpbench.kernels.e4m3 import LARGEST, capability, e4m3_byte, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
-GROUPS = 8
-"""That a program quantises."""
+GROUPS, MORE_GROUPS, MANY = 8, 32, 16384
+"""That a program quantises; past so many in all."""
 LEAST = 1e-10
 """Of a block's largest number, so that a block of zeros has a scale."""
 
@@ -79,14 +79,15 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
     data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=x_TK.device)
     scale = torch.empty(rows, groups, dtype=torch.float32, device=x_TK.device)
     count = rows * groups
-    _rows_kernel[(triton.cdiv(count, GROUPS),)](
+    block = MORE_GROUPS if count > MANY else GROUPS
+    _rows_kernel[(triton.cdiv(count, block),)](
         x_TK,
         data.view(torch.uint8),
         scale,
         count,
         LEAST=LEAST,
         LARGEST=LARGEST,
-        BLOCK_G=GROUPS,
+        BLOCK_G=block,
         NATIVE=has_cast(x_TK.device),
         num_warps=4,
         **early(x_TK.device),
@@ -110,7 +111,9 @@ def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
     down, across = -(-height // block[0]), -(-depth // block[1])
     padded = torch.nn.functional.pad(x.float(), (0, across * block[1] - depth, 0, down * block[0] - height))
     blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
-    scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / LARGEST
+    # By a tensor, as torch on a GPU multiplies with the reciprocal of a number.
+    largest = torch.full((), LARGEST, device=x.device)
+    scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / largest
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
     return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale, block)
 
