@@ -14,8 +14,8 @@ import triton.language as tl
 from dcpbench.kernels.e4m3 import LARGEST, capability, e4m3_byte, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
-GROUPS = 8
-"""That a program quantises."""
+GROUPS, MORE_GROUPS, MANY = 8, 32, 16384
+"""That a program quantises; past so many in all."""
 LEAST = 1e-10
 """Of a block's largest number, so that a block of zeros has a scale."""
 
@@ -39,13 +39,6 @@ class Scaled:
 
 
 @triton.jit
-def quantised(x_GK, LEAST: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
-    """(bytes of e4m3, scales) of groups in fp32."""
-    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST) / LARGEST
-    return e4m3_byte(x_GK / scale_G[:, None], NATIVE), scale_G
-
-
-@triton.jit
 def _rows_kernel(
     x,
     data,
@@ -65,9 +58,10 @@ def _rows_kernel(
     live = g < count
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x_GK = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
-    byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
+    # Rounded as IEEE says: a quotient that is an ulp off may lie on the other side of the middle of two numbers of e4m3.
+    scale_G = tl.div_rn(tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST), LARGEST)
     tl.store(scale + g, scale_G, mask=live)
-    tl.store(data + at, byte_GK, mask=live[:, None])
+    tl.store(data + at, e4m3_byte(tl.div_rn(x_GK, scale_G[:, None]), NATIVE), mask=live[:, None])
 
 
 def early(device: torch.device) -> dict[str, bool]:
@@ -85,14 +79,15 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
     data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=x_TK.device)
     scale = torch.empty(rows, groups, dtype=torch.float32, device=x_TK.device)
     count = rows * groups
-    _rows_kernel[(triton.cdiv(count, GROUPS),)](
+    block = MORE_GROUPS if count > MANY else GROUPS
+    _rows_kernel[(triton.cdiv(count, block),)](
         x_TK,
         data.view(torch.uint8),
         scale,
         count,
         LEAST=LEAST,
         LARGEST=LARGEST,
-        BLOCK_G=GROUPS,
+        BLOCK_G=block,
         NATIVE=has_cast(x_TK.device),
         num_warps=4,
         **early(x_TK.device),
@@ -116,7 +111,9 @@ def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
     down, across = -(-height // block[0]), -(-depth // block[1])
     padded = torch.nn.functional.pad(x.float(), (0, across * block[1] - depth, 0, down * block[0] - height))
     blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
-    scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / LARGEST
+    # By a tensor, as torch on a GPU multiplies with the reciprocal of a number.
+    largest = torch.full((), LARGEST, device=x.device)
+    scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / largest
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
     return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale, block)
 

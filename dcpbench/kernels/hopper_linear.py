@@ -34,7 +34,7 @@ def place(tile, down, across, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _load(x, weight, tiles, bars, sizes, SLICES: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr):
+def _load(x, weight, tiles, bars, sizes, STAGES: gl.constexpr, TOGETHER: gl.constexpr):
     x_tiles, w_tiles = tiles
     full, empty = bars
     down, across, groups = sizes
@@ -44,20 +44,27 @@ def _load(x, weight, tiles, bars, sizes, SLICES: gl.constexpr, STAGES: gl.conste
         for group in range(groups):
             i = done % STAGES
             mbarrier.wait(empty.index(i), ((done // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(i), (SLICES * SLICE + GROUP) * GROUP)
-            for part in gl.static_range(SLICES):
-                at = (m * SLICES + part) * SLICE
-                tma.async_copy_global_to_shared(x, [at, group * GROUP], full.index(i), x_tiles.index(i * SLICES + part))
+            mbarrier.expect(full.index(i), (2 * SLICE + GROUP) * GROUP)
+            for part in gl.static_range(2):
+                at = (m * 2 + part) * SLICE
+                tma.async_copy_global_to_shared(x, [at, group * GROUP], full.index(i), x_tiles.index(i * 2 + part))
             tma.async_copy_global_to_shared(weight, [n * GROUP, group * GROUP], full.index(i), w_tiles.index(i))
             done += 1
 
 
 @gluon.jit
 def _multiply(
-    scales, out, tiles, bars, sizes, extent, WHO: gl.constexpr, SLICES: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr
-):  # fmt: off
-    """Half of the slices of each tile of rows: slices WHO · SLICES / 2 and, of four, the one behind it."""
+    scales,
+    out,
+    tiles,
+    bars,
+    sizes,
+    extent,
+    WHO: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):
+    """Rows 64 · WHO to 64 · WHO + 63 of each tile."""
     x_scale, w_scale = scales
     x_tiles, w_tiles = tiles
     full, empty = bars
@@ -66,43 +73,26 @@ def _multiply(
     r = gl.arange(0, SLICE, layout=gl.SliceLayout(1, MMA))
     c = gl.arange(0, GROUP, layout=gl.SliceLayout(0, MMA))
     zero = gl.zeros([SLICE, GROUP], gl.float32, layout=MMA)
-    first: gl.constexpr = WHO * SLICES // 2
     done = 0
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
         m, n = place(tile, down, across, TOGETHER)
-        row = (m * SLICES + first) * SLICE + r
+        row = (m * 2 + WHO) * SLICE + r
         scale_at = x_scale + gl.minimum(row, rows - 1).to(gl.int64) * groups
-        more_at = x_scale + gl.minimum(row + SLICE, rows - 1).to(gl.int64) * groups
         w_scale_at = w_scale + n * groups
         y = zero
-        more = zero
         for group in range(groups):
-            of_w = gl.load(w_scale_at + group)
-            scale = gl.load(scale_at + group) * of_w
-            if SLICES == 4:
-                scale_more = gl.load(more_at + group) * of_w
+            scale = gl.load(scale_at + group) * gl.load(w_scale_at + group)
             i = done % STAGES
             mbarrier.wait(full.index(i), (done // STAGES) & 1)
             w = w_tiles.index(i).permute((1, 0))
-            acc = warpgroup_mma(x_tiles.index(i * SLICES + first), w, zero, use_acc=False, is_async=True)
+            acc = warpgroup_mma(x_tiles.index(i * 2 + WHO), w, zero, use_acc=False, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            if SLICES == 4:
-                y += acc * scale[:, None]
-                acc = warpgroup_mma(x_tiles.index(i * SLICES + first + 1), w, zero, use_acc=False, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(empty.index(i), count=1)
-                more += acc * scale_more[:, None]
-            else:
-                mbarrier.arrive(empty.index(i), count=1)
-                y += acc * scale[:, None]
+            mbarrier.arrive(empty.index(i), count=1)
+            y += acc * scale[:, None]
             done += 1
         column = n * GROUP + c
-        inside = (column < columns)[None, :]
         to = out + row.to(gl.int64)[:, None] * columns + column[None, :]
-        gl.store(to, y.to(out.dtype.element_ty), mask=(row < rows)[:, None] & inside)
-        if SLICES == 4:
-            below = to + SLICE * columns.to(gl.int64)
-            gl.store(below, more.to(out.dtype.element_ty), mask=(row + SLICE < rows)[:, None] & inside)
+        gl.store(to, y.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @gluon.jit
@@ -115,38 +105,35 @@ def _product_kernel(
     rows,
     columns,
     groups,
-    SLICES: gl.constexpr,
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Each program goes from tile to tile of out [rows, columns], 64 · SLICES rows by 128 columns each."""
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES * SLICES, SLICE, GROUP], x.layout)
+    """Each program goes from tile to tile of out [rows, columns], 128 rows by 128 columns each."""
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES * 2, SLICE, GROUP], x.layout)
     w_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, GROUP, GROUP], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    sizes = (gl.cdiv(rows, SLICES * SLICE), gl.cdiv(columns, GROUP), groups)
+    sizes = (gl.cdiv(rows, 2 * SLICE), gl.cdiv(columns, GROUP), groups)
     tiles, bars, scales, extent = (x_tiles, w_tiles), (full, empty), (x_scale, w_scale), (rows, columns)
     gl.warp_specialize(
         [
-            (_multiply, (scales, out, tiles, bars, sizes, extent, 0, SLICES, STAGES, TOGETHER)),
-            (_multiply, (scales, out, tiles, bars, sizes, extent, 1, SLICES, STAGES, TOGETHER)),
-            (_load, (x, weight, tiles, bars, sizes, SLICES, STAGES, TOGETHER)),
+            (_multiply, (scales, out, tiles, bars, sizes, extent, 0, STAGES, TOGETHER)),
+            (_multiply, (scales, out, tiles, bars, sizes, extent, 1, STAGES, TOGETHER)),
+            (_load, (x, weight, tiles, bars, sizes, STAGES, TOGETHER)),
         ],
         [4, 1],
         [240, 24],
     )
 
 
-def product(
-    x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, slices: int = 4, stages: int = 4, together: int = 8
-) -> None:
+def product(x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, stages: int = 6, together: int = 4) -> None:
     """Rows [T, K] times weights [N, K] in blocks of 128 × 128 into out [T, N]; K is a multiple of 128, N of 8."""
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     (rows, depth), columns = x.data.shape, len(weight.data)
-    tiles = triton.cdiv(rows, slices * 64) * triton.cdiv(columns, 128)
+    tiles = triton.cdiv(rows, 128) * triton.cdiv(columns, 128)
     _product_kernel[(min(programs, tiles),)](
         TensorDescriptor.from_tensor(x.data, [64, 128], layout),
         x.scale,
@@ -156,7 +143,6 @@ def product(
         rows,
         columns,
         depth // 128,
-        SLICES=slices,
         STAGES=stages,
         TOGETHER=together,
         num_warps=4,

@@ -20,17 +20,24 @@ import triton.language as tl
 from torch.nn import functional
 
 from dcpbench.kernels.block_scaled import (
-    LEAST,
     Scaled,
     dequantise_rows,
     dequantise_weight,
     early,
     quantise_rows,
     quantise_rows_reference,
-    quantised,
 )
-from dcpbench.kernels.e4m3 import LARGEST, has_cast
+from dcpbench.kernels.e4m3 import capability
 from dcpbench.points.shapes import SCALE_BLOCK
+
+FEW_ROWS = 128
+"""Up to which reading the weights decides."""
+FEWEST_ROWS = 8
+"""Up to which hardly any of a tile's rows are there, and broad programs are best."""
+DEEP = 7168
+"""Depth from which on a program that takes all of it begins and ends in little of its time."""
+HOPPER = 9
+"""Major compute capability."""
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
@@ -39,27 +46,13 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> torch.Tensor
         return functional.linear(x_TK, weight_NK)
     if not x_TK.is_cuda:
         return linear_reference(x_TK, weight_NK)
-    return product(x_TK.contiguous(), weight_NK, x_TK.dtype)
+    return product(quantise_rows(x_TK.contiguous()), weight_NK, x_TK.dtype)
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
     """Slow and obvious, over blocks of any size: what e4m3 stands for, multiplied in fp32."""
     rows = dequantise_rows(quantise_rows_reference(x_TK, weight_NK.block[1]))
     return functional.linear(rows, dequantise_weight(weight_NK)).to(x_TK.dtype)
-
-
-@triton.jit
-def _fetch(weight, lines, MOST: tl.constexpr):
-    """Ask for the lines of 128 bytes behind each pointer to be brought into the L2 cache, the first MOST of them."""
-    for line in tl.static_range(MOST):
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l",
-            [weight + tl.minimum(line, lines - 1) * 128],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -77,17 +70,9 @@ def _product_kernel(
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    QUANTISE: tl.constexpr,
-    FETCH: tl.constexpr,
     EARLY: tl.constexpr,
-    NATIVE: tl.constexpr,
-    LEAST: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
-    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth.
-
-    QUANTISE: x is not quantised yet.
-    """
+    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth."""
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
@@ -96,26 +81,18 @@ def _product_kernel(
     begin, end = groups * part // parts, groups * (part + 1) // parts
     row = tl.minimum(m, rows - 1).to(tl.int64)
     x_at = x + row[:, None] * depth + k[None, :]
-    w_row = weight + tl.minimum(n, columns - 1).to(tl.int64) * depth
-    w_at = w_row[:, None] + k[None, :]
-    if not QUANTISE:
-        x_scale_at = x_scale + row * groups
+    w_at = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * depth + k[None, :]
+    x_scale_at = x_scale + row * groups
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
     if EARLY:
         if parts > 1:
             tl.extra.cuda.gdc_launch_dependents()
-        _fetch(w_row + begin * 128, end - begin, FETCH)
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
     for group in tl.range(begin, end, num_stages=STAGES):
         x_MK = tl.load(x_at + group * 128)
         w_NK = tl.load(w_at + group * 128)
-        if QUANTISE:
-            byte_MK, scale_M = quantised(x_MK.to(tl.float32), LEAST, LARGEST, NATIVE)
-            x_MK = byte_MK.to(tl.float8e4nv, bitcast=True)
-            scale_M *= tl.load(w_scale_at + group)
-        else:
-            scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
+        scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
             y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
         else:
@@ -150,29 +127,27 @@ class Tiling:
     """Stretches of the depth that programs of their own take."""
     weight_first: bool = True
     """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
-    quantise: bool = False
-    """Whether each program quantises the rows that it reads, instead of a kernel before."""
-    fetch: int = 4
-    """Steps whose weights are asked for while the kernel before ends."""
 
 
-def product(x_TK: torch.Tensor | Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None) -> torch.Tensor:
+def product(x: Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None) -> torch.Tensor:
     """The product of rows [T, K], fp32 sums rounded to `dtype`. Blocks of 128 × 128, K a multiple of 128."""
-    (columns, depth), device = weight.data.shape, weight.data.device
+    (rows, depth), columns, device = x.data.shape, len(weight.data), x.data.device
     assert weight.block == (SCALE_BLOCK, SCALE_BLOCK)
     assert depth % SCALE_BLOCK == 0
-    rows = len(x_TK.data)
-    how = how or tiling(rows, columns, depth, _multiprocessors(device))
-    if not isinstance(x_TK, Scaled) and not how.quantise:
-        x_TK = quantise_rows(x_TK)
-    data, scale = (x_TK.data, x_TK.scale) if isinstance(x_TK, Scaled) else (x_TK, None)
     out = torch.empty(rows, columns, dtype=dtype, device=device)
+    if how is None and rows > FEW_ROWS and capability(device)[0] == HOPPER:
+        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+        from dcpbench.kernels import hopper_linear
+
+        hopper_linear.product(x, weight, out, multiprocessors(device))
+        return out
+    how = how or tiling(rows, columns, depth, multiprocessors(device))
     partial = out
     if how.parts > 1:
         partial = torch.empty(how.parts, rows, columns, dtype=torch.float32, device=device)
     _product_kernel[(triton.cdiv(columns, how.columns), triton.cdiv(rows, how.rows), how.parts)](
-        data,
-        scale,
+        x.data,
+        x.scale,
         weight.data,
         weight.scale,
         partial,
@@ -184,11 +159,6 @@ def product(x_TK: torch.Tensor | Scaled, weight: Scaled, dtype: torch.dtype, how
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
         STAGES=how.stages,
-        QUANTISE=scale is None,
-        FETCH=how.fetch,
-        NATIVE=has_cast(device),
-        LEAST=LEAST,
-        LARGEST=LARGEST,
         num_warps=how.warps,
         **early(device),
     )
@@ -201,19 +171,31 @@ def product(x_TK: torch.Tensor | Scaled, weight: Scaled, dtype: torch.dtype, how
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Of a GPU; the interpreter has one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def tiling(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling:
-    """How a product is cut."""
-    if rows > 128:
-        return Tiling(rows=128, columns=128, stages=4, warps=8, weight_first=False)
+    """How a product is cut.
+
+    Near the fastest of some 60 on an H200 with DeepSeek-V3's layers whole and cut by 4 and 8; docs/kernels-linear.md.
+    """
+    if rows > FEW_ROWS:
+        return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
     tile = max(16, triton.next_power_of_2(rows))
-    blocks = triton.cdiv(columns, SCALE_BLOCK)
-    groups = depth // SCALE_BLOCK
-    parts = 1
-    while blocks * parts < multiprocessors and groups // (2 * parts) >= 4:
-        parts *= 2
-    return Tiling(rows=tile, columns=128, stages=5 if tile <= 32 else 4, warps=4 if tile <= 64 else 8, parts=parts)
+    groups, wide, narrow = depth // SCALE_BLOCK, triton.cdiv(columns, 128), triton.cdiv(columns, 64)
+
+    def parts(blocks: int, twice: bool) -> int:
+        """So many that there are programs for all multiprocessors, once or twice."""
+        return min(max(1, (2 if twice else 1) * multiprocessors // blocks), max(1, groups // 2))
+
+    few, deep = rows <= FEWEST_ROWS, depth >= DEEP
+    enough = 8 * wide >= multiprocessors if few else deep and multiprocessors <= 5 * wide < 5 * multiprocessors
+    if tile <= 32 and enough:
+        twice = tile == 16 and 3 * wide >= multiprocessors and (deep or (few and 2 * depth > DEEP))
+        return Tiling(rows=tile, columns=128, stages=4 if few or twice else 6, warps=4, parts=parts(wide, twice))
+    twice = deep and 3 * narrow >= multiprocessors
+    if tile == 64 and twice and narrow <= multiprocessors:
+        return Tiling(rows=tile, columns=128, stages=4, warps=4, parts=4)
+    return Tiling(rows=tile, columns=64, stages=6 if tile <= 32 else 4, warps=4, parts=parts(narrow, twice))

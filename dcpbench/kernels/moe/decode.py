@@ -184,6 +184,8 @@ class Plan:
     """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; no local expert where there is none."""
     rows: int
     """Of a tile, at most."""
+    total: torch.Tensor | None = None
+    """int32 [1]: how many tiles there are, where a program goes from tile to tile."""
 
 
 def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.kernels.block_scaled import Scaled, quantise_rows
+from dcpbench.kernels.e4m3 import capability
 from dcpbench.kernels.moe import decode
 from dcpbench.kernels.moe.prompts import combine, cut, sort_by_expert
 from dcpbench.points.shapes import SCALE_BLOCK
@@ -18,6 +19,8 @@ from dcpbench.points.shapes import SCALE_BLOCK
 if TYPE_CHECKING:
     from dcpbench.kernels.moe.decode import Plan, Shape
 
+HOPPER = 9
+"""Major compute capability."""
 FEW_ROWS = 48
 """Rows of an expert, on average, up to which a tile of prompts has 64."""
 
@@ -29,7 +32,9 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
         return decode.plan(ids_Tk, first, local)
     rows = 64 if count // local <= FEW_ROWS else 128
     source, place, ends = sort_by_expert(ids_Tk, first, local)
-    return decode.Plan(source=source, place=place, tiles=cut(ends, count, rows)[0], rows=rows)
+    tiles, total = cut(ends, count, rows)
+    from_tile_to_tile = rows == 128 and capability(ids_Tk.device)[0] == HOPPER
+    return decode.Plan(source=source, place=place, tiles=tiles, rows=rows, total=total if from_tile_to_tile else None)
 
 
 def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
@@ -44,6 +49,11 @@ def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
 
 def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
     """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
+    if plan.total is not None:
+        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+        from dcpbench.kernels.moe import hopper_scaled
+
+        return hopper_scaled.product(x, weight, plan.tiles, plan.total)
     out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
     shape = shape_of(plan.rows, weight.data.shape[-1], gated=False)
     decode.launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
