@@ -93,6 +93,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if part := _part.get():
         part.devices.add(probe.device)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
+    say_precision(spec, candidates)
     if not spec.dcp and (note := grid.dcp_by_default(candidates)):
         say(note)
     if run.dry_run:
@@ -119,6 +120,12 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
         return _finish(candidates, folder, probe, run)
+
+
+def say_precision(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
+    """The first line where nobody typed how weights are stored, and they are not as they are computed with."""
+    if note := grid.stored_by_default(spec, candidates):
+        say(note)
 
 
 def check_run(run: Run) -> None:

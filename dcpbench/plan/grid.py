@@ -20,6 +20,7 @@ from dcpbench.points.point import AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import load_name
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -91,6 +92,19 @@ def dcp_by_default(candidates: Sequence[Candidate]) -> str:
     beside = f", beside {baselines} as baseline" if baselines else ""
     alone = "plain TP alone" if all(c.point.dp == 1 for c in typed) else "layouts without it alone"
     return f"DCP is measured by default: {_layouts(typed)}{beside}. For {alone}, add --dcp 1."
+
+
+def stored_by_default(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
+    """What who types no precision may not expect: weights as the model is published. Empty where that is not fp8."""
+    if AS_PUBLISHED not in spec.how["weights_dtype"]:
+        return ""
+    points = [c.point for c in candidates if c.point.weights_dtype == FP8]
+    if not points:
+        return ""
+    models = list(dict.fromkeys(point.model for point in points))
+    kept = listed(list(dict.fromkeys(point.kv_precision for point in points)))
+    published = f"as {listed(models)} {'is' if len(models) == 1 else 'are'} published"
+    return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
 def point_name(point: Point) -> str:

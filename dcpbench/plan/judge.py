@@ -278,10 +278,22 @@ def _check_fp8(point: Point, shape: ModelShape, probe: Probe) -> None:
     parts = _cut_parts(point, shape)
     wrong = next((f"{what} ({size} numbers)" for what, size in parts.items() if size % SCALE_BLOCK), None)
     if wrong:
+        fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, tp))
+        smaller = next((f"--tp {tp}, the largest that cuts none, or " for tp in fits), "")
         raise UsageError(
             f"--weights-dtype fp8 with {point.layout}: {wrong} of {shape.name} on a rank ends inside a block of "
-            f"{SCALE_BLOCK}, and kernels take whole blocks; use a smaller --tp, or --weights-dtype bf16."
+            f"{SCALE_BLOCK}, and kernels take whole blocks; use {smaller}--weights-dtype bf16."
         )
+
+
+def _takes_whole_blocks(point: Point, shape: ModelShape, tp: int) -> bool:
+    """Whether a smaller layout of the same kind cuts no block."""
+    smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
+    try:
+        smaller.layout.check_model(shape, point.ep)
+    except LayoutError:
+        return False
+    return not any(size % SCALE_BLOCK for size in _cut_parts(smaller, shape).values())
 
 
 def _version(capability: str) -> tuple[int, ...]:

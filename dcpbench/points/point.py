@@ -137,9 +137,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> str:
-        """Of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8`."""
+        """Of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8 weights and KV`."""
         weights, kv = self.weights_precision, self.kv_precision
-        return weights if weights == kv else f"{weights} weights, {kv} KV"
+        if weights != kv:
+            return f"{weights} weights, {kv} KV"
+        return weights if weights == self.dtype else f"{weights} weights and KV"
 
     @property
     def layout_name(self) -> str:

@@ -575,3 +575,65 @@ def test_every_error_of_a_candidate_is_one_of_ours() -> None:
     found = expand(tp="4,8", dcp="3,4", context="100,999999", concurrency="8,99999999")
     assert {type(c.error).exit_code for c in found if c.error} == {2, 3}
     assert all(isinstance(c.error, DcpbenchError) for c in found if c.error)
+
+
+def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_says_so() -> None:
+    """V3 in fp8, V2-Lite in bf16; what is typed needs no line, and on a CPU all is in fp32."""
+    asked = {"tp": "4", "dcp": "1", "concurrency": 1, "model": "deepseek-v3,deepseek-v2-lite"}
+    spec = make_spec(asked, GPUS)
+    found = grid.expand(spec, GPUS)
+    assert {(c.point.model, c.point.precision) for c in found} == {
+        ("deepseek-v3", "fp8 weights, bf16 KV"),
+        ("deepseek-v2-lite", "bf16"),
+    }
+    assert grid.stored_by_default(spec, found) == (
+        "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
+    )
+    for typed, precision in (
+        ({"dtype": "bf16"}, "bf16"),
+        ({"weights_dtype": "bf16"}, "bf16"),
+        ({"dtype": "fp8", "backend": "triton"}, "fp8 weights and KV"),
+        ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "bf16 weights, fp8 KV"),
+    ):
+        spec = make_spec(asked | typed, GPUS)
+        found = grid.expand(spec, GPUS)
+        assert {c.point.precision for c in found} == {precision}
+        assert grid.stored_by_default(spec, found) == ""
+    spec = make_spec({"tp": "2", "model": "tiny"}, CPU)
+    assert {c.point.precision for c in grid.expand(spec, CPU)} == {"fp32"}
+
+
+def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() -> None:
+    """V3's shared expert is 2,048 wide: 64 numbers on each of 32 ranks, 128 on 16."""
+    machine = msgspec.structs.replace(GPUS, count=32)
+    (found,) = grid.expand(make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine)
+    assert "use --tp 16, the largest that cuts none, or --weights-dtype bf16." in str(found.error)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ({"weights_dtype": "bf16", "kv_dtype": "fp16"}, "one dtype; use --dtype bf16, or fp8 for one of them"),
+        ({"weights_dtype": "int8"}, "--weights-dtype int8 is unknown"),
+        ({"kv_dtype": "e4m3"}, "--kv-dtype e4m3 is unknown"),
+        ({"dtype": "fp4"}, "--dtype fp4 is unknown"),
+    ],
+)
+def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make_spec({"tp": "4"} | typed, GPUS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "capability", "said"),
+    [
+        ({}, "8.0", "--weights-dtype fp8 needs a GPU with fp8"),
+        ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "8.0", "use --kv-dtype bf16"),
+        ({"kv_dtype": "fp8", "backend": "flashinfer"}, "9.0", "use --backend triton or --kv-dtype bf16"),
+    ],
+)
+def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability: str, said: str) -> None:
+    machine = msgspec.structs.replace(GPUS, capability=capability)
+    spec = make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "baseline": False} | typed, machine)
+    (found,) = grid.expand(spec, machine)
+    assert said in str(found.error)
