@@ -63,11 +63,23 @@ class AttentionSpec:
     """Most pages of one request in one rank's pool."""
     scale: float
     dtype: torch.dtype
+    """Of q and o."""
     device: torch.device
+    kv_dtype: torch.dtype | None = None
+    """float8_e4m3fn, or None: as dtype."""
+    kv_scale: float = 1.0
+    """Of the pool: a stored number times it is the value."""
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether rows are stored in one byte a number."""
+        return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
 
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:
     """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    if spec.fp8_kv and name in ("flashinfer", "flashmla"):
+        raise UsageError(f"--backend {name} does not read KV in fp8 here; use --backend triton, or --kv-dtype bf16.")
     if name == "reference":
         from dcpbench.kernels.attention.reference import ReferenceBackend
 

@@ -47,6 +47,6 @@ class ReferenceBackend:
         """See Backend."""
         wide = torch.promote_types(q_BHQ.dtype, torch.float32)
         for b, (pages, length) in enumerate(self.shards):
-            rows_KQ = kv[pages].flatten(0, 1)[:length].to(wide)
+            rows_KQ = kv[pages].flatten(0, 1)[:length].to(wide) * self.spec.kv_scale
             o_HR, lse_BH[b] = mla_decode(q_BHQ[b].to(wide), rows_KQ, self.spec.latent, self.spec.scale)
             o_BHR[b] = o_HR

@@ -30,7 +30,7 @@ def kernel_for(spec: AttentionSpec) -> str:
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
     fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
-    return "hopper" if hopper and fits else "plain"
+    return "hopper" if hopper and fits and not spec.fp8_kv else "plain"
 
 
 def merge_shape(pieces: int) -> tuple[int, int, int]:
@@ -100,7 +100,7 @@ class TritonBackend:
         grid = (self.parts * self.head_blocks,)
         arguments = (
             q_BHQ,
-            kv,
+            kv.view(torch.uint8) if spec.fp8_kv else kv,
             self.tables.pages,
             self.tables.lengths,
             self.part_o,
@@ -108,7 +108,7 @@ class TritonBackend:
             self.pieces_of,
             o_BHR,
             lse_BH,
-            spec.scale * LOG2_E,
+            spec.scale * spec.kv_scale * LOG2_E,
             LN_2,
             self.tables.pages.stride(0),
             heads,
@@ -125,6 +125,7 @@ class TritonBackend:
             plain_kernel[grid](
                 *arguments,
                 spec.page_size,
+                spec.kv_scale,
                 R=spec.latent,
                 P=spec.rope,
                 BLOCK_B=triton.next_power_of_2(spec.batch),
@@ -133,6 +134,7 @@ class TritonBackend:
                 LEAST=4,
                 SLACK=4,
                 PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
+                FP8=spec.fp8_kv,
                 num_warps=8 if self.block_h == 64 else 4,
                 num_stages=2,
             )
