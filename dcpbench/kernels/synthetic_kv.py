@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.kernels import e4m3
+from dcpbench.kernels.e4m3 import e4m3_byte
 from dcpbench.points import layout
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, reques
     """Standard normal rows for the tokens of one request, all layers: only this rank's tokens are written.
 
     kv [layers, K, Q] is a rank's pool as rows; locs_S int32 holds the request's virtual locations in token order.
-    Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones.
+    A pool of float8_e4m3fn holds the same numbers, rounded. Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones.
     """
     (fill_counter_based if kv.is_cuda else fill_reference)(kv, locs_S, share, request=request, seed=seed)
 
@@ -39,7 +41,19 @@ def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, requ
 
 
 @triton.jit
-def _fill_kernel(kv, locs, seed, layer_stride, rank, dcp, width, INTERLEAVE: tl.constexpr, BLOCK: tl.constexpr):
+def _fill_kernel(
+    kv,
+    locs,
+    seed,
+    layer_stride,
+    rank,
+    dcp,
+    width,
+    INTERLEAVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     token = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     loc = tl.load(locs + token).to(tl.int64)
@@ -47,6 +61,8 @@ def _fill_kernel(kv, locs, seed, layer_stride, rank, dcp, width, INTERLEAVE: tl.
         row = loc // (INTERLEAVE * dcp) * INTERLEAVE + loc % INTERLEAVE
         q = tl.arange(0, BLOCK)
         values = tl.randn(seed + layer, token * width + q)
+        if FP8:
+            values = e4m3_byte(values, NATIVE)
         tl.store(kv + layer * layer_stride + row * width + q, values.to(kv.dtype.element_ty), mask=q < width)
 
 
@@ -54,7 +70,7 @@ def fill_counter_based(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, 
     """Each number from a counter (Philox), so that a rank draws only what it stores."""
     layers, _, width = kv.shape
     _fill_kernel[(locs_S.shape[0], layers)](
-        kv,
+        kv.view(torch.uint8) if kv.itemsize == 1 else kv,
         locs_S,
         (seed * 65_536 + request) * 1024,
         kv.stride(0),
@@ -63,5 +79,7 @@ def fill_counter_based(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, 
         width,
         INTERLEAVE=share.interleave,
         BLOCK=triton.next_power_of_2(width),
+        FP8=kv.itemsize == 1,
+        NATIVE=e4m3.has_cast(kv.device),
         num_warps=4,
     )

@@ -380,3 +380,28 @@ def test_rows_beyond_two_to_the_31_elements_are_found():
     backend = make_backend("triton", spec)
     backend.plan(shards)
     assert_agrees(spec, q, kv, shards, run(backend, spec, q, kv), limit=1e-2)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("unowned", [0x7F, 0xFF])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_rows_in_fp8_agree_with_fp64_on_the_values_they_stand_for(name, unowned, page_size, device):
+    """Every byte but NaN is exact in fp32, subnormals too; rows that nobody owns are NaN of either sign; scale 0.25."""
+    spec, q, kv, shards = problem(
+        device, torch.float32, (1, 37, 0, 130, 300), heads=8, latent=32, rope=16, page_size=page_size
+    )
+    stored = torch.where(kv.isnan(), torch.zeros_like(kv), kv).to(torch.float8_e4m3fn).view(torch.uint8)
+    stored[kv.isnan()] = unowned
+    stored = stored.view(torch.float8_e4m3fn)
+    spec = dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn, kv_scale=0.25)
+    backend = make_backend(name, spec)
+    backend.plan(shards)
+    assert_agrees(spec, q, stored.double() * 0.25, shards, run(backend, spec, q, stored), limit=2e-5)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashmla"])
+def test_backends_that_do_not_read_fp8_say_what_does(name, device):
+    """Before anything is imported."""
+    spec = problem(device, torch.float32, (1,), heads=1, latent=32, rope=16, page_size=1)[0]
+    with pytest.raises(UsageError, match="use --backend triton, or --kv-dtype bf16"):
+        make_backend(name, dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn))

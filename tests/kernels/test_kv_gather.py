@@ -69,7 +69,7 @@ def test_uneven_lengths_add_up():
     assert Prefix.uneven(7, 4, 1).lengths == (0, 2, 2, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("width", [48, 576])
 @pytest.mark.parametrize("count", [0, 1, 37])
 def test_packing_takes_the_named_rows_in_order(count, width, dtype, device):

@@ -49,3 +49,14 @@ def test_rows_are_standard_normal(fill, device):
     drawn = gathered(fill, 64, 1, 1, 0, device, request=0, seed=0)
     assert abs(float(drawn.mean())) < 0.051
     assert 0.95 < float(drawn.std()) < 1.05
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_pool_of_fp8_holds_the_same_numbers_rounded(fill, device):
+    """A rank's rows in e4m3 are those in fp32, as torch rounds them."""
+    locs = torch.arange(8, 29, dtype=torch.int32, device=device)
+    wide = torch.zeros(2, 64, 48, device=device)
+    small = wide.to(torch.float8_e4m3fn)
+    for pool in (wide, small):
+        fill(pool, locs, Share(rank=1, dcp=2), request=3, seed=0)
+    assert torch.equal(small.float(), wide.to(torch.float8_e4m3fn).float())
