@@ -34,17 +34,6 @@ def e4m3_byte(x, NATIVE: tl.constexpr):
     return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit
-def e4m3_value(byte):
-    """The number in fp32 that a byte of float8_e4m3fn stands for; exact, NaN stays NaN, in integers for every GPU.
-
-    Moved to where fp16 has its exponent and mantissa, subnormal ones too; the exponents' biases differ by 8.
-    """
-    bits = byte.to(tl.int32)
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
-
-
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Of a GPU; (0, 0) of a CPU, and in Triton's interpreter: a dry run's tensors say that they are on a GPU."""

@@ -24,7 +24,8 @@ def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, reques
     """Standard normal rows for the tokens of one request, all layers: only this rank's tokens are written.
 
     kv [layers, K, Q] is a rank's pool as rows; locs_S int32 holds the request's virtual locations in token order.
-    A pool of float8_e4m3fn holds the same numbers, rounded. Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones.
+    Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones. A pool of
+    float8_e4m3fn holds them rounded.
     """
     (fill_counter_based if kv.is_cuda else fill_reference)(kv, locs_S, share, request=request, seed=seed)
 

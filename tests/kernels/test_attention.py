@@ -76,13 +76,14 @@ def truth(spec, q, kv, shards):
     return torch.stack(o), torch.stack(lse)
 
 
-def assert_agrees(spec, q, kv, shards, found, limit):
+def assert_agrees(spec, q, kv, shards, found, limit, of_lse=None):
     """Infinities in the same places, then errors; an empty request's o may be anything finite or not."""
+    of_lse = of_lse or limit
     o, lse = (x.double() for x in found)
     true_o, true_lse = truth(spec, q, kv, shards)
     empty = torch.isneginf(true_lse)
     assert torch.equal(torch.isneginf(lse), empty)
-    assert torch.allclose(lse[~empty], true_lse[~empty], atol=limit, rtol=limit)
+    assert torch.allclose(lse[~empty], true_lse[~empty], atol=of_lse, rtol=of_lse)
     wrong, size = (o[~empty] - true_o[~empty]).norm(), true_o[~empty].norm()
     assert wrong <= limit * size, f"relative error {wrong / size:.2e}"
 
@@ -309,14 +310,15 @@ def test_flashmla_agrees_with_fp64_at_full_width(heads):
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize(("name", "limit"), [("triton", 1e-2), ("flashmla", 2.0**-4 / 3**0.5)])
 def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, limit, heads, kv_scale):
-    """FlashMLA rounds queries and weights of rows to e4m3, too: by 2⁻⁴/√3 of themselves on average at most."""
+    """FlashMLA rounds queries and weights of rows to e4m3, too: by 2⁻⁴/√3 of themselves on average at most, and so are
+    scores of deviation 1; of a request with one row the log-sum-exp is its score, five deviations at most."""
     if name == "flashmla":
         pytest.importorskip("flash_mla")
     case = problem(CUDA, torch.bfloat16, (1, 4099, 0, 777, 64, 0), heads=heads, page_size=64, **FULL)
     case = in_fp8(*case, kv_scale)
     backend = make_backend(name, case[0])
     backend.plan(case[3])
-    assert_agrees(*case, run(backend, *case[:3]), limit)
+    assert_agrees(*case, run(backend, *case[:3]), limit, of_lse=limit if name == "triton" else 5 * limit)
 
 
 @pytest.mark.gpu
@@ -396,12 +398,4 @@ def test_rows_in_fp8_agree_with_fp64_on_the_values_they_stand_for(name, unowned,
     spec = dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn, kv_scale=0.25)
     backend = make_backend(name, spec)
     backend.plan(shards)
-    assert_agrees(spec, q, stored.double() * 0.25, shards, run(backend, spec, q, stored), limit=2e-5)
-
-
-@pytest.mark.parametrize("name", ["flashinfer", "flashmla"])
-def test_backends_that_do_not_read_fp8_say_what_does(name, device):
-    """Before anything is imported."""
-    spec = problem(device, torch.float32, (1,), heads=1, latent=32, rope=16, page_size=1)[0]
-    with pytest.raises(UsageError, match="use --backend triton, or --kv-dtype bf16"):
-        make_backend(name, dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn))
+    assert_agrees(spec, q, stored, shards, run(backend, spec, q, stored), limit=2e-5)

@@ -78,8 +78,6 @@ class AttentionSpec:
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:
     """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
-    if spec.fp8_kv and name in ("flashinfer", "flashmla"):
-        raise UsageError(f"--backend {name} does not read KV in fp8 here; use --backend triton, or --kv-dtype bf16.")
     if name == "reference":
         from dcpbench.kernels.attention.reference import ReferenceBackend
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.attention.partition import pieces, share, slot_of
-from dcpbench.kernels.e4m3 import e4m3_value
 
 
 @triton.jit
@@ -22,7 +21,6 @@ def _add_tile(
     R: tl.constexpr,
     P: tl.constexpr,
     PRECISION: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """One step of the running softmax over the rows at `row_k`; `top` is of scores times log2(e)."""
     r = tl.arange(0, R)
@@ -60,7 +58,6 @@ def plain_kernel(
     batch,
     parts,
     page_size,
-    value_scale,
     R: tl.constexpr,
     P: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -69,12 +66,8 @@ def plain_kernel(
     LEAST: tl.constexpr,
     SLACK: tl.constexpr,
     PRECISION: tl.constexpr,
-    FP8: tl.constexpr,
 ):
-    """One program per share of the batch and block of heads; see partition.share and merge_kernel.
-
-    Rows of float8_e4m3fn come as bytes; their scale is in scale_log2, and value_scale is what outputs are multiplied by.
-    """
+    """One program per share of the batch and block of heads; see partition.share and merge_kernel."""
     head_blocks = tl.cdiv(heads, BLOCK_H)
     part = tl.program_id(0) // head_blocks
     Q: tl.constexpr = R + P
@@ -104,7 +97,7 @@ def plain_kernel(
                 page = tl.load(tables + b.to(tl.int64) * table_stride + k // page_size, mask=k < length, other=0)
                 row_k = kv + (page.to(tl.int64) * page_size + k % page_size) * Q
                 top, total, acc = _add_tile(
-                    q_latent, q_rope, row_k, k < length, top, total, acc, scale_log2, R, P, PRECISION, FP8
+                    q_latent, q_rope, row_k, k < length, top, total, acc, scale_log2, R, P, PRECISION
                 )
 
             acc = acc * (value_scale / total)[:, None]

@@ -100,7 +100,7 @@ class TritonBackend:
         grid = (self.parts * self.head_blocks,)
         arguments = (
             q_BHQ,
-            kv.view(torch.uint8) if spec.fp8_kv else kv,
+            kv,
             self.tables.pages,
             self.tables.lengths,
             self.part_o,
@@ -125,7 +125,6 @@ class TritonBackend:
                 spec.kv_scale,
                 *numbers,
                 spec.page_size,
-                spec.kv_scale,
                 R=spec.latent,
                 P=spec.rope,
                 BLOCK_B=triton.next_power_of_2(spec.batch),
@@ -134,7 +133,6 @@ class TritonBackend:
                 LEAST=4,
                 SLACK=4,
                 PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
-                FP8=spec.fp8_kv,
                 num_warps=8 if self.block_h == 64 else 4,
                 num_stages=2,
             )
