@@ -311,7 +311,8 @@ def test_flashmla_agrees_with_fp64_at_full_width(heads):
 @pytest.mark.parametrize(("name", "limit"), [("triton", 1e-2), ("flashmla", 2.0**-4 / 3**0.5)])
 def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, limit, heads, kv_scale):
     """FlashMLA rounds queries and weights of rows to e4m3, too: by 2⁻⁴/√3 of themselves on average at most, and so are
-    scores of deviation 1; of a request with one row the log-sum-exp is its score, five deviations at most."""
+    scores of deviation 1; of a request with one row the log-sum-exp is its score, five deviations at most.
+    """
     if name == "flashmla":
         pytest.importorskip("flash_mla")
     case = problem(CUDA, torch.bfloat16, (1, 4099, 0, 777, 64, 0), heads=heads, page_size=64, **FULL)

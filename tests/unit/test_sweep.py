@@ -580,8 +580,8 @@ def test_every_error_of_a_candidate_is_one_of_ours() -> None:
 def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_says_so() -> None:
     """V3 in fp8, V2-Lite in bf16; what is typed needs no line, and on a CPU all is in fp32."""
     asked = {"tp": "4", "dcp": "1", "concurrency": 1, "model": "deepseek-v3,deepseek-v2-lite"}
-    spec = make_spec(asked, GPUS)
-    found = grid.expand(spec, GPUS)
+    spec = make_spec(asked, H200X4)
+    found = grid.expand(spec, H200X4)
     assert {(c.point.model, c.point.precision) for c in found} == {
         ("deepseek-v3", "fp8 weights, bf16 KV"),
         ("deepseek-v2-lite", "bf16"),
@@ -595,8 +595,8 @@ def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_s
         ({"dtype": "fp8", "backend": "triton"}, "fp8 weights and KV"),
         ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "bf16 weights, fp8 KV"),
     ):
-        spec = make_spec(asked | typed, GPUS)
-        found = grid.expand(spec, GPUS)
+        spec = make_spec(asked | typed, H200X4)
+        found = grid.expand(spec, H200X4)
         assert {c.point.precision for c in found} == {precision}
         assert grid.stored_by_default(spec, found) == ""
     spec = make_spec({"tp": "2", "model": "tiny"}, CPU)
@@ -605,7 +605,7 @@ def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_s
 
 def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() -> None:
     """V3's shared expert is 2,048 wide: 64 numbers on each of 32 ranks, 128 on 16."""
-    machine = msgspec.structs.replace(GPUS, count=32)
+    machine = msgspec.structs.replace(H200X4, count=32)
     (found,) = grid.expand(make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine)
     assert "use --tp 16, the largest that cuts none, or --weights-dtype bf16." in str(found.error)
 
@@ -621,7 +621,7 @@ def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() ->
 )
 def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        make_spec({"tp": "4"} | typed, GPUS)
+        make_spec({"tp": "4"} | typed, H200X4)
 
 
 @pytest.mark.parametrize(
@@ -633,7 +633,7 @@ def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str)
     ],
 )
 def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability: str, said: str) -> None:
-    machine = msgspec.structs.replace(GPUS, capability=capability)
+    machine = msgspec.structs.replace(H200X4, capability=capability)
     spec = make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "baseline": False} | typed, machine)
     (found,) = grid.expand(spec, machine)
     assert said in str(found.error)
