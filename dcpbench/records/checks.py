@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-LARGEST = 1e15
-"""No number of a record is larger: a petabyte, or 31,000 years in ms."""
+LARGEST = 1e18
+"""No number of a record is larger: an exabyte, or operations of a thousand of today's fastest GPUs in a second."""
 MOST_ENTRIES = 4096
 """Phases, marks, sites, candidates and settings of one record."""
 UNUSUAL_NUMBER = re.compile(rb"[:,\[]\s*(?:-|[0-9][0-9.]*[eE]\+?[0-9]{2}|[0-9]{16})")
