@@ -121,7 +121,8 @@ class How(opt.How):
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
-        "reference. Default: flashinfer where it is installed, else triton; reference on the CPU.",
+        "reference. Default: flashinfer where it is installed, else triton; over an fp8 KV cache flashmla where it can, else triton; "
+        "reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = opt.HOW(

@@ -14,6 +14,7 @@ from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
+from dcpbench.points.machine import HOPPER
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, DTYPES, EXCHANGES, FP8, NO_EXCHANGE, REGISTERED, WHOLE, flag
 from dcpbench.points.point import OPTIONS
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16
-HOPPER = "9.0"
 FP8_SINCE = (8, 9)
 """Compute capability from which on GPUs multiply e4m3."""
 FLASHMLA_PAGE = 64
@@ -190,7 +190,9 @@ def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
             "--backend triton."
         )
     if point.kv_precision == FP8 and point.backend == "flashinfer":
-        raise UsageError(f"{backend} does not read an fp8 KV cache here; use --backend triton or --kv-dtype bf16.")
+        raise UsageError(
+            f"{backend} does not read an fp8 KV cache here; use --backend flashmla, --backend triton or --kv-dtype bf16."
+        )
     if point.dtype not in ("bf16", "fp16"):
         raise UsageError(f"{backend} runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton.")
     if point.backend == "flashmla":

@@ -15,7 +15,7 @@ from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive, check_seconds, did_you_mean
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.machine import Probe
+from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import AS_PUBLISHED, BY_LAYOUT, DTYPES, FP8, PRECISIONS, STORED, SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
@@ -154,11 +154,14 @@ def complete(options: Mapping[str, object], base: Mapping[str, object], settings
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
     found |= _precisions(options, base, str(found["dtype"]))
+    found.pop(OVER_FP8, None)
     how = {axis.name: found.pop(axis.name, axis.values[0] if axis.values else axis.default) for axis in HOW}
     how = {name: values if isinstance(values, tuple) else (values,) for name, values in how.items()}
     return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
 
 
+OVER_FP8 = "backend over fp8"
+"""Among defaults, the backend where it is not typed and KV is fp8; no option's name."""
 SAID = ("name", "published")
 """Of a model, what is no size."""
 
@@ -174,7 +177,7 @@ def _precisions(options: Mapping[str, object], base: Mapping[str, object], dtype
         "kv_dtype": options.get("kv_dtype", alike or (usual,)),
     }
     if FP8 in cast("tuple[str, ...]", found["kv_dtype"]) and "backend" not in options:
-        found["backend"] = tuple("triton" if x == "flashinfer" else x for x in cast("tuple[str, ...]", base["backend"]))
+        found["backend"] = base.get(OVER_FP8, base["backend"])
     return found
 
 
@@ -209,6 +212,7 @@ def defaults(probe: Probe) -> dict[str, object]:
         "concurrency": (8, 32, 48),
         "context": (4000,),
         "backend": ("flashinfer" if probe.packages.get("flashinfer") else "triton",),
+        OVER_FP8: ("flashmla" if probe.packages.get("flash_mla") and probe.capability == HOPPER else "triton",),
         "dtype": "bf16",
         "weights_dtype": AS_PUBLISHED,
         "page_size": 64,

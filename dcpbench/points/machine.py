@@ -6,6 +6,9 @@ import msgspec
 
 from dcpbench.points.gpus import Gpu
 
+HOPPER = "9.0"
+"""Compute capability of H100, H200 and H20."""
+
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m dcpbench.worker --probe` found, so that torch-free rooms can ask about the machine."""

@@ -629,7 +629,11 @@ def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str)
     [
         ({}, "8.0", "--weights-dtype fp8 needs a GPU with fp8"),
         ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "8.0", "use --kv-dtype bf16"),
-        ({"kv_dtype": "fp8", "backend": "flashinfer"}, "9.0", "use --backend triton or --kv-dtype bf16"),
+        (
+            {"kv_dtype": "fp8", "backend": "flashinfer"},
+            "9.0",
+            "use --backend flashmla, --backend triton or --kv-dtype bf16",
+        ),
     ],
 )
 def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability: str, said: str) -> None:
@@ -637,3 +641,20 @@ def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability:
     spec = make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "baseline": False} | typed, machine)
     (found,) = grid.expand(spec, machine)
     assert said in str(found.error)
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "kv", "backend"),
+    [
+        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "9.0", "fp8", "flashmla"),
+        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "9.0", "bf16", "flashinfer"),
+        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "10.0", "fp8", "triton"),
+        ({"flashinfer": "0.6.18"}, "9.0", "fp8", "triton"),
+    ],
+)
+def test_kv_in_fp8_is_read_by_what_can_where_no_backend_is_typed(
+    packages: dict[str, str | None], capability: str, kv: str, backend: str
+) -> None:
+    machine = msgspec.structs.replace(H200X4, packages=packages, capability=capability)
+    found = grid.expand(make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "kv_dtype": kv}, machine), machine)
+    assert {(c.point.backend, c.error) for c in found} == {(backend, None)}
