@@ -93,9 +93,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if part := _part.get():
         part.devices.add(probe.device)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
-    say_precision(spec, candidates)
-    if not spec.dcp and (note := grid.dcp_by_default(candidates)):
-        say(note)
+    say_defaults(spec, candidates)
     if run.dry_run:
         print_plan(candidates, probe, run)
     grid.check_any(candidates)
@@ -122,10 +120,11 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         return _finish(candidates, folder, probe, run)
 
 
-def say_precision(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
-    """The first line where nobody typed how weights are stored, and they are not as they are computed with."""
-    if note := grid.stored_by_default(spec, candidates):
-        say(note)
+def say_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
+    """The first line: what who typed less may not expect."""
+    notes = ["" if spec.dcp else grid.dcp_by_default(candidates), grid.stored_by_default(spec, candidates)]
+    if said := " ".join(filter(None, notes)):
+        say(said)
 
 
 def check_run(run: Run) -> None:

@@ -98,7 +98,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
     candidates = grid.expand_layouts(_layouts(spec, layouts, probe), spec, probe)
-    runs.say_precision(spec, candidates)
+    if stored := grid.stored_by_default(spec, candidates):
+        say(stored)
     if run.dry_run:
         runs.print_plan(candidates, probe, run)
     grid.check_any(candidates)

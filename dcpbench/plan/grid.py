@@ -98,7 +98,7 @@ def stored_by_default(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
     """What who types no precision may not expect: weights as the model is published. Empty where that is not fp8."""
     if AS_PUBLISHED not in spec.how["weights_dtype"]:
         return ""
-    points = [c.point for c in candidates if c.point.weights_dtype == FP8]
+    points = [c.point for c in candidates if c.point.weights_dtype == FP8 and c.error is None]
     if not points:
         return ""
     models = list(dict.fromkeys(point.model for point in points))

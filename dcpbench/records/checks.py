@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-LARGEST = 1e18
-"""No number of a record is larger: an exabyte, or operations of a thousand of today's fastest GPUs in a second."""
+LARGEST = 1e15
+"""No number of a record is larger but a GPU's rates: a petabyte, or 31,000 years in ms."""
+LARGEST_RATE = 1e18
+"""Operations in a second, of hundreds of today's fastest GPUs."""
 MOST_ENTRIES = 4096
 """Phases, marks, sites, candidates and settings of one record."""
 UNUSUAL_NUMBER = re.compile(rb"[:,\[]\s*(?:-|[0-9][0-9.]*[eE]\+?[0-9]{2}|[0-9]{16})")
@@ -149,8 +151,9 @@ def _unusual(value: object, name: str) -> str:
         return _first(_unusual(v, name) for v in value)
     if not isinstance(value, int | float):
         return ""
-    if abs(value) > LARGEST:
-        return f"{name} is above {LARGEST:g}"
+    largest = LARGEST_RATE if name.startswith("rates.") else LARGEST
+    if abs(value) > largest:
+        return f"{name} is above {largest:g}"
     if value < 0 and name not in SIGNED and not name.startswith(SETTINGS):
         return f"{name} is {value:g}, below 0"
     return ""

@@ -288,10 +288,12 @@ class TestDcpByDefault:
 
     def test_tp_alone_measures_dcp_and_says_how_to_measure_tp(self, call) -> None:
         said = "DCP is measured by default: tp8·dcp8, beside tp8 as baseline. For plain TP alone, add --dcp 1."
-        assert self.first_line(call, "sweep", "--tp", "8") == said
+        assert self.first_line(call, "sweep", "--tp", "8", "--dtype", "bf16") == said
+        stored = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
+        assert self.first_line(call, "sweep", "--tp", "8") == f"{said} {stored}"
 
     def test_what_it_names_is_what_is_planned(self, call) -> None:
-        said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline")
+        said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline", "--dtype", "bf16")
         assert said == "DCP is measured by default: tp8·dp2·dcp4. For layouts without it alone, add --dcp 1."
 
     @pytest.mark.parametrize(
@@ -299,6 +301,8 @@ class TestDcpByDefault:
     )
     def test_who_asked_for_it_or_gets_none_is_told_nothing(self, call, args: list[str]) -> None:
         assert "by default" not in self.first_line(call, "sweep", *args)
+        said = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
+        assert self.first_line(call, "sweep", *args) == said
 
 
 def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:

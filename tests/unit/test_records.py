@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import zlib
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dcpbench.points.point import Point
 from dcpbench.records import checks, file
 from dcpbench.records.file import RecordFile, cut_short, placed_records, read_records, records_in
 from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
-from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Record, Tried
+from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Rates, Record, Tried
 from dcpbench.records.runs import measurement, read_run, without_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -451,6 +452,18 @@ class TestRun:
         with pytest.raises(RecordsError, match=r"records\.jsonl, line 3: "):
             list(RecordFile(tmp_path).since(begin))
         assert list(RecordFile(tmp_path / "none").since(0)) == []
+
+    def test_a_rate_of_fp8_is_read_and_one_of_no_gpu_is_not(self, tmp_path: Path) -> None:
+        """An H200 multiplies 1.5e15 fp8 numbers a second, more than any other number of a record may be."""
+        for rate, said in ((1.53e15, ""), (1.53e18, "rates.matmul_fp8_flop_s is above 1e+18")):
+            record = msgspec.structs.replace(FULL, rates=Rates(read_bytes_s=4.6e12, matmul_fp8_flop_s=rate))
+            path = written(tmp_path, record)
+            if said:
+                with pytest.raises(RecordsError, match=re.escape(said)):
+                    read_records(tmp_path)
+            else:
+                assert read_records(tmp_path)[0].rates == record.rates
+            path.unlink()
 
     def test_long_samples_are_not_searched_and_still_checked(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
