@@ -56,6 +56,13 @@ class Case:
     q_replicate: bool = False
     project_first: bool = False
     all_reduce: str = "nccl"
+    kv: str = ""
+    """`fp8`: how rows are stored; chunks attend to what was stored before them, and to their own rows as they are."""
+
+    @property
+    def truth(self) -> str:
+        """Whose logits are expected: those of transformers, or over fp8 rows those of one rank that has all of them."""
+        return f"{self.model}-{self.kv}" if self.kv else self.model
 
     def point(self, folder: Path) -> Point:
         """As a point in fp32."""
@@ -70,6 +77,7 @@ class Case:
             context=CONTEXT,
             backend="reference",
             dtype="fp32",
+            kv_dtype=self.kv,
             page_size=self.page_size,
             interleave=self.interleave,
             exchange=self.exchange if layout.dcp > 1 else "none",
@@ -87,6 +95,8 @@ CASES = {
         Case("v2", Layout(2, dcp=2), "direct", interleave=2, window=24, project_first=True),
         Case("v2", Layout(2, dp=2), window=12),
         Case("v2", Layout(2, dcp=2), "direct", window=16, exchange="symm", all_reduce="symm"),
+        Case("v3", Layout(2, dcp=2), window=8, kv="fp8"),
+        Case("v3", Layout(2, dcp=2), "direct", interleave=2, window=24, kv="fp8"),
     ],
     4: [
         Case("v3", Layout(4, dcp=4), "direct", window=16),
@@ -94,6 +104,7 @@ CASES = {
         Case("v3", Layout(4, dp=2, dcp=2), interleave=2, window=24),
         Case("v2", Layout(4, dp=2, dcp=2), "direct", page_size=1),
         Case("v3", Layout(4, dcp=2), "direct", page_size=8, window=16, q_replicate=True),
+        Case("v3", Layout(4, dp=2, dcp=2), window=16, kv="fp8"),
     ],
 }
 
@@ -112,7 +123,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
     replica = case.layout.dp_rank(rank)
     requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
-    known = truth[case.model][2 * replica : 2 * replica + 2]
+    known = truth[case.truth][2 * replica : 2 * replica + 2]
     worst = 0.0
     for steps in zip(*LOAD[: case.layout.dp], strict=True):
         rows = [len(decodes) + sum(count for _, count in chunks) for decodes, chunks in steps]
@@ -131,6 +142,25 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
         if expected:
             worst = max(worst, float((logits[: len(expected)] - torch.stack(expected)).abs().max()))
     return worst
+
+
+def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
+    """[prompts, tokens, vocab] of a replica's prompts, in the same steps on one rank; NaN where none is computed."""
+    point, shape = case.point(folder), load_shape(str(folder / case.model))
+    engine = build(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=0, device=CPU, seed=0).engine
+    prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT)
+    requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
+    found = torch.full((2, LENGTH, shape.vocab), torch.nan)
+    for decodes, chunks in LOAD[replica]:
+        places = [(n, requests[n].stored) for n in decodes]
+        places += [(n, requests[n].stored + i) for n, count in chunks for i in range(count)]
+        if places:
+            logits = step(
+                engine, prefiller, [requests[n] for n in decodes], [(requests[n], count) for n, count in chunks]
+            )
+            for place, row in zip(places, logits, strict=True):
+                found[place] = row
+    return found
 
 
 def main(rank: int, world: int, folder: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from dcpbench.points.layout import Layout
 from tests.distributed import prefill_ranks as ranks
 from tests.distributed.checkpoints import WRITERS
 from tests.distributed.forked import forked
@@ -27,6 +28,13 @@ def folder(tmp_path_factory):
         ).eval()
         with torch.no_grad():
             truth[name] = torch.stack([oracle(text[None], use_cache=False).logits[0] for text in texts])
+    one = ranks.Case("v3", Layout(1), kv="fp8")
+    truth[one.truth] = torch.cat([ranks.alone(one, made, replica) for replica in range(2)])
+    exact = torch.cat([ranks.alone(ranks.Case("v3", Layout(1)), made, replica) for replica in range(2)])
+    known = ~exact.isnan()
+    assert (exact - truth["v3"])[known].abs().max() < LIMIT, "one rank with whole rows is transformers"
+    off = (truth[one.truth] - exact)[known].abs().max() / exact[known].abs().max()
+    assert off > 1e-3, "and with rows in fp8 it is not"
     torch.save(truth, made / "truth.pt")
     return made
 
@@ -38,7 +46,8 @@ def test_logits_are_those_of_transformers_on_every_layout(world, folder):
 
     Windows of one page up to the whole prefix, stripes, both ways to gather, and projections that are held for all
     heads of the DCP group, of which prefill uses this rank's. Where --all-reduce symm has memory for two rows, steps of
-    prompts are reduced without it.
+    prompts are reduced without it. Over rows in fp8 they are those of one rank that has all rows: what travels is what was
+    stored.
     """
     forked("tests.distributed.prefill_ranks", str(world), str(folder), log=folder / f"log-{world}")
     for rank in range(world):
