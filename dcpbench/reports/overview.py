@@ -38,7 +38,7 @@ def title(frames: Frames) -> str:
         _few([words.MODELS.get(name, name) for name in words.unique(table["model"])], "models"),
         _few(words.unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
         hardware(frames),
-        _few(words.unique(table["precision"]), "precisions"),
+        _few([kept.replace(", ", " + ") for kept in words.unique(table["precision"])], "precisions"),
         _few(words.unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
         _dates(frames),
     ]
