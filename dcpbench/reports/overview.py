@@ -182,7 +182,7 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
             return f"{capital(f'{where}{_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
-        lost = words.unique(no_room(frames)["layout"]) if len(no_room(frames)) else []
+        lost = [n for n in words.unique(no_room(frames)["layout"]) if n not in names] if len(no_room(frames)) else []
         if lost:
             why = f"as {listed(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
             return f"{capital(where)}only {names[0]} ran, {why}: {most}."

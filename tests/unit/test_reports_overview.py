@@ -205,6 +205,10 @@ class TestNoAnswer:
         text = said(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
         assert "only tp4·dcp4 ran, as tp4 has no room in memory: at most 200 output tok/s" in text
 
+    def test_one_that_lacks_room_at_another_load_did_not_run_alone_for_that(self, tmp_path: Path) -> None:
+        text = said(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
+        assert "only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s" in text
+
     def test_open_loops_say_who_is_fastest_at_a_rate(self, tmp_path: Path) -> None:
         """Both keep up with 2 requests a second, so that none gives more."""
         rate = {"arrival": "gamma", "request_rate": 2.0}
