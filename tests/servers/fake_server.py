@@ -1,0 +1,697 @@
+"""An engine's HTTP server without an engine: tokens at known times, known faults, and an account of what it sent when.
+
+    python -m tests.servers.fake_server --port 0 --ttft-ms 20 --gap-ms 50 --log sent.jsonl
+
+prints `listening on http://127.0.0.1:PORT` once it does, and lives until it is killed. Its flags of layouts are vLLM's,
+so that whatever launches engines can launch it. In a test's own process it is `async with Running(Script(...)) as server`.
+
+A request may carry its own script in the header X-Script, as JSON with fields of Script. Tokens follow from the prompt:
+the same prompt has the same answer on every server of the same vocabulary, with the same logprobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import ssl
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any, Self
+
+FAULTS = (
+    "401",
+    "404",
+    "400",
+    "429",
+    "429-once",
+    "500",
+    "500-mid",
+    "error-event",
+    "html",
+    "not-json",
+    "half-event",
+    "close",
+    "close-mid",
+    "reset",
+    "silent",
+    "silent-mid",
+    "endless",
+    "endless-line",
+    "endless-head",
+    "comments",
+    "redirect",
+    "no-usage-no-tokens",
+    "crlf",
+    "slow-bytes",
+)
+MIDDLE = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
+"""Faults in place of the second chunk."""
+SAYS_TOO_MUCH = 1 << 30
+"""Bytes that an endless answer has at most, as a test that hangs helps nobody."""
+
+
+@dataclasses.dataclass
+class Script:
+    """How a request is answered."""
+
+    ttft_ms: float = 0.0
+    gap_ms: float = 0.0
+    gaps_ms: list[float] | None = None
+    """Before each chunk after the first, in turn; in place of gap_ms."""
+    burst: int = 1
+    """Tokens of a chunk."""
+    stall_every: int = 0
+    """One gap in so many, over all requests, is stall_ms instead."""
+    stall_ms: float = 500.0
+    usage: str = "asked"
+    """`asked`: in the last chunk, in each with continuous_usage_stats, where stream_options ask for it; `always` in the
+    last chunk; `never`."""
+    token_ids: bool = True
+    """Whether return_token_ids is known, as by vLLM."""
+    takes_ids: bool = True
+    """Whether a prompt may be token ids."""
+    ends_early: int = 0
+    """Tokens after which the answer ends whatever was asked for; 0: never."""
+    fault: str = ""
+    fault_every: int = 1
+    """Every so manieth request has the fault."""
+
+
+@dataclasses.dataclass
+class Model:
+    """What is served."""
+
+    name: str = "fake"
+    vocab: int = 1000
+    max_model_len: int = 32768
+    tokens_per_word: float = 1.0
+    """Tokens that a word of text counts as, on average."""
+    wrong_from: int = 0
+    """Another token from this context length (prompt and answer so far) on; 0: never."""
+    drift_from: int = 0
+    drift: float = 0.0
+    """Added to every logprob from that context length on."""
+    noise: float = 0.0
+    """Standard deviation of what is added to each logprob by chance, and the chance in 1 that a token is another one,
+    as engines whose sums depend on the batch have it."""
+    flips: float = 0.0
+    strict: bool = False
+    """Whether fields that OpenAI's API does not have are refused."""
+    api_key: str = ""
+    engine: str = "vllm"
+    version: str = "0.32.0"
+    kv_blocks: int = 1000
+    block_size: int = 16
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """As /get_server_info has them."""
+    trace: str = ""
+    """File that /stop_profile copies into the folder of VLLM_TORCH_PROFILER_DIR or SGLANG_TORCH_PROFILER_DIR."""
+
+
+@dataclasses.dataclass
+class Sent:
+    """What the server did for one request; times of time.perf_counter(), which all processes of a machine share."""
+
+    number: int
+    path: str
+    came_s: float
+    """When its head and body had been read."""
+    prompt_tokens: int = 0
+    token_s: list[float] = dataclasses.field(default_factory=list)
+    """Just before each token's chunk was written."""
+    ended_s: float = 0.0
+    fault: str = ""
+    body: dict[str, Any] = dataclasses.field(default_factory=dict)
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+OPENAI = {
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stream",
+    "stream_options",
+    "stop",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "user",
+    "echo",
+    "suffix",
+    "best_of",
+    "logit_bias",
+    "response_format",
+}
+STATUS = {
+    200: "OK",
+    301: "Moved Permanently",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+def next_token(context: list[int], vocab: int) -> tuple[int, float]:
+    """The token after `context`, and its logprob: of a hash of what came before."""
+    digest = zlib.crc32(b" ".join(b"%d" % token for token in context[-8:]), len(context))
+    return digest % vocab, -0.05 - (digest >> 12) % 1000 / 2000
+
+
+class FakeServer:
+    """Answers requests as scripts say; `sent` is the account of it."""
+
+    def __init__(self, script: Script | None = None, model: Model | None = None) -> None:
+        self.script, self.model = script or Script(), model or Model()
+        self.scripts: list[Script] = []
+        """For the first requests of completions, in order; then `script`."""
+        self.sent: list[Sent] = []
+        self.ready = True
+        self.connections = 0
+        self.refused = 0
+        self.gaps = 0
+        self.prompt_tokens = self.generated = self.running = self.hits = 0
+        self.profiles: list[str] = []
+        self._seen: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, request after request."""
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ssl.SSLError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            with contextlib.suppress(Exception):
+                writer.close()
+
+    def be_ready(self) -> None:
+        """Answer from now on, and no longer with 503."""
+        self.ready = True
+
+    async def stop(self) -> None:
+        """End all connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        line = await reader.readline()
+        if not line.strip():
+            return False
+        method, path, _ = line.decode("latin-1").split(" ", 2)
+        headers: dict[str, str] = {}
+        while (line := await reader.readline()).strip():
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.strip().lower()] = value.strip()
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        path = path.partition("?")[0]
+        if not self.ready:
+            return await _json(writer, 503, {"error": "starting"})
+        key = self.model.api_key
+        if key and headers.get("authorization") != f"Bearer {key}" and path != "/health":
+            return await _json(writer, 401, {"error": {"message": "Incorrect API key provided.", "code": 401}})
+        if method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
+            return await self._complete(writer, path, headers, body)
+        return await self._other(writer, method, path)
+
+    async def _other(self, writer: asyncio.StreamWriter, method: str, path: str) -> bool:
+        model = self.model
+        if path == "/health":
+            return await _text(writer, 200, "", "text/plain")
+        if path == "/v1/models":
+            card = {"id": model.name, "object": "model", "owned_by": model.engine}
+            return await _json(writer, 200, {"data": [card | {"max_model_len": model.max_model_len}]})
+        if path == "/version" and model.engine == "vllm":
+            return await _json(writer, 200, {"version": model.version})
+        if path in ("/get_server_info", "/server_info") and model.engine == "sglang":
+            said = {"version": model.version, "model_path": model.name, **model.args}
+            return await _json(writer, 200, said | {"max_total_num_tokens": model.kv_blocks * model.block_size})
+        if path == "/metrics" and model.engine in ("vllm", "sglang"):
+            return await _text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
+        if method == "POST" and path in ("/start_profile", "/stop_profile"):
+            return await self._profile(writer, path)
+        return await _json(writer, 404, {"detail": "Not Found"})
+
+    async def _profile(self, writer: asyncio.StreamWriter, path: str) -> bool:
+        folders = [os.environ.get(f"{name}_TORCH_PROFILER_DIR", "") for name in ("VLLM", "SGLANG")]
+        folder = next(filter(None, folders), "")
+        if not folder:
+            return await _json(writer, 404, {"detail": "Not Found"})
+        self.profiles.append(path)
+        if path == "/stop_profile" and self.model.trace:
+            source = Path(self.model.trace)
+            for rank in range(int(self.model.args.get("tensor_parallel_size", 1) or 1)):
+                shutil.copy(
+                    source,
+                    Path(folder)
+                    / f"rank{rank}.{time.time_ns()}.pt.trace.json{source.suffix if source.suffix == '.gz' else ''}",
+                )
+        return await _text(writer, 200, "", "text/plain")
+
+    def _metrics(self) -> str:
+        name, model = self.model.engine, self.model
+        labels = f'model_name="{model.name}"'
+        if name == "sglang":
+            return (
+                f"# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{{{labels}}} {self.running}\n"
+                f"# TYPE sglang:prompt_tokens_total counter\nsglang:prompt_tokens_total{{{labels}}} {self.prompt_tokens}\n"
+                f"sglang:cached_tokens_total{{{labels}}} {self.hits}\n"
+                f"sglang:num_retracted_requests_total{{{labels}}} 0\n"
+                f"sglang:max_total_num_tokens{{{labels}}} {model.kv_blocks * model.block_size}\n"
+            )
+        return (
+            "# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
+            "# TYPE vllm:num_requests_running gauge\n"
+            f'vllm:num_requests_running{{engine="0",{labels}}} {self.running}\n'
+            "# TYPE vllm:prompt_tokens_total counter\n"
+            f'vllm:prompt_tokens_total{{engine="0",{labels}}} {float(self.prompt_tokens)}\n'
+            f'vllm:generation_tokens_total{{engine="0",{labels}}} {float(self.generated)}\n'
+            f'vllm:num_preemptions_total{{engine="0",{labels}}} 0.0\n'
+            f'vllm:prefix_cache_queries_total{{engine="0",{labels}}} {float(self.prompt_tokens)}\n'
+            f'vllm:prefix_cache_hits_total{{engine="0",{labels}}} {float(self.hits)}\n'
+            f'vllm:cache_config_info{{block_size="{model.block_size}",cache_dtype="auto",engine="0",'
+            f'num_gpu_blocks="{model.kv_blocks}"}} 1.0\n'
+        )
+
+    def _script(self, headers: dict[str, str], number: int) -> Script:
+        if "x-script" in headers:
+            return Script(**json.loads(headers["x-script"]))
+        return self.scripts[number] if number < len(self.scripts) else self.script
+
+    async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
+        sent = Sent(len(self.sent), path, time.perf_counter())
+        self.sent.append(sent)
+        script = self._script(headers, sent.number)
+        if script.fault and (sent.number + 1) % script.fault_every == 0:
+            sent.fault = script.fault
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            return await _json(writer, 400, {"error": {"message": "the body is no JSON", "code": 400}})
+        sent.body, sent.headers = asked, headers
+        answered = await self._faulty_head(writer, sent, headers)
+        if answered is not None:
+            return answered
+        if refusal := self._refused(asked, script):
+            return await _json(writer, 400, {"error": {"message": refusal, "type": "BadRequestError", "code": 400}})
+        prompt = self._ids(asked)
+        sent.prompt_tokens = len(prompt)
+        count = asked.get("max_completion_tokens") or asked.get("max_tokens") or 16
+        count = min(count, script.ends_early or count)
+        if len(prompt) + count > self.model.max_model_len:
+            message = f"This model's maximum context length is {self.model.max_model_len} tokens."
+            return await _json(writer, 400, {"error": {"message": message, "code": 400}})
+        self.prompt_tokens += len(prompt)
+        shared = str(prompt[:16])
+        self.hits += 16 * (len(prompt) // 16) if shared in self._seen else 0
+        self._seen.add(shared)
+        self.running += 1
+        try:
+            if asked.get("stream"):
+                return await self._stream(writer, sent, script, asked, prompt, count)
+            return await self._whole(writer, sent, script, asked, prompt, count)
+        finally:
+            self.running -= 1
+            sent.ended_s = time.perf_counter()
+
+    async def _faulty_head(self, writer: asyncio.StreamWriter, sent: Sent, headers: dict[str, str]) -> bool | None:
+        """What is answered in place of an answer; None where one is begun."""
+        fault = sent.fault
+        if fault == "429-once":
+            if headers.get("x-retry") or self.refused > 0:
+                self.refused = 0
+                return None
+            self.refused += 1
+            fault = "429"
+        if fault in ("400", "401", "404", "429", "500"):
+            said = {"error": {"message": f"{STATUS[int(fault)]}: as scripted", "code": int(fault)}}
+            more = {"Retry-After": "0"} if fault == "429" else {}
+            return await _json(writer, int(fault), said, more)
+        if fault == "redirect":
+            return await _text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
+        if fault == "html":
+            return await _text(writer, 200, "<!doctype html><title>Sign in</title>" * 20, "text/html")
+        if fault in ("close", "reset"):
+            if fault == "reset":
+                writer.transport.abort()
+            return False
+        if fault == "silent":
+            await asyncio.Event().wait()
+        if fault == "endless-head":
+            writer.write(b"HTTP/1.1 200 OK\r\nX-Endless: ")
+            return await _pour(writer, b"x" * 65536)
+        return None
+
+    def _refused(self, asked: dict[str, Any], script: Script) -> str:
+        if self.model.strict and (unknown := set(asked) - OPENAI):
+            return f"Unrecognized request argument supplied: {min(unknown)}"
+        prompt = asked.get("prompt")
+        if isinstance(prompt, list):
+            if not script.takes_ids:
+                return "prompt must be a string"
+            if any(not isinstance(token, int) or token >= self.model.vocab for token in prompt):
+                return f"Token id {max(prompt)} is out of vocabulary"
+        if asked.get("model") not in (self.model.name, None):
+            return f"The model `{asked['model']}` does not exist."
+        return ""
+
+    def _ids(self, asked: dict[str, Any]) -> list[int]:
+        prompt = asked.get("prompt")
+        if isinstance(prompt, list):
+            return prompt
+        if prompt is None:
+            prompt = " ".join(str(message.get("content", "")) for message in asked.get("messages", []))
+        ids = [zlib.crc32(word.encode()) % self.model.vocab for word in prompt.split()]
+        more = round(len(ids) * self.model.tokens_per_word)
+        return (ids * (more // max(len(ids), 1) + 1))[:more] or [0]
+
+    def _answer(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
+        model, context, found = self.model, list(prompt), []
+        for _ in range(count):
+            token, logprob = next_token(context, model.vocab)
+            if (model.wrong_from and len(context) >= model.wrong_from) or random.random() < model.flips:
+                token = (token + 1) % model.vocab
+            if model.drift_from and len(context) >= model.drift_from:
+                logprob += model.drift
+            if model.noise:
+                logprob += random.gauss(0.0, model.noise)
+            found.append((token, logprob))
+            context.append(token)
+        return found
+
+    def _piece(
+        self, asked: dict[str, Any], tokens: list[tuple[int, float]], *, chat: bool, stream: bool
+    ) -> dict[str, Any]:
+        """A choice with these tokens."""
+        text = "".join(f" t{token}" for token, _ in tokens)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+        if chat:
+            choice["delta" if stream else "message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        wanted = asked.get("logprobs")
+        if wanted not in (None, False):
+            named = [(f"token_id:{t}" if asked.get("return_tokens_as_token_ids") else f" t{t}", p) for t, p in tokens]
+            if chat:
+                choice["logprobs"] = {
+                    "content": [
+                        {"token": t, "logprob": p, "top_logprobs": [{"token": t, "logprob": p}]} for t, p in named
+                    ]
+                }
+            else:
+                choice["logprobs"] = {
+                    "tokens": [t for t, _ in named],
+                    "token_logprobs": [p for _, p in named],
+                    "top_logprobs": [{t: p} for t, p in named],
+                    "text_offset": [0] * len(named),
+                }
+        return choice
+
+    def _usage(self, prompt: list[int], done: int) -> dict[str, int]:
+        return {"prompt_tokens": len(prompt), "completion_tokens": done, "total_tokens": len(prompt) + done}
+
+    async def _whole(
+        self,
+        writer: asyncio.StreamWriter,
+        sent: Sent,
+        script: Script,
+        asked: dict[str, Any],
+        prompt: list[int],
+        count: int,
+    ) -> bool:
+        chat = sent.path.endswith("chat/completions")
+        await asyncio.sleep((script.ttft_ms + script.gap_ms * (count - 1)) / 1000)
+        tokens = self._answer(prompt, count)
+        self.generated += count
+        choice = self._piece(asked, tokens, chat=chat, stream=False) | {"finish_reason": "length"}
+        if asked.get("return_token_ids") and script.token_ids:
+            choice |= {"token_ids": [t for t, _ in tokens]}
+        sent.token_s = [time.perf_counter()] * count
+        said = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
+        return await _json(writer, 200, said | {"usage": self._usage(prompt, count)})
+
+    async def _stream(
+        self,
+        writer: asyncio.StreamWriter,
+        sent: Sent,
+        script: Script,
+        asked: dict[str, Any],
+        prompt: list[int],
+        count: int,
+    ) -> bool:
+        chat, fault = sent.path.endswith("chat/completions"), sent.fault
+        asked_for = (asked.get("stream_options") or {}) if script.usage == "asked" else {}
+        end = b"\r\n\r\n" if fault == "crlf" else b"\n\n"
+        head = {"id": f"cmpl-{sent.number}", "object": "text_completion", "model": self.model.name}
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        if chat:
+            first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            _event(writer, head | {"choices": [first]}, end)
+        if fault == "endless-line":
+            return await _pour(writer, b"data: " + b"x" * 65536, chunked=True)
+        tokens, text, due = self._answer(prompt, count), b"", sent.came_s + script.ttft_ms / 1000
+        for number, first_token in enumerate(range(0, count, script.burst)):
+            piece = tokens[first_token : first_token + script.burst]
+            done = first_token + len(piece)
+            due += self._gap(script, number) / 1000 if number else 0.0
+            choice = self._piece(asked, piece, chat=chat, stream=True)
+            if asked.get("return_token_ids") and script.token_ids:
+                choice |= {"token_ids": [t for t, _ in piece]} | ({} if number else {"prompt_token_ids": prompt})
+            choice["finish_reason"] = "length" if done == count and fault != "endless" else None
+            usage = {"usage": self._usage(prompt, done)} if asked_for.get("continuous_usage_stats") else {}
+            text = json.dumps(head | {"choices": [choice]} | usage, separators=(",", ":")).encode()
+            await asyncio.sleep(max(due - time.perf_counter(), 0))
+            if number == 1 and fault in MIDDLE:
+                return await self._faulty_middle(writer, fault, text)
+            sent.token_s += [time.perf_counter()] * len(piece)
+            await _write_event(writer, text, end, slowly=fault == "slow-bytes")
+            self.generated += len(piece)
+        if fault == "endless":
+            return await _pour(writer, b"data: " + text + end, chunked=True)
+        if script.usage == "always" or asked_for.get("include_usage"):
+            _event(writer, head | {"choices": [], "usage": self._usage(prompt, count)}, end)
+        _raw(writer, b"data: [DONE]" + end)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+    async def _faulty_middle(self, writer: asyncio.StreamWriter, fault: str, text: bytes) -> bool:
+        if fault in ("500-mid", "error-event"):
+            said = {"error": {"message": "EngineCore encountered an issue: as scripted", "code": 500}}
+            _event(writer, said, b"\n\n")
+            if fault == "error-event":
+                _raw(writer, b"data: [DONE]\n\n")
+            writer.write(b"0\r\n\r\n")
+        elif fault == "half-event":
+            _raw(writer, b"data: " + text[: len(text) // 2])
+            writer.write(b"0\r\n\r\n")
+        elif fault == "silent-mid":
+            await writer.drain()
+            await asyncio.Event().wait()
+        elif fault == "comments":
+            while True:
+                _raw(writer, b": still here\n\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        await writer.drain()
+        return False
+
+    def _gap(self, script: Script, number: int) -> float:
+        self.gaps += 1
+        if script.stall_every and self.gaps % script.stall_every == 0:
+            return script.stall_ms
+        return script.gaps_ms[(number - 1) % len(script.gaps_ms)] if script.gaps_ms else script.gap_ms
+
+
+def _event(writer: asyncio.StreamWriter, said: dict[str, Any], end: bytes) -> None:
+    _raw(writer, b"data: " + json.dumps(said, separators=(",", ":")).encode() + end)
+
+
+async def _write_event(writer: asyncio.StreamWriter, text: bytes, end: bytes, *, slowly: bool) -> None:
+    """An event in one chunk, or in many."""
+    if slowly:
+        for i in range(0, len(text), 16):
+            _raw(writer, (b"" if i else b"data: ") + text[i : i + 16])
+            await asyncio.sleep(0)
+        _raw(writer, end)
+    else:
+        _raw(writer, b"data: " + text + end)
+    await writer.drain()
+
+
+def _raw(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """A chunk of HTTP."""
+    writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+async def _pour(writer: asyncio.StreamWriter, data: bytes, *, chunked: bool = False) -> bool:
+    """The same again and again."""
+    for _ in range(SAYS_TOO_MUCH // len(data)):
+        if chunked:
+            _raw(writer, data)
+        else:
+            writer.write(data)
+        await writer.drain()
+    return False
+
+
+async def _json(writer: asyncio.StreamWriter, code: int, said: object, more: dict[str, str] | None = None) -> bool:
+    return await _text(writer, code, json.dumps(said), "application/json", more)
+
+
+async def _text(
+    writer: asyncio.StreamWriter, code: int, text: str, kind: str, more: dict[str, str] | None = None
+) -> bool:
+    body = text.encode()
+    lines = [f"HTTP/1.1 {code} {STATUS[code]}", f"Content-Type: {kind}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in (more or {}).items()]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    await writer.drain()
+    return True
+
+
+class Running:
+    """A server in this process, at a free port of the loopback; `async with` gives it, with `url`."""
+
+    def __init__(
+        self, script: Script | None = None, model: Model | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.server, self._tls = FakeServer(script, model), tls
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        self._listening = await asyncio.start_server(self.server.serve, "127.0.0.1", 0, ssl=self._tls, backlog=1024)
+        port = self._listening.sockets[0].getsockname()[1]
+        self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listening.close()
+        await self.server.stop()
+
+
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for struct in (Script, Model):
+        for field in dataclasses.fields(struct):
+            default, name = field.default, "--" + field.name.replace("_", "-")
+            if field.name == "name":
+                name = "--served-model-name"
+            if isinstance(default, bool):
+                parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default, dest=field.name)
+            elif isinstance(default, str | int | float):
+                parser.add_argument(name, type=type(default), default=default, dest=field.name)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--log", help="JSON line of what was sent, for each request that has ended, at the end")
+    parser.add_argument("--script", help="JSON lines, a Script each, for the first requests")
+    parser.add_argument("--tls-cert")
+    parser.add_argument("--tls-key")
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "-tp", type=int, default=1)
+    parser.add_argument("--decode-context-parallel-size", "--dcp-size", "-dcp", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "--dp-size", "-dp", type=int, default=1)
+    parser.add_argument("--refuse", default="2,2", help="tp,dcp that cannot be; the reason goes to stderr")
+    parser.add_argument("--start-delay", type=float, default=0.0, help="seconds before it listens")
+    parser.add_argument("--health-delay", type=float, default=0.0, help="seconds for which it answers 503 then")
+    parser.add_argument("--crash-after", type=float, default=0.0, help="seconds after which it dies")
+    parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--children", type=int, default=0, help="processes of its own that only wait, as ranks do")
+    return parser.parse_known_args()
+
+
+def _struct(kind: type, given: argparse.Namespace) -> Any:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in vars(given).items() if name in names})
+
+
+async def _main(given: argparse.Namespace, others: list[str]) -> None:
+    server = FakeServer(_struct(Script, given), _struct(Model, given))
+    server.model.args = {
+        "tp_size": given.tensor_parallel_size,
+        "dcp_size": given.decode_context_parallel_size,
+        "dp_size": given.data_parallel_size,
+        "tensor_parallel_size": given.tensor_parallel_size,
+        "other_args": others,
+    }
+    if given.script:
+        lines = (await asyncio.to_thread(Path(given.script).read_text)).splitlines()
+        server.scripts = [Script(**json.loads(line)) for line in lines]
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGTERM and given.ignore_sigterm:
+            signal.signal(number, signal.SIG_IGN)
+        else:
+            loop.add_signal_handler(number, stopped.set)
+    await asyncio.sleep(given.start_delay)
+    tls = None
+    if given.tls_cert:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(given.tls_cert, given.tls_key)
+    listening = await asyncio.start_server(server.serve, given.host, given.port, ssl=tls, backlog=1024)
+    scheme = "https" if tls else "http"
+    sys.stdout.write(f"listening on {scheme}://{given.host}:{listening.sockets[0].getsockname()[1]}" + "\n")
+    sys.stdout.flush()
+    if given.health_delay:
+        server.ready = False
+        loop.call_later(given.health_delay, server.be_ready)
+    if given.crash_after:
+        loop.call_later(given.crash_after, _crash)
+    await stopped.wait()
+    listening.close()
+    if given.log:
+        lines = (json.dumps(dataclasses.asdict(sent)) + "\n" for sent in server.sent)
+        await asyncio.to_thread(Path(given.log).write_text, "".join(lines))
+
+
+def _crash() -> None:
+    sys.stderr.write("RuntimeError: CUDA error: an illegal memory access was encountered\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def main() -> int:
+    """Serve until killed."""
+    given, others = _arguments()
+    layout = f"{given.tensor_parallel_size},{given.decode_context_parallel_size}"
+    if layout == given.refuse:
+        sys.stderr.write(
+            "(EngineCore) ERROR worker failed to start\nAssertionError: decode context parallel size "
+            f"{given.decode_context_parallel_size} is not supported by the attention backend CPU_ATTN.\n"
+        )
+        return 1
+    for _ in range(given.children):
+        if os.fork() == 0:
+            while True:
+                signal.pause()
+    asyncio.run(_main(given, others))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
