@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
     from dcpbench.records.record import Record
 
     WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
@@ -100,20 +101,34 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if run.dry_run:
         return 0
     folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
-    work = work_of(folder, spec, probe, run)
+    work = work_of(folder, spec.settings, probe, run)
     if run.machines.node_rank:
         folders.make_folder(folder)
         say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
         with stoppable(work):
             launcher.run([], work, run.machines, lambda _: None)
         return 0
+    return carry_out(candidates, work, probe, run, work_off)
+
+
+def carry_out(
+    candidates: Sequence[grid.Candidate],
+    work: launcher.Work,
+    probe: Probe,
+    run: Run,
+    work_off: WorkOff | None = None,
+    *,
+    cpu_note: bool = True,
+) -> int:
+    """Run what can run into the folder of `work`, and write the report. Returns the exit code."""
+    folder = work.folder
     with folders.locked(folder) as lock:
         with folders.writing(folder):
             points = _prepare(candidates, folder, work, run)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             if not is_part():
-                announce(candidates, points, folder, probe)
+                announce(candidates, points, folder, probe, cpu_note=cpu_note)
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
@@ -127,14 +142,19 @@ def say_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
         say(said)
 
 
-def check_run(run: Run) -> None:
-    """Raise UsageError where the options contradict each other."""
+def check_run(run: Run, *, remote: bool = False) -> None:
+    """Raise UsageError where the options contradict each other. `remote`: a server that runs already is measured, of
+    which --gpu and --gpus say on what it does.
+    """
     m = run.machines
     if run.resume and run.force:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
     if run.resume and run.output is None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
     check_seconds("--timeout", run.timeout, 300)
+    if remote:
+        _check_remote(run)
+        return
     _check_planned(run)
     if m.nnodes < 1:
         raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
@@ -149,6 +169,14 @@ def check_run(run: Run) -> None:
     if m.nnodes > 1 and run.gpu is None:
         split_endpoint(m.rdzv_endpoint)
         secret()
+
+
+def _check_remote(run: Run) -> None:
+    m = run.machines
+    if (m.nnodes, m.node_rank, m.rdzv_endpoint) != (1, 0, ""):
+        raise UsageError("--nnodes, --node-rank and --rdzv-endpoint start ranks of ours; leave them out with --url.")
+    if run.gpu is not None and run.device == "cpu":
+        raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
 
 
 def _check_planned(run: Run) -> None:
@@ -305,11 +333,11 @@ def announce(
     say(f"{counted(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
 
 
-def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.Work:
+def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launcher.Work:
     """What is the same for all jobs of a command."""
     return launcher.Work(
         folder=folder.absolute(),
-        settings=spec.settings,
+        settings=settings,
         device=probe.device,
         timeout=run.timeout,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),

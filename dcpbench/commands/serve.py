@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load as PointLoad
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.servers.measure import Asked
 
 USUAL_STEP_S = 0.05
 """Order of magnitude of a step of a large model, to say beforehand what a live run is going to take."""
@@ -26,6 +27,7 @@ LONG_S = 600.0
 WHEN = panel("When requests come")
 WHAT = panel("What requests are")
 SERVED = panel("How requests are served")
+REMOTE = panel("A server that runs already")
 
 
 class Layouts(opt.Layouts):
@@ -158,7 +160,38 @@ class Measured(Group):
     )
 
 
-def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.RunOnMachines) -> int:
+class Remote(Group):
+    """A server that runs already, instead of an engine of ours."""
+
+    url: str | None = REMOTE(
+        "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
+        "--tp, --dp and --dcp then say how it runs, --model which of its models is meant.",
+        metavar="URL",
+    )
+    endpoint: str = REMOTE("completions or chat.", default="completions", metavar="NAME")
+    api_key_env: str = REMOTE(
+        "Environment variable that holds the API key. The key is never recorded.",
+        default="OPENAI_API_KEY",
+        metavar="NAME",
+    )
+    tokenizer: Path | None = REMOTE(
+        "Folder with the model's tokenizer.json, for prompts where the server takes no token ids. Default: words, whose "
+        "tokens the server counts.",
+        metavar="FOLDER",
+    )
+    request_timeout: float = REMOTE(
+        "A request to which no token comes for so long has failed.", default=600.0, metavar="SECONDS"
+    )
+    warm_up: int = REMOTE("Requests before the clock starts, with short answers.", default=8, metavar="N")
+    retries: int = REMOTE(
+        "How often a request is sent again that a busy server sends away (429, 503, connection refused). Each is "
+        "counted, and its latency with it.",
+        default=0,
+        metavar="N",
+    )
+
+
+def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Remote, run: opt.RunOnMachines) -> int:
     """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
 
     Every combination of the comma lists is a point; those that cannot run are
@@ -176,6 +209,8 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
       dcpbench serve --tp 4 --input-tokens lognormal:8000:0.7 --mode replay
 
       dcpbench serve --mode replay --step-times FILE --concurrency 64
+
+      dcpbench serve --url http://127.0.0.1:8000 --tp 8 --dcp 8 --concurrency 8,32
     """
     import msgspec
 
@@ -186,9 +221,12 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     from dcpbench.plan.spec import read_options
     from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, STORED
 
-    runs.check_run(run)
+    runs.check_run(run, remote=remote.url is not None)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
     given |= typed(layouts, load, how, measured)
+    if remote.url is not None:
+        return _serve_from(remote.url, remote, given, run)
+    check_local(remote)
     path = measured_before(given)
     if path is None:
         probe = runs.machine(run)
@@ -209,6 +247,79 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     spec = make_serve_spec({"baseline": False, **own, **given}, probe)
     _say_about(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points)
+
+
+def check_local(remote: Remote) -> None:
+    """Raise UsageError for an option that needs --url."""
+    from dcpbench.errors import UsageError
+    from dcpbench.points.names import flag
+
+    usual = vars(Remote())
+    if alone := [flag(name) for name, value in vars(remote).items() if value != usual[name]]:
+        raise UsageError(f"{alone[0]} is for a server that runs already; add for example --url http://127.0.0.1:8000.")
+
+
+def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run) -> int:
+    """Measure a server as it runs."""
+    from dcpbench.commands import runs
+    from dcpbench.launch import folders
+    from dcpbench.plan import grid
+    from dcpbench.plan.server_spec import make_server_spec
+    from dcpbench.points.machine import Probe
+    from dcpbench.servers.measure import judged, look, manner_of, measure_points
+
+    spec = make_server_spec(given, cpu=run.device == "cpu")
+    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
+    asked = _asked(url, remote, run, spec.layout["tp"])
+    info = look(asked.target)
+    card = info.model(spec.model)
+    say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
+    candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
+    if run.dry_run:
+        runs.print_plan(candidates, probe, run)
+    grid.check_any(candidates)
+    if run.dry_run:
+        return 0
+    manner = manner_of(asked, card.id)
+    folder = run.output or folders.new_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
+
+    def work_off(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+        del run
+        with runs.stoppable(work), runs.progress_of(points) as bar:
+            measure_points(points, asked, info, manner, work.settings, work.folder, bar)
+
+    return runs.carry_out(candidates, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
+
+
+def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
+    """How the server is measured. Raises UsageError."""
+    import os
+    import shlex
+    import sys
+
+    from dcpbench.errors import UsageError
+    from dcpbench.plan.options import check_known, check_seconds
+    from dcpbench.records.record import CPU
+    from dcpbench.servers.client import Target
+    from dcpbench.servers.measure import Asked
+    from dcpbench.servers.prompts import ENDPOINTS
+
+    check_known("endpoint", remote.endpoint, ENDPOINTS)
+    check_seconds("--request-timeout", remote.request_timeout, 600)
+    for option, value in (("--warm-up", remote.warm_up), ("--retries", remote.retries)):
+        if value < 0:
+            raise UsageError(f"{option} {value} is negative; write 0 or more.")
+    key = os.environ.get(remote.api_key_env, "")
+    return Asked(
+        target=Target.at(url, key=key, timeout_s=remote.request_timeout),
+        endpoint=remote.endpoint,
+        tokenizer=remote.tokenizer,
+        warm_up=remote.warm_up,
+        retries=remote.retries,
+        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        device=CPU if run.device == "cpu" else run.gpu or "",
+        device_count=run.gpus or tp,
+    )
 
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:

@@ -108,7 +108,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     texts = _prompts(spec, load)
     folder = run.output or folders.new_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
-    work = runs.work_of(folder, spec, probe, run)
+    work = runs.work_of(folder, spec.settings, probe, run)
     work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens, prompts=texts)
     with folders.locked(folder) as lock:
         with folders.writing(folder):

@@ -21,12 +21,12 @@ from dcpbench.imports import documents, inferencex, metrics, said, sglang, vllm
 from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
+from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import (
     CLOSED,
     ENGINES,
     INFERENCEX,
-    NO_EXCHANGE,
     SGLANG,
     TOOLS,
     UNKNOWN,
@@ -34,7 +34,6 @@ from dcpbench.points.names import (
     WHOLE,
     flag,
 )
-from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.record import CPU, OURS, Environment, Record
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
     from dcpbench.imports.documents import Document
     from dcpbench.imports.result import Result, Shape
+    from dcpbench.points.point import Point
 
 READERS = {VLLM: vllm.read, SGLANG: sglang.read, INFERENCEX: inferencex.read}
 """What reads one document, by --from."""
@@ -317,23 +317,15 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
         raise UsageError(f"{result.where} names no model; add --model NAME.")
     layout = _layout(result, told)
     requests = result.submitted if result.submitted is not None else result.completed or 0
-    return Point(
+    return engine_point(
         model=model,
-        tp=layout["tp"],
-        dp=layout["dp"],
-        dcp=layout["dcp"],
+        layout=layout,
         ep=_experts(result.ep, layout["tp"]),
-        workload="serve",
         concurrency=result.concurrency or max(requests, 1),
         context=shape.most,
-        exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN,
-        all_reduce=UNKNOWN,
         backend=result.backend or engine,
         dtype=result.dtype,
-        page_size=0,
-        interleave=0,
-        weights=UNKNOWN,
-        load=Load(
+        load=engine_load(
             requests=requests,
             arrival=result.arrival,
             request_rate=result.request_rate,
@@ -342,13 +334,9 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
             output_tokens=shape.answers,
             prefix_share=None,
             trace=result.trace,
-            chunk=0,
-            policy=UNKNOWN,
-            prefix_cache=None,
-            prefill=UNKNOWN,
             seed=None,
         ),
-        settings=SETTING.join(f"{name}={value}" for name, value in result.settings.items()),
+        settings=result.settings,
     )
 
 

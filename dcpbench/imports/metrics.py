@@ -11,12 +11,12 @@ from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.record import ServeMetrics
-from dcpbench.serving.outcome import FINISHED, Row, marks
+from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, marks
 
 if TYPE_CHECKING:
     from dcpbench.imports.result import Details, Result
 
-SUMMARY_ONLY, CHUNK_GAPS, REQUESTS_FAILED = "summary_only", "chunk_gaps", "requests_failed"
+SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
 NOMINAL = "nominal_lengths"
 """Marks of imports; reports/explain.py has a sentence for each."""
 

@@ -143,12 +143,12 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
         table.add_row(
             str(r["model"]),
             " ".join(filter(None, (str(r["layout"]), str(r["ep_text"]), "+" if r["added"] else ""))),
-            str(r["vllm_layout"]),
+            str(r["vllm_layout"] or ""),
             str(r["path"]),
             str(r["load_text"]),
             _size(r["kv_pool_bytes"]),
             _size(r["weights_held_bytes"]),
-            f"{r['layers_held']} of {r['layers']}",
+            f"{r['layers_held']} of {r['layers']}" if r["layers"] else "",
         )
     if any(r["added"] for r in rows):
         table.caption = "+ baseline, added by default; --no-baseline leaves it out"

@@ -134,7 +134,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             {
                 "model": p.model,
                 "layout": p.layout_name,
-                "vllm_layout": p.layout.vllm_name() if c.error is None else None,
+                "vllm_layout": p.layout.vllm_name() if c.error is None and p.tp else None,
                 **{axis.name: getattr(p, axis.name) for axis in LISTED},
                 "ep_text": p.ep_label,
                 "path": path_name(p),

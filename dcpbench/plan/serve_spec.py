@@ -184,24 +184,37 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
     options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     options.pop("step_times", None)
+    base = defaults(probe) | serve_defaults(probe)
+    loads, settings = read_loads(options, serve_defaults(probe) | usual_clients(probe.device))
+    settings |= {"step_times": measured_before(given) or ""}
+    rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
+    return complete(options | {"serve": loads}, rest, settings)
+
+
+def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple[ServeLoads, dict[str, object]]:
+    """The loads, and fields of Settings; takes both out of options that have been read. `usual`: what is not typed.
+
+    Clients are as usual only where nothing says when requests come.
+    """
     typed = {name: options.pop(name) for name in SERVED if name in options}
     limit, seconds = cast("tuple[int | None, float | None]", options.pop("limit", (None, None)))
     trace = _trace(typed)
-    base = defaults(probe) | serve_defaults(probe)
-    typed = {name: value for name, value in serve_defaults(probe).items() if name in SERVED} | typed
-    loads = ServeLoads(**typed, trace=trace, limit=limit)  # type: ignore[arg-type]
+    base = {name: value for name, value in usual.items() if name in SERVED and name != "concurrency"}
+    loads = ServeLoads(**(base | typed), trace=trace, limit=limit)  # type: ignore[arg-type]
     if not loads.concurrency and not loads.request_rate and not (trace and trace.timed):
-        usual = (4,) if probe.device == "cpu" else (8, 32, 48)
-        clients = tuple(c for c in usual if c <= loads.count) or (loads.count,)
-        loads = dataclasses.replace(loads, concurrency=clients)
-    settings = {
+        some = cast("tuple[int, ...]", usual["concurrency"])
+        loads = dataclasses.replace(loads, concurrency=tuple(c for c in some if c <= loads.count) or (loads.count,))
+    settings: dict[str, object] = {
         "slo": options.pop("slo", {}),
         "limit_seconds": seconds,
-        "step_times": measured_before(given) or "",
         "trace_path": str(trace.path.absolute()) if trace else "",
     }
-    rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
-    return complete(options | {"serve": loads}, rest, settings)
+    return loads, settings
+
+
+def usual_clients(device: str) -> dict[str, object]:
+    """Of a closed loop where nobody types when requests come."""
+    return {"concurrency": (4,) if device == "cpu" else (8, 32, 48)}
 
 
 def serve_defaults(probe: Probe) -> dict[str, object]:

@@ -48,6 +48,8 @@ OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
 """What --slo can bound, in ms; formulas.py defines them."""
 VLLM, SGLANG, INFERENCEX = ENGINES = ("vllm", "sglang", "inferencex")
 """What `dcpbench import --from` reads, and so what the origin of a record can be."""
+OPENAI = "openai"
+"""A real server of which nobody knows more than that it speaks OpenAI's API."""
 TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX: "InferenceX"}
 """What writes the results that are imported."""
 UNKNOWN = "unknown"

@@ -78,6 +78,21 @@ def objectives(slo: Mapping[str, float]) -> dict[str, float]:
     return dict(slo)
 
 
+def token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[float]:
+    """When each token of a stream came whose chunks brought several: evenly since the chunk before. Unit: s.
+
+    So the gap between two chunks is divided over the tokens of the later one, as by SGLang's bench_serving; vLLM's takes
+    it as one gap, whatever it brought. The last token of a chunk has the chunk's own time, and so have all of the first
+    chunk. With one token in each chunk these are the times of the chunks.
+    """
+    found: list[float] = []
+    for i, (end, count) in enumerate(zip(chunk_s, chunk_tokens, strict=True)):
+        start = chunk_s[i - 1] if i else end
+        found += [start + (end - start) * k / count for k in range(1, count)]
+        found.append(end)
+    return found
+
+
 def ttft_ms(request: RequestTimes) -> float:
     """Time to first token: t1 - t0, queueing included. Unit: ms."""
     return (float(request.token_s[0]) - request.submitted_s) * 1e3

@@ -302,6 +302,8 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that can never fit."""
     cancelled: int | None
     """Submitted and not finished when the run was ended."""
+    failed: int | None = None
+    """Requests that a real server answered with an error, or not to their end; by kind in `server.failures`."""
     input_tokens: int | None
     """Of requests that got a token."""
     output_tokens: int | None
@@ -357,6 +359,53 @@ class Choice(_Kernels, frozen=True, kw_only=True):
     """All that were tried, in order."""
 
 
+class Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests to a real server that failed alike."""
+
+    kind: str
+    """`refused`, `HTTP 429`, `time-out`, …: docs/servers.md lists them."""
+    requests: int
+    first: str
+    """The first one's sentence."""
+
+
+class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What it cost to send requests to a real server and to read its answers."""
+
+    processes: int
+    cpu_share: float
+    """CPU time of the busiest process over the time of the run: at 1 it cannot send or read any more."""
+    late_p99_ms: float | None = None
+    """How long after a request was due, or a client was free, it was sent."""
+    lag_p99_ms: float | None = None
+    """How long after they were due things were done that were planned every 20 ms: how late an event may be stamped."""
+    null_event_us: float | None = None
+    """CPU time for one event of the null server's streams, before the run; null where that was not measured."""
+    null_lag_p99_ms: float | None = None
+    """How much longer than the null server's gaps the gaps between its tokens were."""
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """A real server that was measured, as it says of itself, and as the client found it."""
+
+    engine: str
+    """`vllm`, `sglang`, or `openai` where it does not say."""
+    version: str = ""
+    kv_capacity_tokens: int | None = None
+    """Tokens that its KV cache holds, as it says."""
+    max_model_len: int | None = None
+    prompts: str = ""
+    """How prompts were sent: `token ids`, or `text` of a tokenizer or `counted` by the server."""
+    counted: str = ""
+    """By what the tokens of a chunk were told: `token ids`, `usage`, or `chunks`, one token each."""
+    retries: int = 0
+    """Requests that were sent again, each counted every time."""
+    failures: list[Failed] = []
+    client: ClientLoad | None = None
+    facts: dict[str, str] = {}
+    """What else is known of it: its command, its flags."""
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of records.jsonl."""
 
@@ -403,11 +452,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time the point took, set-up included."""
     origin: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an import: the tool that measured it (points.names.ENGINES). Not in the line of a record of our own."""
+    """Of an import: the tool that measured it (points.names.ENGINES). Of a point that a real server served: `engine`,
+    its name and its version. Not in the line of a record of our own."""
+    server: Server | msgspec.UnsetType = msgspec.UNSET
+    """Of a point that a real server served; in the lines of no others."""
 
 
 def origin(record: Record) -> str:
-    """The tool that measured a point, as an origin is written: `dcpbench`, `vllm`, `sglang`."""
+    """What measured a point, as an origin is written: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
     return str(record.origin) if record.origin else OURS
 
 

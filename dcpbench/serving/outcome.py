@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -14,11 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dcpbench.serving.requests import Step
-    from dcpbench.serving.traffic import Sample, Traffic
+    from dcpbench.serving.traffic import Sample
 
 NO_SHARES: Mapping[str, float | None] = {}
-FINISHED, REJECTED, CANCELLED = OUTCOMES = ("finished", "rejected", "cancelled")
-"""What became of a request: all its tokens came, it can never be served here, or the run ended before it did."""
+FINISHED, REJECTED, CANCELLED, FAILED = OUTCOMES = ("finished", "rejected", "cancelled", "failed")
+"""What became of a request: all its tokens came, it can never be served here, the run ended before it did, or a real
+server did not answer it to its end."""
+REQUESTS_FAILED = "requests_failed"
+"""Mark of a point of which some did."""
+
+
+class Sampled(Protocol):
+    """A run of requests, such as Traffic."""
+
+    samples: list[Sample]
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +60,7 @@ class Row:
     outcome: str
     """One of OUTCOMES."""
     reason: str | None = None
-    """Why it was rejected."""
+    """Why it was rejected, or failed."""
     submitted_s: float
     first_token_s: float | None
     end_s: float | None
@@ -66,6 +75,9 @@ class Row:
     token_s: list[float]
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Ids; empty in replay, and for requests of another replica than the recording rank's."""
+    chunk_tokens: list[int] = dataclasses.field(default_factory=list)
+    """Of a stream whose chunks brought several tokens at once: how many each brought, so that the last token of each has
+    the time at which it came. Empty where each brought one."""
 
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
@@ -77,7 +89,7 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
             Row(
                 number=s.request.number,
                 outcome=outcome_of(s),
-                reason=s.rejected or None,
+                reason=s.rejected or s.failed or None,
                 submitted_s=s.submitted_s,
                 first_token_s=s.token_s[0] if s.token_s else None,
                 end_s=s.token_s[-1] if s.finished and not s.rejected else None,
@@ -88,13 +100,14 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
                 replica=admitted.replica if admitted else None,
                 token_s=s.token_s,
                 tokens=s.tokens,
+                chunk_tokens=s.chunk_tokens,
             )
         )
     return found
 
 
 def serve_metrics(
-    traffic: Traffic,
+    traffic: Sampled,
     *,
     tp: int,
     concurrency: int | None,
@@ -108,7 +121,7 @@ def serve_metrics(
 
     Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
     every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
-    nothing is targeted, and then nothing is steady. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
+    nothing is targeted, and then nothing is steady. `tp` is 0 where nobody knows it. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
     names of their fields.
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
@@ -136,7 +149,7 @@ def serve_metrics(
         tpot_ms=formulas.latencies([v for t in done if (v := formulas.tpot_ms(t)) is not None]),
         e2el_ms=formulas.latencies([formulas.e2el_ms(t) for t in done]),
         output_tok_s=output_tokens / wall,
-        output_tok_s_per_gpu=formulas.per_gpu(output_tokens / wall, tp),
+        output_tok_s_per_gpu=formulas.per_gpu(output_tokens / wall, tp) if tp else None,
         total_tok_s=(input_tokens + output_tokens) / wall,
         request_s=len(done) / wall,
         tok_s_per_user=formulas.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
@@ -149,6 +162,7 @@ def serve_metrics(
         finished=len(done),
         rejected=len(by_outcome[REJECTED]),
         cancelled=len(by_outcome[CANCELLED]),
+        failed=len(by_outcome[FAILED]),
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         cached_tokens=sum(s.cached for s in sequences),
@@ -165,18 +179,20 @@ def serve_metrics(
 
 def outcome_of(sample: Sample) -> str:
     """One of OUTCOMES; a request that is still on its way counts as cancelled."""
-    if sample.rejected:
-        return REJECTED
+    if sample.rejected or sample.failed:
+        return REJECTED if sample.rejected else FAILED
     return FINISHED if sample.finished else CANCELLED
 
 
 def marks(found: ServeMetrics) -> list[str]:
-    """What to be careful about in the metrics themselves, for the record: `cut_off`, `few_samples`, `rejections`.
+    """What to be careful about in the metrics themselves, for the record: `cut_off`, `few_samples`, `rejections`,
+    `requests_failed`.
 
     `few_samples` where a percentile of TTFT or ITL has too few (stats.least_samples).
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
     told = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
+    told |= {REQUESTS_FAILED: bool(found.failed)}
     return [mark for mark, holds in told.items() if holds]
 
 
@@ -189,7 +205,10 @@ def in_short(found: ServeMetrics) -> str:
 
 
 def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
-    rejected, cancelled = by_outcome[REJECTED], by_outcome[CANCELLED]
+    rejected, cancelled, failed = (by_outcome[name] for name in (REJECTED, CANCELLED, FAILED))
+    if failed:
+        others = f" and {len(cancelled)} were cut off" if cancelled else ""
+        return f"no output token came: {len(failed)} requests failed{others}; the first one: {failed[0].failed}"
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
     said = f"no output token came: {len(rejected)} requests were rejected and {len(cancelled)} were cut off"

@@ -18,7 +18,7 @@ from dcpbench.serving.outcome import Row
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from dcpbench.points.point import Point
@@ -67,7 +67,8 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    key, schema = point.key(), _schema(pa)
+    left_out = () if any(row.chunk_tokens for row in rows) else ("chunk_tokens",)
+    key, schema = point.key(), _schema(pa, left_out)
     table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
     told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}
     table = table.replace_schema_metadata(told)
@@ -108,9 +109,9 @@ def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
     return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
 
 
-def _schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
-    """Field by field as outcome.Row; what may be None is nullable."""
+def _schema(pa: Any, left_out: Collection[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
+    """Field by field as outcome.Row, without those that say nothing of any row; what may be None is nullable."""
     kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string()}
     kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
-    typed = [(f.name, *str(f.type).partition(" | None")) for f in dataclasses.fields(Row)]
+    typed = [(f.name, *str(f.type).partition(" | None")) for f in dataclasses.fields(Row) if f.name not in left_out]
     return pa.schema([pa.field(name, kinds[kind], nullable=bool(optional)) for name, kind, optional, _ in typed])

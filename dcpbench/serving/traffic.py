@@ -34,11 +34,15 @@ class Sample:
     """Its state in the scheduler; None where it was rejected."""
     rejected: str = ""
     """Why it can never be served."""
+    failed: str = ""
+    """Why a real server did not answer it to its end."""
+    chunk_tokens: list[int] = dataclasses.field(default_factory=list)
+    """Tokens of each chunk of a stream that brought several at once; empty where each brought one."""
 
     @property
     def finished(self) -> bool:
         """Whether all its tokens have been read."""
-        return len(self.token_s) == self.request.output_tokens
+        return not self.failed and len(self.token_s) == self.request.output_tokens
 
 
 class Traffic:

@@ -1,0 +1,58 @@
+"""Points that another engine serves: what nobody tells of them is unknown. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.points.names import NO_EXCHANGE, UNKNOWN
+from dcpbench.points.point import SETTING, Load, Point
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+UNTOLD: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache": None, "prefill": UNKNOWN}
+"""Fields of a load that the engine alone knows: how it shares steps among requests."""
+
+
+def engine_point(
+    *,
+    model: str,
+    layout: Mapping[str, int],
+    backend: str,
+    load: Load,
+    concurrency: int,
+    context: int,
+    ep: str = UNKNOWN,
+    dtype: str | None = None,
+    settings: Mapping[str, str] | None = None,
+    repeat: int = 0,
+) -> Point:
+    """A served point of the engine `backend`; `layout` has 0 for each degree where nobody knows it.
+
+    `settings`: what was varied of the server and no other field says.
+    """
+    return Point(
+        model=model,
+        tp=layout["tp"],
+        dp=layout["dp"],
+        dcp=layout["dcp"],
+        ep=ep,
+        workload="serve",
+        concurrency=concurrency,
+        context=context,
+        exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN,
+        all_reduce=UNKNOWN,
+        backend=backend,
+        dtype=dtype or UNKNOWN,
+        page_size=0,
+        interleave=0,
+        weights=UNKNOWN,
+        load=load,
+        settings=SETTING.join(f"{name}={value}" for name, value in (settings or {}).items()),
+        repeat=repeat,
+    )
+
+
+def engine_load(**said: Any) -> Load:  # noqa: ANN401 -- fields of several types
+    """A load that another engine serves."""
+    return Load(**UNTOLD, **said)

@@ -1,0 +1,402 @@
+"""Points of a running server: each one's load is sent, and what came of it becomes a record."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import datetime as dt
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+import dcpbench
+from dcpbench.errors import CapacityError, UsageError, WorkerError
+from dcpbench.launch.jobs import Progress
+from dcpbench.plan.grid import Candidate
+from dcpbench.points.names import CLOSED
+from dcpbench.records import formulas
+from dcpbench.records.file import RecordFile
+from dcpbench.records.record import CPU, ClientLoad, Environment, Failed, Record, Server
+from dcpbench.servers import info as server_info
+from dcpbench.servers.answers import BY_CHUNKS
+from dcpbench.servers.client import Client, Target
+from dcpbench.servers.load import Call, Run
+from dcpbench.servers.prompts import COMPLETIONS, Manner, find_manner
+from dcpbench.serving.loads import requests_of
+from dcpbench.serving.outcome import StepCounts, in_short, marks, rows, serve_metrics
+from dcpbench.serving.request_files import read_requests
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.samples import write_samples
+from dcpbench.serving.traffic import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.servers.info import Counters, ServerInfo
+    from dcpbench.servers.load import Outcome, Pace
+
+CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
+"""Marks; reports/explain.py has a sentence for each."""
+MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
+"""A process that is busier, or later at p99 than so many ms and this share of the median ITL, was the bottleneck."""
+NEAR = 0.05
+"""Tokens of answers that differ by more of what was asked for are said."""
+WARM_UP, WARM_UP_OUTPUT = 8, 16
+MOST_OPEN = 256
+"""Connections that are made before an open loop begins; others are made when they are needed."""
+TELL_S = 1.0
+P99 = 99
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """How servers are measured."""
+
+    target: Target
+    endpoint: str = COMPLETIONS
+    tokenizer: Path | None = None
+    warm_up: int = WARM_UP
+    """Requests before the clock starts."""
+    retries: int = 0
+    """Of each request that a busy server sends away."""
+    command: str = ""
+    """As typed."""
+    device: str = ""
+    """The server's hardware, as the user says; CPU marks its points as functional runs."""
+    device_count: int = 0
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of the server, for its records: how it was started."""
+
+
+def look(target: Target) -> ServerInfo:
+    """What a server says of itself. Raises WorkerError where it cannot be measured."""
+
+    async def main() -> ServerInfo:
+        async with Client(target) as client:
+            return await server_info.ask(client)
+
+    return asyncio.run(main())
+
+
+def manner_of(asked: Asked, model: str) -> Manner:
+    """How the server takes requests. Raises WorkerError and UsageError where it takes none."""
+
+    async def main() -> Manner:
+        async with Client(asked.target) as client:
+            return await find_manner(client, model, asked.endpoint, tokenizer=asked.tokenizer)
+
+    return asyncio.run(main())
+
+
+def judged(points: Sequence[Point], max_model_len: int | None) -> list[Candidate]:
+    """Points that can run, and those whose every request is longer than the server takes."""
+    found = []
+    for point in points:
+        assert point.load is not None
+        short = max_model_len is not None and point.load.trace == "" and point.context > max_model_len
+        error = CapacityError(
+            f"its requests have up to {point.context:,} tokens, and the server takes {max_model_len:,} (max_model_len); "
+            "lower --input-tokens or --output-tokens, or start it with more."
+        )
+        found.append(Candidate(point=point, error=error if short else None))
+    return found
+
+
+def measure_points(
+    points: Sequence[Point],
+    asked: Asked,
+    info: ServerInfo,
+    manner: Manner,
+    settings: Settings,
+    folder: Path,
+    watch: Callable[[Progress], None],
+) -> None:
+    """Measure all points, one after the other; each leaves a record in the folder. An interruption is raised again."""
+    out = RecordFile(folder)
+    for number, point in enumerate(points):
+        key = point.key()
+
+        def tell(note: str, *, stage: str = "measure", key: str = key, index: int = number) -> None:
+            watch(Progress(stage=stage, key=key, index=index, of=len(points), note=note, at=time.time()))
+
+        record, stopped = measure(point, asked, info, manner, settings, folder, tell)
+        out.append(record)
+        if stopped is not None:
+            raise stopped
+        note = record.reason or (in_short(record.serve) if record.serve else "")
+        tell(note, stage="done" if record.outcome == "ok" else record.outcome)
+
+
+@dataclasses.dataclass
+class Served:
+    """A run of requests, as outcome.serve_metrics takes it."""
+
+    samples: list[Sample]
+
+
+@dataclasses.dataclass
+class _Sent:
+    """What is known once a load has been sent, however it ended."""
+
+    requests: Sequence[ServeRequest]
+    run: Run | None = None
+    before: Counters | None = None
+    after: Counters | None = None
+
+
+def measure(
+    point: Point,
+    asked: Asked,
+    info: ServerInfo,
+    manner: Manner,
+    settings: Settings,
+    folder: Path,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Record, BaseException | None]:
+    """Send a point's load; leaves its samples below `folder`, and returns its record.
+
+    An interruption ends the run: what has finished is in the record, which says so, and the interruption is returned
+    beside it. `tell` gets the last numbers about once a second.
+    """
+    started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
+    sent = _Sent(_requests(point, settings, manner.vocab))
+    stopped: BaseException | None = None
+    failed = ""
+    try:
+        asyncio.run(_send(point, asked, manner, settings, sent, tell))
+    except (KeyboardInterrupt, SystemExit) as e:
+        stopped = e
+    except (WorkerError, UsageError) as e:
+        failed = str(e)
+    record = _record(point, asked, info, manner, settings, folder, sent, failed=failed, stopped=stopped is not None)
+    return msgspec.structs.replace(
+        record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
+    ), stopped
+
+
+async def _send(
+    point: Point, asked: Asked, manner: Manner, settings: Settings, sent: _Sent, tell: Callable[[str], None]
+) -> None:
+    load = point.load
+    assert load is not None
+    async with Client(asked.target) as client:
+        await _warm_up(client, asked, manner, sent.requests)
+        calls = [Call(r.number, manner.request(client, r), r.output_tokens, r.arrival_s) for r in sent.requests]
+        at_once = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
+        with contextlib.suppress(Exception):
+            await client.open(min(point.concurrency, MOST_OPEN))
+        sent.before = await server_info.counters(client)
+        run = sent.run = Run(
+            client,
+            calls,
+            point.clients,
+            at_once=at_once,
+            limit_s=settings.limit_seconds,
+            retries=asked.retries,
+        )
+        told = asyncio.get_running_loop().create_task(_tell(run, tell))
+        try:
+            await run.run(time.perf_counter() + 0.01)
+        finally:
+            told.cancel()
+        sent.after = await server_info.counters(client)
+
+
+async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Sequence[ServeRequest]) -> None:
+    """Short answers to prompts of the load's lengths, all at once. Raises WorkerError where all of them fail."""
+    generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
+    calls = []
+    for request in requests[: asked.warm_up]:
+        prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
+        output = min(request.output_tokens, WARM_UP_OUTPUT)
+        calls.append(
+            Call(
+                request.number,
+                manner.request(client, dataclasses.replace(request, prompt=prompt, output_tokens=output)),
+                output,
+            )
+        )
+    if not calls:
+        return
+    run = Run(client, calls, len(calls))
+    await run.run()
+    errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
+    if len(errors) == len(calls):
+        raise WorkerError(f"all {len(calls)} requests of the warm-up failed; the first one: {errors[0].sentence}")
+
+
+async def _tell(run: Run, tell: Callable[[str], None]) -> None:
+    while True:
+        await asyncio.sleep(TELL_S)
+        ended = [o for o in run.outcomes if o.ended]
+        chunks = sum(len(o.answer.chunk_s) for o in run.outcomes if o.answer is not None)
+        failed = sum(o.error is not None for o in ended)
+        rate = chunks / max(time.perf_counter() - run.start_s, 1e-9)
+        lost = f", {failed} failed" if failed else ""
+        tell(f"{len(ended) - failed}/{len(run.calls)} requests{lost}, {rate:,.0f} chunks/s")
+
+
+def _requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
+    """Those of the load in other tokens each time: a server keeps what it has seen in its prefix cache.
+
+    All ids are moved alike, so that prompts share what they shared. Prompts that a file names are sent as they are.
+    """
+    largest = read_requests(Path(settings.trace_path)).largest_id if settings.trace_path else -1
+    found = requests_of(point, settings, max(vocab, largest + 1))
+    if largest >= 0:
+        return found
+    salt = secrets.randbelow(vocab)
+    moved = (((r.prompt.astype(np.int64) + salt) % vocab).astype(np.int32) for r in found)
+    return [dataclasses.replace(r, prompt=prompt) for r, prompt in zip(found, moved, strict=True)]
+
+
+def _record(
+    point: Point,
+    asked: Asked,
+    info: ServerInfo,
+    manner: Manner,
+    settings: Settings,
+    folder: Path,
+    sent: _Sent,
+    *,
+    failed: str,
+    stopped: bool,
+) -> Record:
+    outcomes = sent.run.outcomes if sent.run else []
+    record = Record(
+        point=point,
+        outcome="failed",
+        reason=failed or None,
+        marks=["cpu"] if asked.device == CPU else [],
+        environment=Environment(
+            device=asked.device,
+            device_count=asked.device_count,
+            dcpbench=dcpbench.__version__,
+            command=asked.command,
+        ),
+        measured_with=msgspec.to_builtins(settings),
+        origin=info.origin,
+        server=_server(info, manner, asked, outcomes, sent.run.pace if sent.run else None),
+    )
+    if sent.run is None:
+        return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
+    samples = [_sample(o, sent) for o in outcomes]
+    try:
+        name = write_samples(folder, point, rows(samples))
+        metrics = serve_metrics(
+            Served(samples),
+            tp=point.tp,
+            concurrency=point.clients,
+            slo=settings.slo,
+            steps=StepCounts(),
+            samples_file=name,
+        )
+    except UsageError as e:
+        return msgspec.structs.replace(record, reason=failed or str(e))
+    since = (
+        sent.after.since(sent.before) if sent.after and sent.before else {"preemptions": None, "cached_tokens": None}
+    )
+    metrics = msgspec.structs.replace(
+        metrics, steps=None, decode_steps=None, eager_decode_steps=None, decode_batch=None, **since
+    )
+    assert isinstance(record.server, Server)
+    told = {
+        CLIENT_BOUND: _client_bound(record.server.client, metrics.itl_ms.p50),
+        GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
+        NOMINAL: _not_as_asked(samples, sent.requests),
+    }
+    reason = failed or None
+    if stopped:
+        reason = (
+            f"interrupted with {metrics.finished} of {len(sent.requests)} requests finished; they are in {name}. Send the "
+            "load anew with --resume."
+        )
+    return msgspec.structs.replace(
+        record,
+        outcome="failed" if reason else "ok",
+        reason=reason,
+        marks=[*record.marks, *(mark for mark, holds in told.items() if holds), *marks(metrics)],
+        serve=metrics,
+    )
+
+
+def _sample(outcome: Outcome, sent: _Sent) -> Sample:
+    """A request as our samples have it; times after the start of the run."""
+    assert sent.run is not None
+    start, answer = sent.run.start_s, outcome.answer
+    request = sent.requests[outcome.call.number]
+    sample = Sample(request, outcome.submitted_s - start)
+    if outcome.error is not None:
+        sample.failed = outcome.error.sentence
+    if answer is None or not answer.chunk_s:
+        return sample
+    counts = answer.chunk_tokens()
+    sample.token_s = [t - start for t in formulas.token_times(answer.chunk_s, counts)]
+    sample.tokens = answer.tokens if len(answer.tokens) == len(sample.token_s) else []
+    sample.chunk_tokens = counts if max(counts) > 1 else []
+    told = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else len(request.prompt)
+    finished = outcome.ended and outcome.error is None
+    sample.request = ServeRequest(
+        number=request.number,
+        prompt=np.broadcast_to(np.int32(0), told),  # no memory: of prompts that were sent only the length is kept
+        output_tokens=len(sample.token_s) if finished else max(request.output_tokens, len(sample.token_s) + 1),
+        arrival_s=request.arrival_s,
+    )
+    return sample
+
+
+def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[Outcome], pace: Pace | None) -> Server:
+    errors = [o.error for o in outcomes if o.error is not None]
+    kinds = collections.Counter(error.kind for error in errors)
+    first = {error.kind: error.sentence for error in reversed(errors)}
+    answered = next((o.answer for o in outcomes if o.answer is not None and o.answer.chunk_s), None)
+    return Server(
+        engine=info.engine,
+        version=info.version,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        max_model_len=info.model(manner.model).max_model_len if info.models else None,
+        prompts=manner.prompts,
+        counted=answered.counted_by if answered else BY_CHUNKS,
+        retries=sum(o.retries for o in outcomes),
+        failures=[Failed(kind=kind, requests=count, first=first[kind]) for kind, count in kinds.most_common()],
+        client=_client_load(outcomes, pace) if pace else None,
+        facts={**info.facts, **asked.facts},
+    )
+
+
+def _client_load(outcomes: Sequence[Outcome], pace: Pace) -> ClientLoad:
+    late = [(o.sent_s - o.submitted_s) * 1e3 for o in outcomes if o.sent_s is not None]
+    return ClientLoad(
+        processes=1,
+        cpu_share=pace.cpu_s / pace.wall_s if pace.wall_s else 0.0,
+        late_p99_ms=float(np.percentile(late, P99)) if late else None,
+        lag_p99_ms=float(np.percentile(pace.lags_s, P99)) * 1e3 if pace.lags_s else None,
+    )
+
+
+def _client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
+    if client is None:
+        return False
+    late = max(MOST_LAG_MS, MOST_LAG_SHARE * (itl_ms or 0.0))
+    return client.cpu_share > MOST_CPU or (client.lag_p99_ms or 0.0) > late
+
+
+def _not_as_asked(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -> bool:
+    """Whether finished requests had other lengths than those that were asked for, on average."""
+    done = [s for s in samples if s.finished]
+    asked = [requests[s.request.number] for s in done]
+    for came, wanted in (
+        (sum(len(s.token_s) for s in done), sum(r.output_tokens for r in asked)),
+        (sum(len(s.request.prompt) for s in done), sum(len(r.prompt) for r in asked)),
+    ):
+        if abs(came - wanted) > NEAR * wanted:
+            return True
+    return False

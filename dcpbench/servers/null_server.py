@@ -1,0 +1,96 @@
+"""A server that does next to nothing: it answers each request with a token whenever GAP_S have passed.
+
+What a client spends on its streams, and how late it is, is the client's own then: docs/servers.md.
+
+    python -m dcpbench.servers.null_server
+
+prints its port, and lives as long as the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+
+GAP_S = 0.02
+EVENT = (
+    b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1700000000,"model":"null","choices":'
+    b'[{"index":0,"text":" null","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":[7]}],"usage":null}'
+    b"\n\n"
+)
+CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
+LAST = b"data: [DONE]\n\n"
+END = b"%x\r\n%s\r\n0\r\n\r\n" % (len(LAST), LAST)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+ASKED = re.compile(rb'"max_tokens": *(\d+)')
+
+
+class Streams:
+    """All streams, which get their tokens together: a timer of its own for each would be another load."""
+
+    def __init__(self) -> None:
+        self.left: dict[asyncio.Transport, int] = {}
+        self._due = 0.0
+
+    def add(self, transport: asyncio.Transport, tokens: int) -> None:
+        """A stream of so many tokens."""
+        transport.write(HEAD)
+        if not self.left:
+            loop = asyncio.get_running_loop()
+            self._due = loop.time() + GAP_S
+            loop.call_at(self._due, self._tick)
+        self.left[transport] = tokens
+
+    def _tick(self) -> None:
+        for transport, left in list(self.left.items()):
+            if left > 1:
+                self.left[transport] = left - 1
+                transport.write(CHUNK)
+            else:
+                del self.left[transport]
+                transport.write(CHUNK + END)
+        self._due += GAP_S
+        if self.left:
+            asyncio.get_running_loop().call_at(self._due, self._tick)
+
+
+class Null(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._held = streams, b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = transport  # type: ignore[assignment]  # of TCP
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._held += data
+        head, blank, body = self._held.partition(b"\r\n\r\n")
+        length = LENGTH.search(head)
+        if blank and self._transport is not None and len(body) >= (int(length[1]) if length else 0):
+            asked = ASKED.search(body)
+            self._held = b""
+            self._streams.add(self._transport, int(asked[1]) if asked else 1)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """See asyncio.Protocol."""
+        if self._transport is not None:
+            self._streams.left.pop(self._transport, None)
+
+
+async def serve() -> None:
+    """At a free port of the loopback, for ever."""
+    streams = Streams()
+    server = await asyncio.get_running_loop().create_server(lambda: Null(streams), "127.0.0.1", 0, backlog=1024)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())
