@@ -200,7 +200,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     def same_but_repeat(self) -> str:
         """Key without the repeat, equal for all measurements of the same thing."""
-        return msgspec.structs.replace(self, repeat=0).key()
+        return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).key()
 
 
 AXES, LOAD_AXES = axes.read(Point), axes.read(Load)
