@@ -123,7 +123,9 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
 
         return AllToAll(group, spec)
     if name == "symm":
+        from dcpbench.exchange.emulated import EmulatedGroup, EmulatedSymmetricMemory
         from dcpbench.exchange.symm import SymmetricMemory
 
-        return SymmetricMemory(group, spec)
+        emulated = isinstance(group, EmulatedGroup)
+        return EmulatedSymmetricMemory(group, spec) if emulated else SymmetricMemory(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")
