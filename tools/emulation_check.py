@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.records.runs import read_run
 
@@ -34,7 +34,7 @@ EXCHANGED, CALLS, EXPERTS = (
 PHASE_BAR, EXCHANGE_BAR, STEP_BAR = 0.05, 0.1, 0.07
 
 
-def compare(published: Record, emulated: Record) -> dict[str, object]:
+def compare(published: Record, emulated: Record) -> dict[str, Any]:
     """Ratios, emulated over published, of one point."""
     assert published.phases is not None
     assert emulated.phases is not None
@@ -53,14 +53,14 @@ def compare(published: Record, emulated: Record) -> dict[str, object]:
     }
 
 
-def told(rows: Iterable[dict[str, object]]) -> list[str]:
+def told(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Shares of points within the bars, and where not."""
     rows = list(rows)
     lines = []
     phases = [
         (row["point"], name, ratio)
         for row in rows
-        for name, ratio in dict(row["phases"]).items()  # type: ignore[call-overload]
+        for name, ratio in row["phases"].items()
         if name not in (*EXCHANGED, *CALLS, *EXPERTS, "other")
     ]
     for title, bar, found in (
@@ -72,6 +72,11 @@ def told(rows: Iterable[dict[str, object]]) -> list[str]:
         share = 1 - len(wrong) / len(found) if found else 0.0
         lines.append(f"{title}: {share:.0%} of {len(found)} within {bar:.0%}; not: {'; '.join(wrong[:12]) or 'none'}")
     return lines
+
+
+def _load(record: Record) -> tuple[str, str, int, int]:
+    point = record.point
+    return point.model, str(point.layout), point.concurrency, point.context
 
 
 def main() -> int:
@@ -98,16 +103,12 @@ def main() -> int:
             command = [sys.executable, "-m", "dcpbench.cli", "sweep", *words.split(), "-o", str(folder), "--resume"]
             subprocess.run(command, check=False)
     emulated = {
-        (p.model, str(p.layout), p.concurrency, p.context): r
+        _load(r): r
         for run in asked.output.glob("*/records.jsonl")
         for r in read_run(run.parent).records
-        if (p := r.point) and r.outcome == "ok"
+        if r.outcome == "ok"
     }
-    rows = [
-        compare(r, emulated[key])
-        for r in published
-        if (key := (r.point.model, str(r.point.layout), r.point.concurrency, r.point.context)) in emulated
-    ]
+    rows = [compare(r, emulated[_load(r)]) for r in published if _load(r) in emulated]
     asked.output.mkdir(parents=True, exist_ok=True)
     (asked.output / "check.json").write_text(json.dumps(rows, indent=1) + "\n")
     sys.stdout.write("\n".join(told(rows)) + "\n")

@@ -126,6 +126,7 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
         from dcpbench.exchange.emulated import EmulatedGroup, EmulatedSymmetricMemory
         from dcpbench.exchange.symm import SymmetricMemory
 
-        emulated = isinstance(group, EmulatedGroup)
-        return EmulatedSymmetricMemory(group, spec) if emulated else SymmetricMemory(group, spec)
+        if isinstance(group, EmulatedGroup):
+            return EmulatedSymmetricMemory(group, spec)
+        return SymmetricMemory(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")

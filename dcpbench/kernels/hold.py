@@ -27,8 +27,10 @@ def _hold_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOC
         for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + at, at < size)
-            for n in range(copies):
-                tl.store(out_ptr + n.to(tl.int64) * size + at, x, at < size)
+            to = out_ptr + at
+            for _ in range(copies):
+                tl.store(to, x, at < size)
+                to += size
     while globaltimer() < end:
         pass
 
