@@ -85,6 +85,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return next(gpu for gpu in GPUS if gpu.name == self.gpu)
 
     @property
+    def wire_measured(self) -> str:
+        """Where what its calls take was measured."""
+        return self.measured if self.calls else built_in(MEASURED_ON).measured
+
+    @property
     def wire(self) -> Wire:
         """What its calls take: its own where a file has them, else H200's."""
         link = (

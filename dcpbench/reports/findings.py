@@ -36,7 +36,7 @@ LOAD = [*SCOPE, "same_load"]
 """What points have in common that are set against each other; they differ in their `label`."""
 BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
 """And a DCP point and its dcp=1 baseline."""
-RIVAL_OF = [*LOAD, "tp", "dtype", "weights_dtype", "kv_dtype", "weights"]
+RIVAL_OF = [*LOAD, "tp", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """And layouts of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """What points of `decode` have in common that differ in their exchange alone."""

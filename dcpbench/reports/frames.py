@@ -514,7 +514,8 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
         return _stored(table, axis)
     own = axis.label and Role.EXCHANGE not in axis.role
     texts = [axis.text(value) for value in table[axis.name]] if own else []
-    return texts if len({*texts} - {""}) > 1 else []
+    silent = set() if axis.name == "emulate" else {""}  # a layout that was there says so by saying nothing
+    return texts if len({*texts} - silent) > 1 else []
 
 
 def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:

@@ -86,6 +86,11 @@ def caveats(frames: Frames) -> list[str]:
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
         said.append(f"replayed in virtual time over measured step times, not served live{every}")
+    emulated = table["emulate"].fillna("") != ""
+    if emulated.any():
+        every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
+        on = ", ".join(sorted({str(name) for name in table["emulate"][emulated]}))
+        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}")
     limited = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     if limited.any():
         every = "" if limited.all() else f" at {int(limited.sum()):,} of {len(table):,} points"
