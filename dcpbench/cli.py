@@ -13,11 +13,13 @@ import typer
 from dcpbench import __version__
 from dcpbench.commands import bench, dashboard, syncs
 from dcpbench.commands.ab import ab
+from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import command
 from dcpbench.commands.compare import compare
 from dcpbench.commands.env import env
 from dcpbench.commands.export import export
 from dcpbench.commands.import_ import import_
+from dcpbench.commands.machines import machines
 from dcpbench.commands.report import report
 from dcpbench.commands.serve import serve
 from dcpbench.commands.show import show
@@ -41,9 +43,9 @@ app = typer.Typer(
 )
 MEASURE, READ, CHECK = "Measure", "Read results", "Check"
 COMMANDS = {
-    MEASURE: (sweep, serve, ab),
+    MEASURE: (sweep, serve, ab, calibrate),
     READ: (compare, report, show, top, export, import_),
-    CHECK: (verify, env),
+    CHECK: (verify, env, machines),
 }
 for title, members in COMMANDS.items():
     for member in members:

@@ -116,6 +116,14 @@ class How(Group):
     )
 
 
+EMULATE = HOW(
+    "Run one rank's work on the GPU that is here, with what it would wait for modelled: layouts of any size. MACHINE is a GPU "
+    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench calibrate`. Such "
+    "points are forecasts, and marked.",
+    metavar="MACHINE,…",
+)
+
+
 class Run(Group):
     """How a command runs, not what it measures."""
 

@@ -27,6 +27,12 @@ class How(opt.How):
     )
 
 
+class Emulation(Group):
+    """Whether all ranks are there."""
+
+    emulate: str | None = opt.EMULATE
+
+
 class Measured(Group):
     """How long, how often, and what beside."""
 
@@ -43,7 +49,9 @@ class Measured(Group):
     )
 
 
-def sweep(layouts: opt.Layouts, load: Load, how: How, measured: Measured, run: opt.RunOnMachines) -> int:
+def sweep(
+    layouts: opt.Layouts, load: Load, how: How, emulation: Emulation, measured: Measured, run: opt.RunOnMachines
+) -> int:
     """Measure decode over layouts and loads, then write a report.
 
     Every combination of the comma lists is a point; those that cannot run are listed with the reason. One torchrun job
@@ -55,6 +63,8 @@ def sweep(layouts: opt.Layouts, load: Load, how: How, measured: Measured, run: o
 
       dcpbench sweep --model kimi-k2 --tp 4 --dcp 2,4 --context 4000,32000 --concurrency 8,32,48
 
+      dcpbench sweep --tp 8 --dcp 8 --emulate H200
+
       dcpbench sweep --config sweep.toml --dry-run
     """
     from dcpbench.commands import runs
@@ -63,4 +73,4 @@ def sweep(layouts: opt.Layouts, load: Load, how: How, measured: Measured, run: o
     runs.check_run(run)
     from_file = read_options(run.config) if run.config else {}
     probe = runs.machine(run)
-    return runs.measure(make_spec(from_file | typed(layouts, load, how, measured), probe), probe, run)
+    return runs.measure(make_spec(from_file | typed(layouts, load, how, emulation, measured), probe), probe, run)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dcpbench.exchange.collectives import Group
+from dcpbench.exchange.emulated import EmulatedGroup
 
 if TYPE_CHECKING:
+    from dcpbench.exchange.emulated import Emulation
     from dcpbench.points.layout import Layout
 
 _handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -34,6 +36,18 @@ def make_groups(layout: Layout, rank: int) -> Groups:
         dcp=_group(layout.dcp_groups(), rank),
         dp=_group(layout.dp_groups(), rank),
     )
+
+
+def emulated_groups(layout: Layout, rank: int, emulation: Emulation) -> Groups:
+    """The same of a rank without the others."""
+
+    def group(all_ranks: list[list[int]]) -> Group:
+        ranks = next(ranks for ranks in all_ranks if rank in ranks)
+        if len(ranks) == 1:
+            return Group(size=1, rank=0, handle=None)
+        return EmulatedGroup(size=len(ranks), rank=ranks.index(rank), handle=None, emulation=emulation)
+
+    return Groups(attn=group(layout.attn_groups()), dcp=group(layout.dcp_groups()), dp=group(layout.dp_groups()))
 
 
 def _group(all_ranks: list[list[int]], rank: int) -> Group:

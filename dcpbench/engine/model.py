@@ -20,6 +20,7 @@ from dcpbench.kernels import moe
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.linear import linear
+from dcpbench.kernels.moe.busiest import busiest_first
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
 from dcpbench.kernels.value_proj import project_values
@@ -85,6 +86,8 @@ class Model:
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
         self.rope_table = rope_table(shape, max_context, device)
+        self.stands_for = 1
+        """Ranks with whole experts of which this one is the busiest in each layer, where it stands for all of them."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
 
@@ -278,6 +281,8 @@ class Model:
             weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))
+            if self.stands_for > 1:
+                ids_Tk = busiest_first(ids_Tk, self.shape.experts, self.stands_for)
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
 
     def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:

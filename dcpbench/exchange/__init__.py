@@ -123,7 +123,10 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
 
         return AllToAll(group, spec)
     if name == "symm":
+        from dcpbench.exchange.emulated import EmulatedGroup, EmulatedSymmetricMemory
         from dcpbench.exchange.symm import SymmetricMemory
 
+        if isinstance(group, EmulatedGroup):
+            return EmulatedSymmetricMemory(group, spec)
         return SymmetricMemory(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")

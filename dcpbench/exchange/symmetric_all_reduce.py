@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.errors import UsageError
+from dcpbench.exchange.emulated import EmulatedGroup
 from dcpbench.exchange.symmetric_memory import allocate
 from dcpbench.kernels.peers import Carver
 from dcpbench.kernels.peers.add_up import one_shot, two_shot
@@ -42,7 +43,7 @@ def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
     if name == "nccl":
         return group.all_reduce
     if name == "symm":
-        return SymmetricAllReduce(group, spec)
+        return group.all_reduce_symm if isinstance(group, EmulatedGroup) else SymmetricAllReduce(group, spec)
     raise UsageError(f"--all-reduce {name} does not exist; choose one of {', '.join(ALL_REDUCES)}.")
 
 

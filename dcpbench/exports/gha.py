@@ -41,6 +41,7 @@ def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:
         {
             measured.FUNCTIONAL: "functional run on a CPU: no performance number",
             measured.REPLAYED: "replay: computed",
+            measured.EMULATED: "forecast: one rank ran, its wire modelled",
         }.get(first.standing, ""),
         "marks: " + ", ".join(marks) if (marks := sorted({mark for m in group for mark in m.record.marks})) else "",
     ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-FUNCTIONAL, REPLAYED = "functional", "replay"
+FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"
 """Standings of what is no measurement of speed."""
 WRONG = ("graph_differs", "inaccurate")
 """Marks of points that computed something else than they should."""
@@ -46,9 +46,13 @@ class Measured:
 
     @property
     def standing(self) -> str:
-        """`functional` for a run on a CPU, `replay` for what was computed in virtual time, or nothing."""
+        """`functional` for a run on a CPU, `replay` for what was computed in virtual time, `emulated` where one rank stood
+        for all, or nothing.
+        """
         if functional(self.record):
             return FUNCTIONAL
+        if self.record.point.emulate:
+            return EMULATED
         load = self.record.point.load
         return REPLAYED if load is not None and load.mode == REPLAY else ""
 
@@ -80,8 +84,9 @@ DECODE_STEPS = Rule(
 )
 ON_CPU = Rule("functional runs on a CPU, whose times mean nothing", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
+IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
 COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
-PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, COMPUTED_WRONG)
+PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)
 """What never goes to where results of others stand beside ours."""
 
 

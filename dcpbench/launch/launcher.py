@@ -108,9 +108,9 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
     left = list(points)
     with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
         while left:
-            size = [p for p in left if p.tp == left[0].tp]
+            size = [p for p in left if p.world == left[0].world]
             unusable = _run_size(size, work, machines, others, watch)
-            left = [p for p in left if p.tp != size[0].tp]
+            left = [p for p in left if p.world != size[0].world]
             for record in unusable:
                 left = _spare(left, record, work, watch)
 
@@ -382,7 +382,7 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
 
 
 def _job(points: list[Point], work: Work, machines: Machines) -> Job:
-    tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
+    tags = (f"tp{points[0].world}-{n}" for n in itertools.count())
     tag = next(t for t in tags if not job_file(work.folder, t).exists())
     store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
     same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}

@@ -55,7 +55,7 @@ class Running(Ranks):
 
     def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
         """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
-        here = job.points[0].tp // machines.nnodes
+        here = job.points[0].world // machines.nnodes
         ranks = range(machines.node_rank * here, (machines.node_rank + 1) * here)
         super().__init__(Path(job.folder), job.logs(), job.progress_path(), ranks)
         self.job = job
@@ -149,7 +149,7 @@ def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[st
         "--local-addr": LOOPBACK,
         "--max-restarts": "0",
     }
-    rank = child.of_rank(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].tp)
+    rank = child.of_rank(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].world)
     flat = itertools.chain.from_iterable(options.items())
     return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *rank]
 

@@ -13,10 +13,25 @@ from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoR
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
+from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.machine import HOPPER
+from dcpbench.points.machines import described
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, DTYPES, EXCHANGES, FP8, NO_EXCHANGE, REGISTERED, WHOLE, flag
+from dcpbench.points.names import (
+    ALL_REDUCES,
+    AUTO,
+    BY_LAYOUT,
+    CUT,
+    DTYPES,
+    EXCHANGES,
+    FP8,
+    NO_EXCHANGE,
+    REGISTERED,
+    SYNTHETIC,
+    WHOLE,
+    flag,
+)
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
 from dcpbench.points.sizes import size_text
@@ -123,14 +138,46 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
 def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     if point.tp % machine.nnodes:
         raise LayoutError(f"--tp {point.tp} does not divide over --nnodes {machine.nnodes}; use a multiple of it.")
+    if point.emulate:
+        _check_emulated(point, machine)
+        return
     if machine.probe.device == "cpu" or point.tp <= machine.gpus:
         return
     nodes = -(-point.tp // machine.probe.count)
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
         f"Type instead: {_smaller(point, shape, machine.gpus)} "
-        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help)"
+        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
+        f"{point.layout} from the GPU that is here, add --emulate {_like(machine.probe)}."
     )
+
+
+def _like(probe: Probe) -> str:
+    """What of the table of machines this one is like."""
+    return next((gpu.name for gpu in GPUS if gpu.device == probe.name), "MACHINE (see dcpbench machines)")
+
+
+def _check_emulated(point: Point, machine: Machine) -> None:
+    """A rank that stands for a layout: its wire must be known, and what it leaves is nothing to compare."""
+    if machine.nnodes > 1:
+        raise UsageError("--emulate runs one rank on this machine alone; leave --nnodes out.")
+    if not machine.timed or point.weights != SYNTHETIC:
+        raise UsageError(
+            f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
+            + ("verify compares results: leave --emulate out." if not machine.timed else "leave --weights out.")
+        )
+    if point.load:
+        raise UsageError(f"--emulate {point.emulate} is for dcpbench sweep; serve takes the ranks that are there.")
+    described_machine = described(point.emulate)
+    calls = {"symm": ("symm",), "a2a": ("all-gather", "all-to-all"), "ag_rs": ("all-gather", "reduce-scatter")}
+    needed: list[tuple[str, int]] = [(name, point.dcp) for name in calls.get(point.exchange, ())]
+    if point.exchange == REGISTERED:
+        raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(calls)}.")
+    needed += [("all-reduce" if point.all_reduce == ALL_REDUCES[0] else "all-reduce-symm", point.layout.attn_tp)]
+    needed += [("all-gather", point.layout.attn_tp), ("all-gather", point.dp), ("reduce-scatter", point.dp)]
+    for name, ranks in needed:
+        if ranks > 1:
+            described_machine.wire.seconds(name, ranks, 1)
 
 
 def _smaller(point: Point, shape: ModelShape, gpus: int) -> str:
@@ -232,7 +279,7 @@ def _check_exchange(point: Point, machine: Machine) -> None:
         raise UsageError(
             f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
         )
-    near = point.tp // machine.nnodes
+    near = described(point.emulate).gpus_per_host if point.emulate else point.tp // machine.nnodes
     for option, name, ranks, instead in (
         ("--exchange", point.exchange, point.dcp, "a2a"),
         ("--all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),

@@ -164,7 +164,7 @@ class _Rank:
         self.page_bytes = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.all_layers(shape)
-        self.room = CPU_BYTES // point.tp
+        self.room = CPU_BYTES // point.world
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.least_layers(

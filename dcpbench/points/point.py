@@ -103,6 +103,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
     kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV", later=True)] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
+    emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", later=True)] = ""
+    """Of a layout whose other ranks are not there: the machine whose wire is modelled (points/machines.py). Empty: all are."""
     page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
@@ -124,6 +126,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def layout(self) -> Layout:
         """The point's layout. Raises LayoutError where degrees do not nest."""
         return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
+
+    @property
+    def world(self) -> int:
+        """Ranks that run: all, or the one that stands for them."""
+        return 1 if self.emulate else self.tp
 
     @property
     def weights_precision(self) -> str:
@@ -200,7 +207,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     def same_but_repeat(self) -> str:
         """Key without the repeat, equal for all measurements of the same thing."""
-        return msgspec.structs.replace(self, repeat=0).key()
+        return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).key()
 
 
 AXES, LOAD_AXES = axes.read(Point), axes.read(Load)

@@ -239,11 +239,14 @@ def percentiles(samples: Sequence[float]) -> Percentiles:
     return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
 
 
-def decode_metrics(step_samples_ms: list[float], concurrency: int, tp: int) -> Metrics:
+def decode_metrics(
+    step_samples_ms: list[float], concurrency: int, tp: int, unsure_ms: tuple[float, float] = (0.0, 0.0)
+) -> Metrics:
     """Metrics of the workload `decode`, in which every request gets one token from every step.
 
     ITL = step time, one sample per STEP: the tokens of one step are not independent. Output throughput =
-    concurrency / step time, its interval that of the step time turned over. Raises UsageError for no samples, for
+    concurrency / step time, its interval that of the step time turned over. `unsure_ms`: how much shorter and longer the
+    step may be than what was timed, beyond scatter, where part of it was modelled. Raises UsageError for no samples, for
     samples that are not positive and finite, and for a concurrency or tp below 1.
     """
     if concurrency < 1:
@@ -251,6 +254,8 @@ def decode_metrics(step_samples_ms: list[float], concurrency: int, tp: int) -> M
     if any(not ms > 0 for ms in step_samples_ms):
         raise UsageError("a step takes more than 0 ms; leave out samples that were not measured.")
     step = median_interval(step_samples_ms)
+    shorter, longer = unsure_ms
+    step = Interval(median=step.median, low=step.low - shorter, high=step.high + longer, samples=step.samples)
     tok_s = Interval(
         median=concurrency * 1e3 / step.median,
         low=concurrency * 1e3 / step.high,

@@ -160,6 +160,27 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """GPU idle time that removing one occurrence would win, at most; their mean."""
 
 
+class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a point whose other ranks were not there: what was modelled in their place; see docs/emulation.md."""
+
+    machine: str
+    """Whose wire was modelled (points/machines.py)."""
+    sha256: str = ""
+    """Of the machine's file; empty for a machine that only a table describes."""
+    measured: str = ""
+    """Where its wire was measured, or that of the machine that it was scaled from."""
+    rank: int = 0
+    """Which rank's share was computed: the first, which has the most tokens and requests, and in each layer the experts of the
+    busiest."""
+    calls: int
+    """Between ranks, in a step."""
+    wire_us: float
+    """What they were modelled as; in `step_ms`."""
+    wire_low_us: float
+    wire_high_us: float
+    """With the error of the model; the ends of the step's interval have these in place of `wire_us`."""
+
+
 class Kv(msgspec.Struct, frozen=True, kw_only=True):
     """KV cache of the point."""
 
@@ -426,6 +447,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     serve: ServeMetrics | None = None
     """Of the workload `serve`."""
     phases: Phases | None = None
+    emulated: Emulated | None = None
+    """Null where all ranks were there."""
     rates: Rates | None = None
     """Null on the CPU and in replay."""
     floor: Floor | None = None

@@ -30,10 +30,10 @@ def write_csv(frames: Frames, path: Path) -> None:
 
     ran = [table.assign(outcome="ok") for table in (frames.points, frames.served) if len(table)]
     others = [frames.others.drop(columns=["detail", "no_room"])] if len(frames.others) else []
-    table = pd.concat([table.astype(object) for table in (*ran, *others)]) if ran or others else frames.others
-    table = table.infer_objects().reset_index(drop=True)
-    if table.empty:
-        table = frames.others
+    if len(parts := [*ran, *others]) > 1:
+        table = pd.concat([part.astype(object) for part in parts]).infer_objects().reset_index(drop=True)
+    else:
+        table = parts[0] if parts else frames.others
     usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]
     table = table.drop(columns=[c for c in table if str(c) in usual or _inner(str(c))])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]

@@ -271,7 +271,7 @@ def _share(values: list[Any], value: object) -> float:
 
 
 def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFrame) -> Figure:
-    """Each layout's output over that of the best other one (overview.against_others): models down, lengths across.
+    """Each layout's output over that of the best other one (Findings.against_others): models down, lengths across.
 
     The band is where no layout is clearly ahead. Hollow marks miss the SLO. `lost` says for which loads there was no
     room; a line down marks the concurrency from which on a layout with DCP is ahead of all without it.

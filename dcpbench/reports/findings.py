@@ -7,6 +7,7 @@ compares with each other. Nothing is said about the speed of a CPU run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -35,7 +36,7 @@ LOAD = [*SCOPE, "same_load"]
 """What points have in common that are set against each other; they differ in their `label`."""
 BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
 """And a DCP point and its dcp=1 baseline."""
-RIVAL_OF = [*LOAD, "tp", "dtype", "weights_dtype", "kv_dtype", "weights"]
+RIVAL_OF = [*LOAD, "tp", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """And layouts of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """What points of `decode` have in common that differ in their exchange alone."""
@@ -60,6 +61,11 @@ class Findings:
     break_even: pd.DataFrame
     against_best: pd.DataFrame
     repeats: pd.DataFrame
+
+    @functools.cached_property
+    def against_others(self) -> pd.DataFrame:
+        """Each layout's best point of a load against the best other layout; see `_against_others`."""
+        return _against_others(self.points, self.against_best)
 
 
 def find(frames: Frames) -> Findings:
@@ -384,3 +390,40 @@ def repeats_sentence(apart: Sequence[float]) -> str:
     if len(apart) == 1:
         return f"Repeats: the one point measured more than once agrees within {percent(max(apart))}."
     return f"Repeats: all {points} measured more than once agree within {percent(max(apart))}."
+
+
+def _against_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.DataFrame:
+    """A row for each load and layout that has another to be compared with, of closed loops not on a CPU.
+
+    `who` is the layout, or the label where all are of one; `named` has its variant where it ran in several; `ratio` its output over that of the fastest other that meets
+    the SLO, and of any other where none does; `meets` whether it does itself; `near` whether it meets the SLO as well
+    as any other and none is clearly ahead of it; `pays` whether it has DCP that pays (dcp_against_best).
+    """
+    if points.empty:
+        return points
+    split = points.index[points["dcp"] > 1]
+    paying = set(split[against_best["verdict"].isin(PAYS)]) if len(split) else set()
+    points = points.assign(pays=points.index.isin(paying))
+    points = points[points["load_arrival"] == CLOSED]
+    who = "layout" if len(set(points["layout"])) > 1 else "label"
+    several = points.groupby("layout")["label"].transform("nunique") > 1
+    named = points["label"].where(several, points["layout"])
+    points = points.assign(who=points[who], named=named, meets=~(points["slo_excess"].astype(float) > 1))
+    ordered = points.sort_values(["meets", "output_tok_s"], ascending=False, kind="stable")
+    one = ordered.drop_duplicates([*RIVAL_OF, "who"])
+    groups = one.groupby(RIVAL_OF, sort=False)
+    one = one.assign(group=groups.ngroup(), place=groups.cumcount())
+    # In a load the fastest that meets the SLO comes first: it is the other of all but itself, whose other is the next.
+    rivals = one[one["place"] < 2].assign(place=lambda t: 1 - t["place"]).set_index(["group", "place"])  # noqa: PLR2004
+    keys = pd.MultiIndex.from_arrays([one["group"], (one["place"] > 0).astype(int)])
+    other = rivals.reindex(keys)[["who", "meets", "output_tok_s", "output_tok_s_low"]].set_axis(one.index)
+    found = one["group"].ge(0) & other["who"].notna()
+    one, other = one[found], other[found]
+    clear = other["output_tok_s_low"] > one["output_tok_s_high"]
+    behind = other["meets"].astype(bool) & clear
+    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + REPEATS_AGREE_WITHIN
+    ratio = one["output_tok_s"] / other["output_tok_s"]
+    table = one.assign(ratio=ratio, rival=other["who"], near=one["meets"] & ~behind)
+    by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp"]
+    table = table.sort_values("group", kind="stable").sort_values(by, kind="stable", ignore_index=True)
+    return table.drop(columns=["group", "place"])

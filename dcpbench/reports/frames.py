@@ -444,6 +444,8 @@ def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
 
     An interval is the envelope of the repeats' intervals, and without these of the repeats.
     """
+    if len(records) == 1:
+        return _alone(records[0], names)
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
         held = [found for record in records if (found := metric.held(record)) is not None]
@@ -452,6 +454,20 @@ def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
         if metric.ranged:
             row[f"{metric.name}_low"] = min((low for _, low, _ in known), default=None)
             row[f"{metric.name}_high"] = max((high for _, _, high in known), default=None)
+    return row
+
+
+def _alone(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
+    """The same of a point without repeats, of which there may be many thousand."""
+    row: dict[str, float | None] = {}
+    for metric in (METRIC[name] for name in names):
+        found = metric.held(record)
+        value, low, high = (
+            (found.median, found.low, found.high) if isinstance(found, Interval) else (found, found, found)
+        )
+        row[metric.name] = float(value) if metric.merged == "median" and value is not None else value
+        if metric.ranged:
+            row[f"{metric.name}_low"], row[f"{metric.name}_high"] = low, high
     return row
 
 
@@ -498,7 +514,8 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
         return _stored(table, axis)
     own = axis.label and Role.EXCHANGE not in axis.role
     texts = [axis.text(value) for value in table[axis.name]] if own else []
-    return texts if len({*texts} - {""}) > 1 else []
+    silent = set() if axis.name == "emulate" else {""}  # a layout that was there says so by saying nothing
+    return texts if len({*texts} - silent) > 1 else []
 
 
 def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:

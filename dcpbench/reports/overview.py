@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import OURS
@@ -19,6 +17,8 @@ from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from dcpbench.reports.frames import Frames
 
 MOST_NAMES = 6
@@ -86,49 +86,16 @@ def caveats(frames: Frames) -> list[str]:
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
         said.append(f"replayed in virtual time over measured step times, not served live{every}")
+    emulated = table["emulate"].fillna("") != ""
+    if emulated.any():
+        every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
+        on = ", ".join(sorted({str(name) for name in table["emulate"][emulated]}))
+        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}")
     limited = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     if limited.any():
         every = "" if limited.all() else f" at {int(limited.sum()):,} of {len(table):,} points"
         said.append(f"clocks limited by power{every}")
     return said
-
-
-def against_others(frames: Frames) -> pd.DataFrame:
-    """A row for each load and layout that has another to be compared with, of closed loops not on a CPU.
-
-    `who` is the layout, or the label where all are of one; `named` has its variant where it ran in several; `ratio` its output over that of the fastest other that meets
-    the SLO, and of any other where none does; `meets` whether it does itself; `near` whether it meets the SLO as well
-    as any other and none is clearly ahead of it; `pays` whether it has DCP that pays (findings.dcp_against_best).
-    """
-    points = frames.findings.points
-    if points.empty:
-        return points
-    split = points.index[points["dcp"] > 1]
-    paying = set(split[frames.findings.against_best["verdict"].isin(findings.PAYS)]) if len(split) else set()
-    points = points.assign(pays=points.index.isin(paying))
-    points = points[points["load_arrival"] == CLOSED]
-    who = "layout" if len(set(points["layout"])) > 1 else "label"
-    several = points.groupby("layout")["label"].transform("nunique") > 1
-    named = points["label"].where(several, points["layout"])
-    points = points.assign(who=points[who], named=named, meets=~(points["slo_excess"].astype(float) > 1))
-    ordered = points.sort_values(["meets", "output_tok_s"], ascending=False, kind="stable")
-    one = ordered.drop_duplicates([*findings.RIVAL_OF, "who"])
-    groups = one.groupby(findings.RIVAL_OF, sort=False)
-    one = one.assign(group=groups.ngroup(), place=groups.cumcount())
-    # In a load the fastest that meets the SLO comes first: it is the other of all but itself, whose other is the next.
-    rivals = one[one["place"] < 2].assign(place=lambda t: 1 - t["place"]).set_index(["group", "place"])  # noqa: PLR2004
-    keys = pd.MultiIndex.from_arrays([one["group"], (one["place"] > 0).astype(int)])
-    other = rivals.reindex(keys)[["who", "meets", "output_tok_s", "output_tok_s_low"]].set_axis(one.index)
-    found = one["group"].ge(0) & other["who"].notna()
-    one, other = one[found], other[found]
-    clear = other["output_tok_s_low"] > one["output_tok_s_high"]
-    behind = other["meets"].astype(bool) & clear
-    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + REPEATS_AGREE_WITHIN
-    ratio = one["output_tok_s"] / other["output_tok_s"]
-    table = one.assign(ratio=ratio, rival=other["who"], near=one["meets"] & ~behind)
-    by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp"]
-    table = table.sort_values("group", kind="stable").sort_values(by, kind="stable", ignore_index=True)
-    return table.drop(columns=["group", "place"])
 
 
 def no_room(frames: Frames) -> pd.DataFrame:
@@ -153,7 +120,7 @@ def sentence(frames: Frames) -> str:
         return _functional(frames)
     if timed.empty:
         return "No point has a rate of output, so nothing here says which layout to take."
-    rows = against_others(frames)
+    rows = frames.findings.against_others
     if foreign:
         said = _imported(frames, foreign, rows)
     elif rows.empty:

@@ -111,7 +111,7 @@ def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
 
 def _draw_overview(read: Frames, studio: Studio) -> None:
     """Each layout over the best other one: a figure for decode, one for live runs and one for replays."""
-    rows, lost = overview.against_others(read), overview.no_room(read)
+    rows, lost = read.findings.against_others, overview.no_room(read)
     draw = functools.partial(figures.draw_overview, lost=lost)
     for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
         models = first_of(found, "model", MOST_LENGTHS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
 """Options that take a comma list of names."""
-UNTYPED = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC}
+UNTYPED = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
 """Values with which an option is left out."""
 
 

@@ -32,7 +32,7 @@ NEEDED = (
     *("slo_excess", "slo_said", "slo_limits", "meets", "near", "ratio"),
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
 )
-"""Columns of `overview.against_others` that a rule looks at, besides those of a load."""
+"""Columns of `Findings.against_others` that a rule looks at, besides those of a load."""
 
 
 def words(rows: pd.DataFrame) -> str:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
+from dcpbench.exchange.emulated import Tally
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import floors, memory
+from dcpbench.points.machines import described
 from dcpbench.records import formulas
-from dcpbench.records.record import Floor, Kv, Record
+from dcpbench.records.record import Emulated, Floor, Kv, Record
 from dcpbench.workloads.attention_error import attention_error, limit_of
 from dcpbench.workloads.choice import choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
@@ -81,8 +83,10 @@ def run(
             batch.router_inputs = _router_inputs(session, batch, settings.seed)
         plan_us = _plan_time_us(engine, requests, rows)
         tell("check")
-        error = attention_error(engine, batch, requests, settings.seed)
+        # of a rank without the others, what it merges is no attention
+        error = None if session.emulation else attention_error(engine, batch, requests, settings.seed)
         chosen = _chosen_experts(engine, batch)
+        emulated = _emulated(session, point, batch)
         graph_error = None
         if device.type == "cuda":
             tell("capture")
@@ -110,9 +114,10 @@ def run(
         + _timing_marks(timing, gpu)
         + _step_marks(profile, allocated, graph_error)
         + marks(l2_warm=session.plan.l2_warm)
-        + marks(inaccurate=not error <= limit_of(engine)),
-        metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
+        + marks(inaccurate=error is not None and not error <= limit_of(engine), emulated=emulated is not None),
+        metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp, _unsure_ms(emulated, device)),
         phases=profile.phases,
+        emulated=emulated,
         rates=rates,
         floor=step_floor(session, point, batch.size, chosen, rates),
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
@@ -194,6 +199,33 @@ def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
     engine.run(batch)
     chosen, model.chosen_experts = model.chosen_experts, None
     return [ids_Tk.cpu() for _, ids_Tk in chosen]
+
+
+def _emulated(session: Session, point: Point, batch: Batch) -> Emulated | None:
+    """What was modelled in a step of a rank that stands for a layout, counted in one eager step."""
+    emulation = session.emulation
+    if emulation is None:
+        return None
+    emulation.tally = tally = Tally()
+    session.engine.run(batch)
+    machine = described(point.emulate)
+    return Emulated(
+        machine=machine.name,
+        sha256=machine.sha256,
+        measured=machine.wire_measured,
+        calls=tally.calls,
+        wire_us=tally.us,
+        wire_low_us=tally.low_us,
+        wire_high_us=tally.high_us,
+    )
+
+
+def _unsure_ms(emulated: Emulated | None, device: torch.device) -> tuple[float, float]:
+    """By how much a step may be shorter and longer for the error of the wire's model; on the CPU nothing waits for it."""
+    if emulated is None or device.type != "cuda":
+        return 0.0, 0.0
+    mean = emulated.wire_us
+    return (mean - emulated.wire_low_us) / 1e3, (emulated.wire_high_us - mean) / 1e3
 
 
 def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:

@@ -43,7 +43,7 @@ def device_marks(point: Point, device: torch.device) -> list[str]:
     """Marks of a point that no GPU ran."""
     if device.type != "cpu":
         return []
-    return ["cpu", "oversubscribed"] if point.tp > (os.cpu_count() or 1) else ["cpu"]
+    return ["cpu", "oversubscribed"] if point.world > (os.cpu_count() or 1) else ["cpu"]
 
 
 def memory_in_use(device: torch.device) -> int | None:

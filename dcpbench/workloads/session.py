@@ -11,14 +11,16 @@ import torch
 
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.decode import DecodeEngine
-from dcpbench.engine.groups import make_groups
+from dcpbench.engine.groups import emulated_groups, make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource, router_inputs
 from dcpbench.engine.weights import load_weights
+from dcpbench.exchange.emulated import Emulation
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import batch_rows
-from dcpbench.points.names import FP8
+from dcpbench.points.machines import described
+from dcpbench.points.names import FP8, WHOLE
 from dcpbench.workloads import choice
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class Session:
     engine: DecodeEngine
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
+    emulation: Emulation | None = None
+    """Of a rank that stands for a layout."""
     serving: Serving | None = None
     """What runs of the workload `serve` share, on the present path."""
 
@@ -82,7 +86,8 @@ def build(
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
-    groups = make_groups(layout, rank)
+    emulation = Emulation(described(point.emulate).wire) if point.emulate else None
+    groups = emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
     fp8 = point.weights_precision == FP8
     weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
     stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
@@ -98,6 +103,8 @@ def build(
         device=device,
         wide=point.group_wide,
     )
+    if emulation and point.ep == WHOLE:
+        model.stands_for = layout.tp
     backend, exchange = choice.first(point)
     engine = DecodeEngine(
         model,
@@ -108,7 +115,7 @@ def build(
         overlap=point.overlap,
     )
     spec = ReduceSpec(rows=batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
-    session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec)
+    session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec, emulation=emulation)
     session.follow(point)
     return session
 

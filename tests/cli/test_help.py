@@ -38,6 +38,7 @@ SWEEP_OPTIONS = {
     "--dtype",
     "--weights-dtype",
     "--kv-dtype",
+    "--emulate",
     "--q-replicate",
     "--no-q-replicate",
     "--project-first",

@@ -54,6 +54,7 @@ OTHER: dict[str, Any] = {
     "weights": "/models/v3",
     "weights_dtype": "fp8",
     "kv_dtype": "fp8",
+    "emulate": "H200",
     "settings": "max_num_seqs=4",
     "repeat": 1,
 }

@@ -54,7 +54,7 @@ def crossing(tmp_path: Path) -> frames.Frames:
 
 def test_each_layout_is_set_against_the_best_other_one(crossing: frames.Frames) -> None:
     """200 / 160 is 1.25, and 160 / 200 is 0.8."""
-    rows = overview.against_others(crossing)
+    rows = crossing.findings.against_others
     assert rows["who"].tolist() == ["tp4", "tp4·dcp4"] * 2
     assert rows["ratio"].tolist() == pytest.approx([1.25, 0.8, 0.8, 1.25])
 
@@ -185,7 +185,7 @@ class TestNoAnswer:
 
     def test_one_layout_has_nothing_to_be_compared_with(self, tmp_path: Path) -> None:
         found = read(tmp_path, steps(TP, 8, 40))
-        assert overview.against_others(found).empty
+        assert found.findings.against_others.empty
         assert overview.sentence(found) == (
             f"{HELD}only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s, with tp4 at 8 "
             "requests of 4,000 tokens."
@@ -280,7 +280,7 @@ class TestDcpAhead:
     def test_two_layouts_with_dcp_that_are_level_are_both_ahead_of_all_without(self, tmp_path: Path) -> None:
         """Neither is ahead of the best other one, which has DCP, too."""
         found = read(tmp_path, steps(TP, 8, 50), steps(DCP2, 8, 40), steps(DCP, 8, 40))
-        rows = overview.against_others(found)
+        rows = found.findings.against_others
         assert dict(zip(rows["who"], rows["pays"], strict=True)) == {"tp4": False, "tp4·dcp2": True, "tp4·dcp4": True}
         assert figures._first_ahead(rows) == 8
         assert overview.short(found)[0].startswith(
@@ -290,14 +290,14 @@ class TestDcpAhead:
     def test_medians_apart_within_their_intervals_do_not_count(self, tmp_path: Path) -> None:
         """41 over 40 ms is 2.5 %, and the intervals overlap."""
         found = read(tmp_path, steps(TP, 8, *(1 + ms for ms in AROUND_40)), steps(DCP, 8, *AROUND_40))
-        rows = overview.against_others(found)
+        rows = found.findings.against_others
         assert rows["ratio"].max() == pytest.approx(1.025)
         assert not rows["pays"].any()
         assert figures._first_ahead(rows) is None
         assert "DCP is not clearly ahead" in overview.short(found)[0]
 
     def test_as_the_crossing_says(self, crossing: frames.Frames) -> None:
-        assert figures._first_ahead(overview.against_others(crossing)) == 32
+        assert figures._first_ahead(crossing.findings.against_others) == 32
         assert overview.short(crossing)[0] == (
             "At 1 of 2 loads DCP is clearly ahead of the best layout without it, by at most 25 % (Kimi-K2, tp4·dcp4 at 32 "
             "requests of 4,000 tokens)."

@@ -16,7 +16,7 @@ from tests.unit import engine_builder as build
 
 
 class Meta:
-    """A source of tensors with sizes and no memory, which notes the names that it was asked for."""
+    """A source of tensors with sizes and, but for scales, no memory, which notes the names that it was asked for."""
 
     kind = "meta"
 
@@ -32,7 +32,7 @@ class Meta:
 
     def scaled(self, name, shape, *, rows=ALL, columns=ALL):
         """The same: blocks as a source cuts them."""
-        scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape], device="meta")
+        scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape])  # without memory their cutting is slow
         data = self.get(name, shape, rows=rows, columns=columns, dtype=torch.float8_e4m3fn)
         return cut(data, scale, shape, rows, columns)
 

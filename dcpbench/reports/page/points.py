@@ -157,7 +157,7 @@ def _ratios(frames: Frames) -> Told:
 
 def _over_others(frames: Frames) -> Told:
     """What overview says of each layout's best point of a load."""
-    found = overview.against_others(frames)
+    found = frames.findings.against_others
     if found.empty:
         return {}
     own = [name for name in found if name in SAME or name not in frames.findings.points]
@@ -208,11 +208,11 @@ def _columns(
         "pays": of("pays"),
         "samples": [steps or tokens for steps, tokens in zip(of("samples"), of("itl_samples"), strict=True)],
     }
+    found = {name: [_short(value) for value in values] for name, values in found.items()}
     for field in FIELDS:
         name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
         for end in ("", "_low", "_high") if field["range"] else ("",):
             found[name + end] = _numbers(of(name + end), scale)
-    found = {name: [_short(value) for value in values] for name, values in found.items()}
     found["context"] = [context or None for context in found["context"]]  # 0 where another tool's file does not say
     if has_phases(table):
         spent = phases_in_ms(table)
@@ -247,12 +247,13 @@ def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
 
 def _numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
     """In the unit shown, with DIGITS; null where nothing was measured."""
-    return [_number(value, scale) for value in values]
+    return [
+        None if value is None or value != value or isinstance(value, str) else _number(value, scale)  # noqa: PLR0124 - NaN
+        for value in values
+    ]
 
 
-def _number(value: Any, scale: float = 1.0) -> float | int | None:  # noqa: ANN401 - whatever a table holds
-    if missing(value) or isinstance(value, str):
-        return None
+def _number(value: float, scale: float) -> float | int:
     value = value if scale == 1 else value * scale
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 

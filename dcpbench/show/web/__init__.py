@@ -7,6 +7,7 @@ points. Pages carry it inside or beside them, because they must open without a n
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 from functools import cache
@@ -74,7 +75,12 @@ def json_block(data: object) -> str:
 
     NaN and infinity, which JSON does not have, become null.
     """
-    return without_markup(json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text = write(data)
+    except ValueError:  # looking through all of it takes as long as writing it
+        text = write(finite(data))
+    return without_markup(text)
 
 
 def without_markup(text: str) -> str:

@@ -1,0 +1,117 @@
+"""What benches between ranks say of a machine's wire: their records as samples of points.wire, and how well the model holds. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.bench.record import BenchRecord
+from dcpbench.errors import UsageError
+from dcpbench.points.gpus import GPUS
+from dcpbench.points.wire import ACROSS, Call, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+BENCHES = ("collectives", "exchange")
+"""Whose records say how long ranks take to send something."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """How well the model holds for a call."""
+
+    call: Call
+    errors: list[float]
+    """At sizes between two others, without them; sorted."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes received, the least and the most that were measured."""
+        found = [s.received_bytes for s in self.call.samples]
+        return min(found), max(found)
+
+    def percentile(self, share: float) -> float | None:
+        """Of the errors; None where no size lies between two others."""
+        return self.errors[min(int(share * len(self.errors)), len(self.errors) - 1)] if self.errors else None
+
+
+def quality(calls: Iterable[Call]) -> list[Quality]:
+    """Of each call."""
+    return [Quality(call, sorted(call.errors_without())) for call in calls]
+
+
+def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
+    """The records of benches between ranks in files, or anywhere below folders. Raises UsageError where there is none."""
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("bench-*.json")) if path.is_dir() else [path])
+        if not path.is_dir() or file.stem.removeprefix("bench-") in BENCHES
+    ]
+    found = [_read(file) for file in files]
+    if not any(list(samples_of(record)) for record in found):
+        where = ", ".join(map(str, paths))
+        raise UsageError(
+            f"{where}: no times of bench collectives or bench exchange; measure them on GPUs with dcpbench bench collectives "
+            "--ranks 2 -o FOLDER, or let dcpbench calibrate do it."
+        )
+    return found
+
+
+def _read(path: Path) -> BenchRecord:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BenchRecord)
+    except OSError as e:
+        raise UsageError(
+            f"{path}: {e.strerror}; name a bench-collectives.json, a bench-exchange.json, or a folder."
+        ) from e
+    except msgspec.DecodeError as e:
+        raise UsageError(f"{path} is no record of a bench: {e}.") from e
+
+
+def samples_of(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
+    """Each timed call of a record with its name: medians of the slowest rank, in a CUDA graph; nothing of a CPU."""
+    if record.bench not in BENCHES or not record.performance:
+        return
+    for result in record.results:
+        time = result.graph.time if result.graph else None
+        if time is not None and result.work is not None and result.outcome == "ok":
+            received = result.work.wire_bytes or result.work.received_bytes
+            yield (
+                result.case.variant,
+                Sample(record.ranks, result.work.barriers, received, round(time.median_us, 2)),
+            )
+
+
+def calls_of(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
+    """By call, in the order of ranks and sizes. Raises UsageError where records come from different GPUs."""
+    records = list(records)
+    devices = {r.environment.device for r in records if r.environment is not None and list(samples_of(r))}
+    if len(devices) > 1:
+        raise UsageError(f"these benches ran on {' and '.join(sorted(devices))}; calibrate each kind of GPU by itself.")
+    found: dict[str, list[Sample]] = {}
+    for record in records:
+        for name, sample in samples_of(record):
+            found.setdefault(name, []).append(sample)
+    order = [*ACROSS, *sorted(found)]
+    return {
+        name: sorted(samples, key=lambda s: (s.ranks, s.received_bytes, s.us))
+        for name, samples in sorted(found.items(), key=lambda item: order.index(item[0]))
+    }
+
+
+def measured_on(records: Iterable[BenchRecord]) -> tuple[str, str]:
+    """(the GPU's name in the table, or empty; hardware, NCCL and driver in words)."""
+    said: dict[str, None] = {}
+    card = ""
+    for record in records:
+        e = record.environment
+        if e is None or not list(samples_of(record)):
+            continue
+        card = next((gpu.name for gpu in GPUS if gpu.device == e.device), "")
+        said[f"{record.ranks} × {e.device}, NCCL {e.nccl}, torch {e.torch}, {record.started_at[:10]}"] = None
+    return card, "; ".join(said)

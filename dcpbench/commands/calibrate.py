@@ -1,0 +1,124 @@
+"""`dcpbench calibrate`: a machine's file, from benches between its ranks."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcpbench.commands import bench as commands
+from dcpbench.commands import options as opt
+from dcpbench.show.terminal import console, say
+
+if TYPE_CHECKING:
+    from dcpbench.bench.record import BenchRecord
+
+REQUESTS = "1,2,4,8,16,32,64,128,256,512"
+"""Sizes of messages: a step of each, between 10 KB and 7 MB."""
+OF_BENCH = {"collectives": commands.Collectives, "exchange": commands.Exchange}
+
+
+def calibrate(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="BENCH",
+            help="Files or folders of `bench collectives` and `bench exchange`. Default: both are run now, on this "
+            "machine's GPUs.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The machine's file.")] = Path(
+        "machine.toml"
+    ),
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What to call it. Default: of its GPU.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of `dcpbench machines`. Default: as measured.")
+    ] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(metavar="N", help="GPUs that read each other's memory. Default: 8.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Between hosts, of `dcpbench machines`. Default: none.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are already there.")] = False,
+    as_json: bool = opt.JSON,
+) -> int:
+    """Write what a machine's collectives and exchanges take, with the error of predicting them.
+
+    --emulate and recommend read the file. Beside it lies a picture of measured and modelled times.
+
+    For example:
+
+      dcpbench calibrate -o our-h200.toml
+
+      dcpbench calibrate results/collectives results/exchange --link rdma-400 -o our-h200.toml
+    """
+    import msgspec
+
+    from dcpbench.bench import calibration
+    from dcpbench.bench.shown import wire as shown
+    from dcpbench.errors import OutputError, UsageError
+    from dcpbench.points import machines
+    from dcpbench.points.wire import Call
+    from dcpbench.show.streams import write_json
+
+    picture = out.with_suffix(".png")
+    there = [str(path) for path in (out, picture) if path.exists()]
+    if there and not force:
+        raise OutputError(f"{' and '.join(there)} would be written over; add --force, or name another file with --out.")
+    records = calibration.records_in(runs) if runs else _measured()
+    card, words = calibration.measured_on(records)
+    if gpu is None and not card:
+        raise UsageError(
+            "these benches name a GPU that dcpbench machines does not list; say with --gpu which is like it."
+        )
+    machine = machines.Machine(
+        name=name or f"{gpu or card}, measured",
+        gpu=gpu or card,
+        gpus_per_host=gpus_per_host or machines.GPUS_PER_HOST,
+        link=link,
+        measured=words,
+        calls=calibration.calls_of(records),
+    )
+    written = machines.text(machine)
+    machine = machines.parse(written.encode(), "these options")
+    try:
+        out.write_text(written)
+    except OSError as e:
+        raise OutputError(f"cannot write {out}: {e.strerror}; name another file with --out.") from e
+    calls = [Call(called, tuple(samples)) for called, samples in machine.calls.items()]
+    shown.write_picture(calls, picture, f"{machine.name}: {machine.measured}")
+    found = calibration.quality(calls)
+    if as_json:
+        as_rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
+        write_json(msgspec.json.encode({"file": str(out), "picture": str(picture), "calls": as_rows}).decode() + "\n")
+        return 0
+    console().print(shown.table(found))
+    for path in (out, picture):
+        typer.echo(f"Wrote {path}")
+    return 0
+
+
+def _measured() -> "list[BenchRecord]":
+    """Both benches on 2, 4, … GPUs of this machine."""
+    from dcpbench.bench import calibration
+    from dcpbench.bench import command as benches
+    from dcpbench.commands import runs
+    from dcpbench.errors import CapacityError
+    from dcpbench.launch import launcher
+
+    count = launcher.probe(runs.WORKER).count
+    if count < 2:  # noqa: PLR2004 - one has nobody to send anything to
+        raise CapacityError(
+            f"calibrate measures what GPUs send each other, and this machine has {count}; name records of bench collectives "
+            "and bench exchange of another, or use a built-in machine (dcpbench machines)."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = 2
+        while ranks <= count:
+            for bench in calibration.BENCHES:
+                say(f"{bench} on {ranks} GPUs …")
+                sizes = vars(OF_BENCH[bench](requests=REQUESTS, ranks=ranks))
+                benches.run(bench, sizes, benches.Options(output=Path(folder) / f"{bench}-{ranks}"))
+            ranks *= 2
+        return calibration.records_in([Path(folder)])

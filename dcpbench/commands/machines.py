@@ -1,0 +1,55 @@
+"""`dcpbench machines`: what GPUs, hosts and links are described, with their sources."""
+
+from dcpbench.commands import options as opt
+from dcpbench.show.terminal import console
+
+
+def machines(as_json: bool = opt.JSON) -> int:
+    """Show the GPUs and links that --gpu, --emulate and recommend know, with where each figure comes from.
+
+    A machine is a GPU's name, with +LINK where there is more than one host, such as H200+rdma-400; or a file that
+    dcpbench calibrate writes.
+
+    Example: dcpbench machines
+    """
+    import msgspec
+
+    from dcpbench.commands import runs
+    from dcpbench.points.gpus import GPUS
+    from dcpbench.points.machines import GPUS_PER_HOST, LINKS, MEASURED_ON, built_in
+
+    if as_json:
+        runs.print_json(
+            {"gpus": msgspec.to_builtins(GPUS), "links": msgspec.to_builtins(LINKS), "gpus_per_host": GPUS_PER_HOST}
+        )
+        return 0
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from dcpbench.show.numbers import gib, short_number
+
+    shown = Table(
+        box=SIMPLE_HEAD, title=f"GPUs, {GPUS_PER_HOST} to a host; rates on paper, dense, NVLink in one direction"
+    )
+    for name in ("GPU", "GiB", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
+        shown.add_column(name, justify="left" if name == "GPU" else "right")
+    for gpu in GPUS:
+        fp8 = "—" if gpu.fp8_flop_s is None else short_number(gpu.fp8_flop_s / 1e12)
+        rates = [short_number(gpu.memory_bytes_s / 1e12), short_number(gpu.bf16_flop_s / 1e12), fp8]
+        shown.add_row(gpu.name, gib(gpu.memory_bytes), *rates, short_number(gpu.nvlink_bytes_s / 1e9), str(gpu.watts))
+    links = Table(box=SIMPLE_HEAD, title="Links between hosts, of each GPU")
+    for name in ("link", "GB/s", "µs", "source"):
+        links.add_column(name, overflow="fold")
+    for link in LINKS:
+        links.add_row(link.name, short_number(link.bytes_s / 1e9), short_number(link.latency_us), link.source)
+    terminal = console()
+    terminal.print(shown)
+    terminal.print(links)
+    terminal.print(
+        f"What collectives take was measured on {built_in(MEASURED_ON).measured}; on other GPUs bytes are scaled by the rates of "
+        "NVLink. Nothing was measured between hosts.",
+        soft_wrap=True,
+    )
+    for gpu in GPUS:
+        terminal.print(f"{gpu.name}: {gpu.source}. Memory: {gpu.memory_source}.", soft_wrap=True, style="dim")
+    return 0

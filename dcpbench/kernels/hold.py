@@ -1,0 +1,75 @@
+"""Stand-in for a call between ranks: what it would leave, and the time that it would take, in one kernel.
+
+Every block copies its part and then waits until so many nanoseconds have passed since its own start, by the GPU's global
+timer: the copy is part of the time, as a collective's own reading and writing is, and the stream is held as long as by a
+collective. CUDA graphs may hold it. On the CPU it copies and does not wait.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+BLOCK = 4096
+MOST_BLOCKS = 32
+"""About as many as NCCL takes for a large message."""
+PASSES, CALLS = 5, 200
+
+
+@triton.jit(do_not_specialize=["size", "copies", "wait_ns"])
+def _hold_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOCK: tl.constexpr):
+    end = globaltimer() + wait_ns
+    if COPY:
+        for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, at < size)
+            to = out_ptr + at
+            for _ in range(copies):
+                tl.store(to, x, at < size)
+                to += size
+    while globaltimer() < end:
+        pass
+
+
+def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
+    """Fill `out`, contiguous and some whole times as large as x, with x over and over, and end after so many seconds.
+
+    x is contiguous; its numbers become what `out` holds. Without `out` nothing is copied: x stays what it is.
+    """
+    copies = 0 if out is None else out.numel() // x.numel()
+    if x.device.type != "cuda":
+        if out is not None:
+            out.view(copies, -1).copy_(x.reshape(1, -1).expand(copies, -1))
+        return
+    held_ns = max(round((seconds - overhead_s(x.device)) * 1e9), 0)
+    blocks = max(min(triton.cdiv(x.numel(), BLOCK), MOST_BLOCKS), 1) if copies else 1
+    _hold_kernel[(blocks,)](x, x if out is None else out, x.numel(), copies, held_ns, COPY=copies > 0, BLOCK=BLOCK)
+
+
+@functools.cache
+def overhead_s(device: torch.device) -> float:
+    """What a kernel that holds nothing takes in a row of them in a CUDA graph: the wait is shorter by as much."""
+    _launch(device)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            _launch(device)
+    times = []
+    for _ in range(PASSES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / CALLS)
+    return sorted(times)[PASSES // 2]
+
+
+def _launch(device: torch.device) -> None:
+    nothing = torch.empty(1, device=device)
+    _hold_kernel[(1,)](nothing, nothing, 1, 0, 0, COPY=False, BLOCK=BLOCK)

@@ -1,0 +1,61 @@
+"""Experts renumbered so that those of the busiest rank are this rank's, for a rank that stands for all.
+
+Whole experts are dealt out in runs, and every layer ends in a collective that waits for all ranks: its time is that of the rank
+whose experts take longest. With few rows an expert's time is that of reading its weights, so the busiest rank is the one
+with most experts that have a row; the first of several.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 1024
+
+
+def busiest_first_reference(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
+    """See busiest_first."""
+    hit_E = torch.zeros(experts, dtype=torch.int32, device=ids_Tk.device)
+    hit_E[ids_Tk.flatten().long()] = 1
+    first = hit_E.view(ranks, -1).sum(1).argmax() * (experts // ranks)
+    return ((ids_Tk - first) % experts).to(ids_Tk.dtype)
+
+
+@triton.jit
+def _busiest_kernel(
+    ids_ptr,
+    out_ptr,
+    size,
+    E: tl.constexpr,
+    EACH: tl.constexpr,
+    BINS: tl.constexpr,
+    RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    rows = tl.zeros((BINS,), tl.int32)
+    for first in range(0, size, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        # absent ones count for the last bin, which no expert has
+        rows += tl.histogram(tl.load(ids_ptr + at, at < size, BINS - 1).to(tl.int32), BINS)
+    bins, ranks = tl.arange(0, BINS), tl.arange(0, RANKS)
+    hit = ((rows > 0) & (bins < E)).to(tl.int32)
+    of_rank = tl.sum(tl.where((bins // EACH)[None, :] == ranks[:, None], hit[None, :], 0), axis=1)
+    shift = tl.argmax(of_rank, axis=0, tie_break_left=True) * EACH
+    for first in range(0, size, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        ids = tl.load(ids_ptr + at, at < size, 0).to(tl.int32)
+        moved = tl.where(ids >= shift, ids - shift, ids - shift + E)
+        tl.store(out_ptr + at, moved, at < size)
+
+
+def busiest_first(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
+    """Ids of experts, [T, k] contiguous, turned round so that the run of the busiest of so many ranks comes first."""
+    if ids_Tk.device.type != "cuda":
+        return busiest_first_reference(ids_Tk, experts, ranks)
+    out_Tk = torch.empty_like(ids_Tk)
+    bins = triton.next_power_of_2(experts + 1)
+    _busiest_kernel[(1,)](
+        ids_Tk, out_Tk, ids_Tk.numel(), experts, experts // ranks, bins, triton.next_power_of_2(ranks), CHUNK
+    )
+    return out_Tk

@@ -1,0 +1,225 @@
+"""Machines that can be forecast: hosts of GPUs (gpus.py), the links between them, and what was measured of their wires. No torch.
+
+A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calibrate` writes and anybody may edit:
+
+    name = "our H200 hosts"
+    gpu = "H200"                   # of `dcpbench machines`
+    gpus_per_host = 8
+    link = "rdma-400"              # between hosts, of `dcpbench machines`; or a table with name, bytes_s, latency_us, source
+    measured = "4 × NVIDIA H200, NCCL 2.28.9"
+    [calls]                        # [ranks, meetings, bytes that a rank receives, µs] of each
+    all-gather = [[2, 1, 7168, 5.84], …]
+
+What no file has, the wire of a built-in machine has from H200, the only host that we have measured; elsewhere bytes are scaled by
+the rates of links on paper, and the band reaches from the scaled to the measured time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.points.gpus import GPUS, Gpu
+from dcpbench.points.wire import Call, Link, Sample, Wire
+
+LINKS = (
+    Link(
+        name="rdma-400",
+        bytes_s=50e9,
+        latency_us=4.0,
+        source="400 Gb/s a GPU (eight ConnectX-7 a host), https://www.nvidia.com/en-us/data-center/dgx-h100/; latency: NCCL's "
+        "cost model of a ring takes 2.7, 4.0 and 9.6 µs for a hop over the network in LL, LL128 and Simple, "
+        "https://github.com/NVIDIA/nccl, src/graph/tuning.cc",
+    ),
+    Link(
+        name="rdma-800",
+        bytes_s=100e9,
+        latency_us=4.0,
+        source="800 Gb/s a GPU (ConnectX-8), Hot Chips 2025, "
+        "https://wccftech.com/nvidia-connectx-8-supernic-designed-for-blackwell-systems-pcie-g6-800gbe-speed; latency as above",
+    ),
+)
+GPUS_PER_HOST = 8
+"""HGX and DGX boards of all GPUs in the table."""
+MEASURED_ON = "H200"
+BORROWED_ERROR = 0.1
+"""Two hosts of the same GPU differed by up to 9 % in NCCL's small calls (results/)."""
+SCALE_ERROR = 0.1
+"""Kernels that reach a share of a limit on one GPU reach about the same on another; see Machine.scale."""
+RATES = {
+    "read": "memory_bytes_s",
+    "copy": "memory_bytes_s",
+    "matmul": "bf16_flop_s",
+    "matmul_fp8": "fp8_flop_s",
+    "peer": "nvlink_bytes_s",
+}
+"""Limits as points/floors.py names them, each with the field of a GPU."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hosts that are alike, and what joins them."""
+
+    name: str
+    gpu: str
+    """Of GPUS."""
+    gpus_per_host: int = GPUS_PER_HOST
+    """GPUs that read each other's memory."""
+    link: str | Link | None = None
+    """Between hosts; None: there is but one."""
+    measured: str = ""
+    """Where the calls were measured; empty in a description on paper."""
+    calls: dict[str, list[Sample]] = {}
+    sha256: str = ""
+    """Of the file."""
+
+    @property
+    def card(self) -> Gpu:
+        """The GPU, with its limits."""
+        return next(gpu for gpu in GPUS if gpu.name == self.gpu)
+
+    @property
+    def wire_measured(self) -> str:
+        """Where what its calls take was measured."""
+        return self.measured if self.calls else built_in(MEASURED_ON).measured
+
+    @property
+    def wire(self) -> Wire:
+        """What its calls take: its own where a file has them, else H200's."""
+        link = (
+            next((link for link in LINKS if link.name == self.link), None) if isinstance(self.link, str) else self.link
+        )
+        if self.calls:
+            return Wire(_calls(self), self.gpus_per_host, link)
+        of = built_in(MEASURED_ON)
+        scale = self.card.nvlink_bytes_s / of.card.nvlink_bytes_s
+        return Wire(_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
+
+    def scale(self, rate: str, measured_on: Gpu) -> tuple[float, float]:
+        """(time here over the time on another GPU, its error as a share) of what is bound by a named rate.
+
+        Raises UsageError where either has no such rate: nothing is then known.
+        """
+        here, there = (getattr(gpu, RATES[rate]) for gpu in (self.card, measured_on))
+        if here is None or there is None:
+            lacks = self.card if here is None else measured_on
+            raise UsageError(
+                f"{lacks.name} has no {rate} rate in the table of GPUs, so nothing says how long that takes on {self.gpu}; "
+                "use --weights-dtype bf16, or another GPU."
+            )
+        ratio = there / here
+        return ratio, 0.0 if ratio == 1 else SCALE_ERROR * (1 + abs(math.log2(ratio)))
+
+
+def described(name_or_file: str) -> Machine:
+    """A machine by its name, such as `H200` or `H100+rdma-400`, or by its file. Raises UsageError."""
+    path = Path(name_or_file)
+    if path.suffix == ".toml" or path.is_file():
+        return read(path)
+    name, _, link = name_or_file.partition("+")
+    gpu = next((g.name for g in GPUS if name.strip().lower() in (g.name.lower(), g.device.lower())), None)
+    if gpu is None or (link and link not in [known.name for known in LINKS]):
+        gpus, links = (", ".join(thing.name for thing in things) for things in (GPUS, LINKS))
+        raise UsageError(
+            f"{name_or_file!r} is no machine that is known: name a GPU ({gpus}), with +LINK ({links}) for more than one host, "
+            "or a file that dcpbench calibrate wrote."
+        )
+    found = built_in(gpu)
+    return msgspec.structs.replace(found, name=name_or_file, link=link) if link else found
+
+
+@functools.cache
+def built_in(gpu: str) -> Machine:
+    """A host of such GPUs; that of H200 has what we measured."""
+    if gpu == MEASURED_ON:
+        file = resources.files("dcpbench.points.measured") / f"{gpu.lower()}.toml"
+        return parse(file.read_bytes(), f"built-in {gpu}")
+    return Machine(name=gpu, gpu=gpu)
+
+
+def read(path: Path) -> Machine:
+    """A machine from its file. Raises UsageError that names the field."""
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{path}: {e.strerror}; dcpbench calibrate writes such a file.") from e
+    return parse(content, str(path))
+
+
+def parse(content: bytes, where: str) -> Machine:
+    """The same from the file's content."""
+    try:
+        found = msgspec.convert(tomllib.loads(content.decode()), Machine)
+    except msgspec.ValidationError as e:
+        said, _, place = str(e).partition(" - at `$.")
+        field = place.rstrip("`")
+        raise UsageError(f"{where}: {f'{field}: ' if field else ''}{said}; docs/wire.md shows a whole file.") from e
+    except ValueError as e:
+        raise UsageError(f"{where} is not valid TOML: {e}; docs/wire.md shows a whole file.") from e
+    wrong = _wrong(found)
+    if wrong:
+        raise UsageError(f"{where}: {wrong}")
+    return msgspec.structs.replace(found, sha256=hashlib.sha256(content).hexdigest())
+
+
+def text(machine: Machine) -> str:
+    """The file of a machine."""
+    import json
+
+    lines = [
+        f"{name} = {json.dumps(getattr(machine, name), ensure_ascii=False)}"
+        for name in ("name", "gpu", "gpus_per_host")
+    ]
+    if isinstance(machine.link, str):
+        lines.append(f"link = {json.dumps(machine.link)}")
+    lines.append(f"measured = {json.dumps(machine.measured, ensure_ascii=False)}")
+    if isinstance(machine.link, Link):
+        lines += [
+            "",
+            "[link]",
+            *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in msgspec.to_builtins(machine.link).items()),
+        ]
+    lines += ["", "[calls]  # [ranks, meetings, bytes that a rank receives, µs] of each"]
+    for name, samples in machine.calls.items():
+        rows = (f"    [{s.ranks}, {s.meetings}, {s.received_bytes}, {s.us:.2f}]," for s in samples)
+        lines += [f"{name} = [", *rows, "]"]
+    return "\n".join(lines) + "\n"
+
+
+def _calls(machine: Machine) -> dict[str, Call]:
+    return {name: Call(name, tuple(samples)) for name, samples in machine.calls.items()}
+
+
+def _wrong(machine: Machine) -> str:
+    """What of a file cannot be, in a sentence that names the field and what to write; empty: nothing."""
+    gpus, links = [g.name for g in GPUS], [link.name for link in LINKS]
+    if machine.gpu not in gpus:
+        return (
+            f"gpu = {machine.gpu!r} is none of {', '.join(gpus)}; write the one whose limits this machine's GPUs have."
+        )
+    if machine.gpus_per_host < 1:
+        return f"gpus_per_host = {machine.gpus_per_host}: write how many GPUs read each other's memory, such as 8."
+    if isinstance(machine.link, str) and machine.link not in links:
+        return f"link = {machine.link!r} is none of {', '.join(links)}; name one, or write a table [link] with name, bytes_s, latency_us and source."
+    if isinstance(machine.link, Link) and not (
+        0 < machine.link.bytes_s < math.inf and 0 <= machine.link.latency_us < math.inf
+    ):
+        return "link: bytes_s and latency_us are positive numbers, such as 50e9 and 5.0."
+    for name, samples in machine.calls.items():
+        if not samples:
+            return (
+                f"calls.{name} is empty; write [ranks, meetings, bytes, µs] of each measurement, or leave the call out."
+            )
+        for number, s in enumerate(samples):
+            if s.ranks <= 1 or s.meetings < 1 or s.received_bytes < 1 or not 0 < s.us < math.inf:
+                return (
+                    f"calls.{name}[{number}] = [{s.ranks}, {s.meetings}, {s.received_bytes}, {s.us:g}] cannot be: 2 or more ranks, "
+                    "1 or more meetings and bytes, and a positive time in µs are needed."
+                )
+    return ""

@@ -1,0 +1,261 @@
+"""How long a collective or an exchange takes over ranks and bytes: a model of the wire, fitted to what was measured. No torch.
+
+    seconds(call, N, bytes) = M·(launch + meet·(N − 1)) + bytes / rate         the model
+                              · exp(residual at these bytes)                    what it misses, where that was measured
+
+N ranks, M meetings (1 of a collective; 2 of an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
+and rate are fitted per call by least squares of relative errors, none negative; the residual is interpolated between the
+sizes that were measured, linearly in the logarithm of the bytes of a meeting, and between numbers of ranks likewise.
+
+The band is what the model errs by where it must do without a measurement: of each size between two others the error of a
+fit without it (its 90th percentile); past the measured ranks, for each doubling, the worst error that a fit to fewer ranks made at
+the most ranks; past the measured sizes, the first error again for each doubling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+UNKNOWN_RANKS_ERROR = 0.25
+"""Of each doubling of the ranks where only one number of them was measured: the error of NCCL's smallest calls from 2 to 4
+ranks on H200 is 0.22 to 0.36, and 0.12 of large ones."""
+UNKNOWN_SIZE_ERROR = 0.2
+"""Where fewer than three sizes were measured, so that none lies between two others."""
+LEAST_ERROR = 0.01
+"""Below which two measurements of the same thing on one machine do not agree."""
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """A measured call: the median of its slowest rank, in a CUDA graph."""
+
+    ranks: int
+    meetings: int
+    received_bytes: int
+    """By a rank, by the call's own formula (exchange/*.py)."""
+    us: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one call, on the slowest rank."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def within(cls, mean: float, error: float) -> Seconds:
+        """A time that may be off by so much of itself, either way, as a factor of 1 + error."""
+        return cls(mean=mean, low=mean / (1 + error), high=mean * (1 + error))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Three numbers with a meaning; microseconds, and microseconds a byte."""
+
+    launch_us: float
+    meet_us: float
+    """Of each rank more than one."""
+    us_per_byte: float
+
+    def us(self, ranks: int, meetings: int, received_bytes: float) -> float:
+        """The model without its residual."""
+        return meetings * (self.launch_us + self.meet_us * (ranks - 1)) + received_bytes * self.us_per_byte
+
+    @property
+    def bytes_s(self) -> float | None:
+        """The rate; None where sizes made no difference."""
+        return 1e6 / self.us_per_byte if self.us_per_byte else None
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """Least squares of relative errors over these samples; a number that would be negative is 0."""
+    import numpy as np
+
+    terms = np.array([[s.meetings, s.meetings * (s.ranks - 1), s.received_bytes] for s in samples], dtype=float)
+    terms /= np.array([[s.us] for s in samples])
+    best, found = math.inf, np.zeros(3)
+    for count in (1, 2, 3):
+        for kept in map(list, itertools.combinations(range(3), count)):
+            scale = np.abs(terms[:, kept]).max(axis=0)
+            solved = np.linalg.lstsq(terms[:, kept] / scale, np.ones(len(samples)), rcond=None)[0] / scale
+            error = float(((terms[:, kept] @ solved - 1) ** 2).sum())
+            if (solved >= 0).all() and error < best * (1 - 1e-9):
+                best, found = error, np.zeros(3)
+                found[kept] = solved
+    return Fit(*map(float, found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One kind of call, by what was measured of it."""
+
+    name: str
+    samples: tuple[Sample, ...]
+
+    @functools.cached_property
+    def fitted(self) -> Fit:
+        """To all samples."""
+        return fit(self.samples)
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of ranks that were measured."""
+        return tuple(sorted({s.ranks for s in self.samples}))
+
+    @functools.cached_property
+    def size_error(self) -> float:
+        """90th percentile of the error at a size between two others, by a fit without it."""
+        errors = sorted(self.errors_without())
+        return max(errors[math.ceil(0.9 * len(errors)) - 1], LEAST_ERROR) if errors else UNKNOWN_SIZE_ERROR
+
+    @functools.cached_property
+    def ranks_error(self) -> float:
+        """Worst error at the most ranks, a doubling of them, by a fit to the fewer."""
+        fewer = [s for s in self.samples if s.ranks < self.ranks[-1]]
+        if not fewer:
+            return UNKNOWN_RANKS_ERROR
+        by_fewer = Call(self.name, tuple(fewer))
+        doublings = math.log2(self.ranks[-1] / by_fewer.ranks[-1])
+        errors = [
+            abs(by_fewer.us(s.ranks, s.received_bytes, s.meetings) / s.us - 1) for s in self.samples if s not in fewer
+        ]
+        return max(max(errors) / max(doublings, 1.0), LEAST_ERROR)
+
+    def errors_without(self) -> list[float]:
+        """At each sample whose size lies between two others of its ranks: the error of all that is known without it."""
+        found = []
+        for left_out in self.samples:
+            rest = tuple(s for s in self.samples if s is not left_out)
+            sizes = [_size(s) for s in rest if s.ranks == left_out.ranks]
+            if len(sizes) > 1 and min(sizes) < _size(left_out) < max(sizes):
+                us = Call(self.name, rest).us(left_out.ranks, left_out.received_bytes, left_out.meetings)
+                found.append(abs(us / left_out.us - 1))
+        return found
+
+    def us(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
+        """Microseconds of one call."""
+        size = math.log(max(received_bytes / meetings, 1.0))
+        residual = _between(math.log(ranks), [(math.log(n), _between(size, self._residuals[n])) for n in self.ranks])
+        return self.fitted.us(ranks, meetings, received_bytes) * math.exp(residual)
+
+    def error(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
+        """How far `us` may be off, as a share; see the module."""
+        sizes = [_size(s) for s in self.samples]
+        size = received_bytes / meetings
+        past = max(size / max(sizes), min(sizes) / max(size, 1.0), 1.0)
+        more = max(ranks / self.ranks[-1], self.ranks[0] / ranks, 1.0)
+        return self.size_error * (1 + math.log2(past)) + self.ranks_error * math.log2(more)
+
+    @functools.cached_property
+    def _residuals(self) -> Mapping[int, list[tuple[float, float]]]:
+        """By ranks: logarithms of measured over modelled, over those of sizes; means where a size was measured twice."""
+        found: dict[int, dict[float, list[float]]] = {n: {} for n in self.ranks}
+        for s in self.samples:
+            modelled = self.fitted.us(s.ranks, s.meetings, s.received_bytes)
+            found[s.ranks].setdefault(math.log(_size(s)), []).append(math.log(s.us / modelled))
+        return {n: [(x, sum(ys) / len(ys)) for x, ys in sorted(of.items())] for n, of in found.items()}
+
+
+def _size(sample: Sample) -> float:
+    return sample.received_bytes / sample.meetings
+
+
+def _between(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """Linear between points in order of x; past them as at the last."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+RING, OWN_LINK = "ring", "own link"
+"""How bytes leave a host: a ring's over the links of all its GPUs at once, others over each GPU's own."""
+ACROSS: dict[str, str] = {
+    "all-gather": RING,
+    "reduce-scatter": RING,
+    "all-to-all": OWN_LINK,
+    "all-reduce": RING,
+    "ag_rs": RING,
+    "ag_rs-bf16": RING,
+    "a2a": OWN_LINK,
+}
+"""Calls that can cross hosts, collectives as `bench collectives` names them and exchanges as `bench exchange` does; others
+read the memory of peers."""
+LINK_SHARE = 0.8
+"""Of a link's rate on paper that large messages reach: nccl-tests' usual share over RDMA; a band stands beside it."""
+LINK_BAND = 1.0
+"""No link between hosts was ever measured by us: half to twice."""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What joins hosts, on paper."""
+
+    name: str
+    bytes_s: float
+    """Of each GPU, in one direction."""
+    latency_us: float
+    """Of a message from GPU to GPU."""
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """All calls of a machine, of which the first `host` ranks share memory."""
+
+    calls: Mapping[str, Call]
+    host: int
+    link: Link | None = None
+    scale: float = 1.0
+    """Rate of this machine's links over that of the machine that was measured: of the model's bytes, never of launches."""
+    borrowed: float = 0.0
+    """More error, where another machine was measured."""
+
+    def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+        """Of one call over so many ranks, of which each receives so many bytes.
+
+        Raises UsageError where nothing is known of such a call, or it cannot leave a host.
+        """
+        if ranks == 1:
+            return Seconds(mean=0.0, low=0.0, high=0.0)
+        call = self.calls.get(what)
+        if call is None:
+            known = ", ".join(self.calls) or "nothing"
+            raise UsageError(
+                f"{what} was not measured on this machine (known: {known}); measure it with dcpbench calibrate."
+            )
+        us = call.us(ranks, received_bytes, meetings)
+        bytes_us = min(received_bytes * call.fitted.us_per_byte, us)
+        mean = us - bytes_us * (1 - 1 / self.scale)
+        error = call.error(ranks, received_bytes, meetings) + self.borrowed + abs(us / mean - 1)
+        if ranks > self.host:
+            return self._across(what, ranks, received_bytes, meetings, mean)
+        return Seconds.within(mean * 1e-6, error)
+
+    def _across(self, what: str, ranks: int, received_bytes: int, meetings: int, inside_us: float) -> Seconds:
+        """The call inside a host, or the part of it that crosses hosts, whichever is longer, and a message's way for each host."""
+        way = ACROSS.get(what)
+        if way is None or self.link is None:
+            why = "it reads the memory of peers" if way is None else "no link between hosts is described"
+            raise UsageError(
+                f"{what} over {ranks} ranks leaves a host of {self.host} GPUs, and {why}; use "
+                f"{'another exchange or all-reduce' if way is None else 'a machine file with link'}, or fewer ranks."
+            )
+        rate = self.link.bytes_s * LINK_SHARE
+        crossing = received_bytes / self.host if way == RING else received_bytes * (ranks - self.host) / (ranks - 1)
+        hops = meetings * (math.ceil(ranks / self.host) - 1 if way == RING else 1)
+        us = max(inside_us, crossing / rate * 1e6) + hops * self.link.latency_us
+        return Seconds.within(us * 1e-6, LINK_BAND)

@@ -1,0 +1,295 @@
+"""A rank that stands for a layout: its share is the true one, its calls are modelled, and what it leaves is marked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from dcpbench import cli
+from dcpbench.engine.groups import emulated_groups
+from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.exchange import ExchangeSpec, make_exchange
+from dcpbench.exchange.emulated import Emulation
+from dcpbench.kernels.moe.busiest import busiest_first
+from dcpbench.measuring.environment import environment
+from dcpbench.plan import grid, judge
+from dcpbench.plan.spec import make_spec, planned
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.floors import Sharding
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.machines import described
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import SHAPES
+from dcpbench.points.wire import Seconds
+from dcpbench.records.record import Kv
+from dcpbench.workloads import decode
+from dcpbench.workloads.session import build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+CPU, TINY = torch.device("cpu"), SHAPES["tiny"]
+PROBE = Probe(device="cpu", count=0, name="CPU")
+ONE_GPU = planned("H200", 1)
+
+
+@dataclasses.dataclass
+class Counting:
+    """A wire that writes down what it is asked."""
+
+    asked: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
+
+    def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+        """Nothing takes any time."""
+        self.asked.append((what, ranks, received_bytes, meetings))
+        return Seconds(mean=0.0, low=0.0, high=0.0)
+
+
+def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
+    """Of the tiny model, emulated."""
+    same = {
+        "model": "tiny",
+        "backend": "reference",
+        "dtype": "fp32",
+        "concurrency": 6,
+        "context": 40,
+        "emulate": "H200",
+    }
+    return Point(tp=layout.tp, dp=layout.dp, dcp=layout.dcp, exchange=exchange, **(same | changes))  # type: ignore[arg-type]
+
+
+def measured(asked: Point) -> Record:
+    """One point, in this process alone."""
+    settings = Settings(seconds=0.05, profile=False)
+    plan = plan_engine([asked], settings, TINY, PROBE)
+    with torch.inference_mode():
+        session = build(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        return decode.run(session, asked, settings, environment(CPU, "x"), tell=lambda _: None)
+
+
+def calls(layout: Layout, exchange: str) -> int:
+    """Between ranks, in a step: of the embedding, of each layer, and of choosing a token."""
+    reduces, merges = int(layout.attn_tp > 1), {"none": 0, "ag_rs": 3, "a2a": 2, "symm": 2}[exchange]
+    return reduces + TINY.layers * (2 * reduces + merges + 2 * (layout.dp > 1)) + reduces
+
+
+@pytest.mark.parametrize(
+    ("layout", "exchange"),
+    [
+        (Layout(8), "none"),
+        (Layout(8, dcp=8), "ag_rs"),
+        (Layout(8, dcp=8), "a2a"),
+        (Layout(8, dcp=4), "symm"),
+        (Layout(4, dp=4), "none"),
+        (Layout(8, dp=2, dcp=2), "a2a"),
+    ],
+    ids=str,
+)
+def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exchange: str) -> None:
+    """Every call is counted, the pool is that of the layout's rank, and a step has what the wire is modelled as beside it."""
+    asked = point(layout, exchange)
+    record = measured(asked)
+    assert record.outcome == "ok"
+    assert "emulated" in record.marks
+    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.marks}
+    said = record.emulated
+    assert said is not None
+    assert said.calls == calls(layout, exchange)
+    assert 0 < said.wire_low_us < said.wire_us < said.wire_high_us
+    assert "NVIDIA H200" in said.measured
+    there = msgspec.structs.replace(asked, emulate="")
+    plan = plan_engine([there], Settings(), TINY, PROBE)
+    own = Kv.of(plan, 41)
+    assert record.kv is not None
+    assert record.kv.bytes_per_token_per_gpu == own.bytes_per_token_per_gpu
+    again = msgspec.json.decode(msgspec.json.encode(record), type=type(record))
+    assert again.emulated == said
+    assert again.point.world == 1
+    assert again.point.tp == layout.tp
+
+
+@pytest.mark.parametrize("exchange", ["ag_rs", "a2a", "symm"])
+@pytest.mark.parametrize("project_first", [False, True])
+def test_an_exchange_is_asked_for_the_bytes_of_its_own_formula(exchange: str, project_first: bool) -> None:
+    """q (N−1)/N·H·Q, o (N−1)/N·H·R, lse; what it leaves has the shape that layers behind it take, and is finite."""
+    ranks, batch, heads, width, value = 4, 3, 16, 24, 128
+    wire = Counting()
+    groups = emulated_groups(Layout(8, dcp=ranks), 0, Emulation(wire))  # type: ignore[arg-type]
+    spec = ExchangeSpec(
+        batch=batch,
+        heads=heads,
+        width=width,
+        value=value,
+        dtype=torch.bfloat16,
+        device=CPU,
+        project_first=project_first,
+    )
+    made = make_exchange(exchange, groups.dcp, spec)
+    q = made.gather_q(made.query(batch).normal_())
+    o, lse = made.partial(batch)
+    merged = made.merge(o.normal_(), lse.normal_())
+    assert q.shape == (batch, heads, width)
+    assert merged.shape == (heads // ranks, batch, value)
+    assert torch.isfinite(q.float()).all()
+    assert torch.isfinite(merged.float()).all()
+    others = ranks - 1
+    own = batch * heads // ranks
+    q_bytes, o_bytes, lse_bytes = others * own * width * 2, others * own * value, others * own * 4
+    wanted = {
+        "ag_rs": [("all-gather", q_bytes), ("all-gather", lse_bytes * ranks), ("reduce-scatter", o_bytes * 4)],
+        "a2a": [("all-gather", q_bytes), ("all-to-all", o_bytes * 2 + lse_bytes)],
+        "symm": [("symm", q_bytes), ("symm", o_bytes * 2 + lse_bytes)],
+    }
+    assert [what for what, *_ in wire.asked] == [what for what, _ in wanted[exchange]]
+    for (_, _, size, _), (_, formula) in zip(wire.asked, wanted[exchange], strict=True):
+        assert size == pytest.approx(formula, rel=0.04)  # a message of a2a is padded to whole words
+    assert {n for _, n, _, _ in wire.asked} == {ranks}
+
+
+def test_all_reduces_and_gathers_are_those_of_the_layout() -> None:
+    """Over the ranks of each group; x of a sum stays what it is, gathered parts are all this rank's."""
+    wire = Counting()
+    groups = emulated_groups(Layout(8, dp=2), 0, Emulation(wire))  # type: ignore[arg-type]
+    x = torch.arange(24.0).view(4, 6)
+    assert torch.equal(groups.attn.all_reduce(x.clone()), x)
+    assert torch.equal(groups.dp.all_gather(x), torch.stack([x, x]))
+    assert torch.equal(groups.dp.reduce_scatter(x), x[:2])
+    assert wire.asked == [
+        ("all-reduce", 4, 2 * 3 * x.nbytes // 4, 1),
+        ("all-gather", 2, x.nbytes, 1),
+        ("reduce-scatter", 2, x.nbytes // 2, 1),
+    ]
+    assert groups.dcp.size == 1
+    assert groups.dcp.all_reduce(x) is x
+
+
+@pytest.mark.parametrize(("experts", "ranks", "tokens", "k"), [(16, 4, 3, 2), (256, 8, 32, 8), (384, 16, 5, 8)])
+def test_the_busiest_ranks_experts_become_this_ones(experts: int, ranks: int, tokens: int, k: int) -> None:
+    """As many of its experts have a row, and as many rows, as of the rank that has most; of no other anything is lost."""
+    random = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(experts, generator=random)[:k] for _ in range(tokens)])
+    turned = busiest_first(ids, experts, ranks)
+    of = [{int(i) for i in ids.flatten() if int(i) * ranks // experts == rank} for rank in range(ranks)]
+    mine = {int(i) for i in turned.flatten() if int(i) * ranks // experts == 0}
+    assert len(mine) == max(map(len, of))
+    assert sorted(turned.flatten().bincount(minlength=experts)) == sorted(ids.flatten().bincount(minlength=experts))
+
+
+def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> None:
+    """Of each layer as many experts as the most that any rank of the real layout has."""
+    asked = point(Layout(4, dp=4), ep="tp", concurrency=8)
+    settings = Settings(seconds=0.05, profile=False)
+    plan = plan_engine([asked], settings, TINY, PROBE)
+    with torch.inference_mode():
+        session = build(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        assert session.engine.model.stands_for == 4
+        record = decode.run(session, asked, settings, environment(CPU, "x"), tell=lambda _: None)
+        random = torch.Generator().manual_seed(1)
+        ids = torch.stack([torch.randperm(TINY.experts, generator=random)[: TINY.top_k] for _ in range(8)])
+    sharding = Sharding.of(asked, TINY)
+    most = max(routed.hit for routed in sharding.routed(ids.flatten().tolist()))
+    first = TINY.experts // 4
+    assert len({int(i) for i in busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
+    assert record.honesty is not None
+    assert record.honesty.busiest_rank_experts is not None
+
+
+def refused(**options: object) -> str:
+    """Why none of the points can run on one H200."""
+    with pytest.raises(DcpbenchError) as error:
+        grid.check_any(grid.expand(make_spec({"concurrency": "8"} | options, ONE_GPU), ONE_GPU, 1))
+    return str(error.value)
+
+
+def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
+    """And the sentence that refuses them otherwise ends with the option."""
+    said = refused(tp="8", dcp="8")
+    assert "needs 8 GPUs and there are 1" in said
+    assert said.endswith("To forecast tp8·dcp8 from the GPU that is here, add --emulate H200.")
+    found = grid.expand(make_spec({"tp": "8", "dcp": "8", "emulate": "H200", "concurrency": "8"}, ONE_GPU), ONE_GPU, 1)
+    assert [str(c.point.layout) for c in found if c.error is None] == ["tp8", "tp8·dcp8"]
+    assert {c.point.world for c in found} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"emulate": "H2000"}, "'H2000' is no machine that is known"),
+        ({"emulate": "H200", "exchange": "ag_rs_registered"}, "ag_rs_registered cannot be emulated"),
+        ({"emulate": "H200", "tp": "16", "dcp": "16"}, "over 16 ranks leaves a host of 8 GPUs, and no link"),
+        (
+            {"emulate": "H200+rdma-400", "tp": "16", "dcp": "16", "exchange": "symm"},
+            "it reads the memory of peers; use another exchange",
+        ),
+    ],
+)
+def test_what_cannot_be_emulated_gets_a_sentence(options: dict[str, object], said: str) -> None:
+    """With what to type instead."""
+    assert said in refused(**({"tp": "8", "dcp": "8"} | options))
+
+
+def test_two_hosts_with_a_link_can_be_emulated() -> None:
+    """16 ranks over hosts of 8."""
+    options = {"tp": "16", "dcp": "16", "emulate": "H200+rdma-400", "concurrency": "8"}
+    found = grid.expand(make_spec(options, ONE_GPU), ONE_GPU, 1)
+    assert [c.error for c in found] == [None, None]
+
+
+def test_what_one_rank_computes_is_not_verified() -> None:
+    """Nor are a checkpoint's weights of use."""
+    asked = point(Layout(8), backend="triton", dtype="bf16")
+    for machine, changed, said in (
+        (judge.Machine(probe=ONE_GPU, timed=False), asked, "verify compares results"),
+        (judge.Machine(probe=ONE_GPU), msgspec.structs.replace(asked, weights="folder"), "leave --weights out"),
+        (judge.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nnodes out"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            judge.check(changed, Settings(), TINY, machine)
+
+
+def test_points_that_are_all_there_say_nothing_new() -> None:
+    """Keys of records stay what they were, and a forecast never has the key of a measurement."""
+    asked = point(Layout(8))
+    there = msgspec.structs.replace(asked, emulate="")
+    assert "emulate" not in there.key()
+    assert asked.key() != there.key()
+    assert there.world == 8
+
+
+def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its plan, its record, its report, and exports, of which those that others compare with refuse it."""
+    run = tmp_path / "run"
+
+    def dcpbench(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([*words])
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    code, out, _ = dcpbench(
+        *("sweep", "--dry-run", "--gpu", "H200", "--gpus", "1", "--tp", "8", "--dcp", "8", "--emulate", "H200")
+    )
+    assert code == 0
+    assert "emulated on H200" in " ".join(out.split())
+    code, _, _ = dcpbench(
+        *("sweep", "--device", "cpu", "--tp", "8", "--dcp", "8", "--emulate", "H200", "--concurrency", "2"),
+        *("--no-baseline", "--no-profile", "--seconds", "0.05", "-o", str(run)),
+    )
+    assert code == 0
+    record = json.loads((run / "records.jsonl").read_text().splitlines()[0])
+    assert record["emulated"]["calls"] == calls(Layout(8, dcp=8), "ag_rs")
+    page = (run / "report" / "report.html").read_text()
+    assert "forecast: one rank ran, its wire modelled as of H200" in page
+    code, _, _ = dcpbench("export", str(run), "--to", "inferencex", "-o", str(tmp_path / "x"))
+    assert code != 0
+    code, _, _ = dcpbench("export", str(run), "--to", "csv", "-o", str(tmp_path / "x.csv"))
+    assert code == 0
+    assert described("H200").name == record["emulated"]["machine"]

@@ -1,0 +1,262 @@
+"""The model of the wire, machines and their files, and what calibrate makes of benches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.bench import calibration
+from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.points import machines
+from dcpbench.points.gpus import GPUS
+from dcpbench.points.wire import Call, Fit, Link, Sample, Wire, fit
+
+RESULTS = Path(__file__).parents[2] / "results"
+FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "step-limits_H200_2026-11-23"
+BENCHES = [
+    *(FOUR / name for name in ("collectives", "exchange", "exchange-project-first", "exchange-q-replicate")),
+    *(TWO / name for name in ("collectives", "exchange")),
+]
+TRUE = Fit(launch_us=4.0, meet_us=0.8, us_per_byte=1 / 200e3)
+SIZES = (10_000, 100_000, 1_000_000, 8_000_000)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words])
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+def made(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
+    """A call as TRUE says, every second sample off by a share."""
+    samples = [
+        Sample(n, m, size, TRUE.us(n, m, size) * (1 + wrong * (i % 2)))
+        for n in ranks
+        for m in (1, 2)
+        for i, size in enumerate(SIZES)
+    ]
+    return Call("made", tuple(samples))
+
+
+def test_known_parameters_are_found() -> None:
+    """Launch, each rank more, and rate, from two numbers of ranks and meetings."""
+    found = fit(made().samples)
+    assert found.launch_us == pytest.approx(4.0)
+    assert found.meet_us == pytest.approx(0.8)
+    assert found.bytes_s == pytest.approx(200e9)
+
+
+def test_a_number_that_would_be_negative_is_none() -> None:
+    """Calls that take less the more ranks there are have no price of a rank."""
+    found = fit(
+        [Sample(2, 1, 1000, 6.5), Sample(4, 1, 1000, 6.1), Sample(2, 1, 10**6, 12.0), Sample(4, 1, 10**6, 11.0)]
+    )
+    assert found.meet_us == 0
+    assert found.launch_us > 0
+
+
+def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
+    """Also where the model misses: the residual is kept."""
+    call = made(wrong=0.1)
+    for s in call.samples:
+        assert call.us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
+    between = call.us(2, 300_000)
+    assert call.us(2, 100_000) < between < call.us(2, 1_000_000)
+
+
+def test_errors_are_those_without_the_measurement() -> None:
+    """None where the model is the truth; about the noise where it is not. One number of ranks does not tell a price of each."""
+    assert max(made().errors_without()) < 1e-9
+    assert made().size_error == 0.01
+    assert 0.05 < made(wrong=0.3).size_error < 0.3
+    assert made((2, 4, 8)).ranks_error == 0.01
+    assert 0.2 < made((2, 4)).ranks_error < 0.3
+
+
+def test_the_band_widens_past_what_was_measured() -> None:
+    """With ranks and with sizes, and where only one number of ranks was seen."""
+    call = made(wrong=0.2)
+    inside = call.error(4, 500_000)
+    assert call.error(8, 500_000) == pytest.approx(inside + call.ranks_error)
+    assert call.error(4, 32_000_000) == pytest.approx(inside + 2 * call.size_error)
+    assert made((2,)).error(4, 500_000) >= 0.25
+
+
+def test_one_rank_sends_nothing_and_an_unknown_call_is_named() -> None:
+    """The rest is an error that says what is known."""
+    wire = Wire({"made": made()}, host=8)
+    assert wire.seconds("made", 1, 10**6).mean == 0
+    with pytest.raises(UsageError, match=r"symm was not measured on this machine \(known: made\).*calibrate"):
+        wire.seconds("symm", 4, 1000)
+
+
+def test_links_between_hosts() -> None:
+    """An all-to-all leaves over each GPU's own link, a ring over all of a host's; what reads peers' memory is refused."""
+    link = Link(name="x", bytes_s=50e9, latency_us=5.0, source="made up")
+    wire = Wire({name: made() for name in ("all-to-all", "all-gather", "symm")}, host=8, link=link)
+    size = 64_000_000
+    own, ring = wire.seconds("all-to-all", 16, size), wire.seconds("all-gather", 16, size)
+    assert own.mean == pytest.approx(size * 8 / 15 / 40e9 + 5e-6)
+    assert ring.mean < own.mean
+    assert own.high == pytest.approx(2 * own.mean)
+    with pytest.raises(
+        UsageError, match="symm over 16 ranks leaves a host of 8 GPUs, and it reads the memory of peers"
+    ):
+        wire.seconds("symm", 16, size)
+    with pytest.raises(UsageError, match="no link between hosts is described"):
+        Wire(wire.calls, host=8).seconds("all-gather", 16, size)
+
+
+def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:
+    """Of B200, whose wire nobody has measured."""
+    here, there = (machines.described(name).wire.seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200"))
+    assert here.mean / 2 < there.mean < here.mean
+    assert there.high > here.mean
+    small = [machines.described(name).wire.seconds("symm", 4, 1000, 2).mean for name in ("H200", "B200")]
+    assert small[1] == pytest.approx(small[0], rel=0.05)
+
+
+@pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
+def test_every_gpu_of_the_table_is_a_machine(gpu: str) -> None:
+    """With a band that is wider than H200's own, and links by name."""
+    machine = machines.described(f"{gpu}+rdma-400")
+    assert machine.card.name == gpu
+    inside, own = machine.wire.seconds("a2a", 8, 10**6, 2), machines.described("H200").wire.seconds("a2a", 8, 10**6, 2)
+    assert inside.low < inside.mean < inside.high
+    assert gpu == "H200" or inside.high / inside.mean > own.high / own.mean
+    assert machine.wire.seconds("a2a", 16, 10**6, 2).mean > inside.mean
+
+
+def test_compute_is_scaled_by_a_named_rate_or_refused() -> None:
+    """H200's reads on H100 take 4.8 / 3.35 as long, give or take; A100 has no fp8."""
+    h200 = machines.described("H200").card
+    ratio, error = machines.described("H100").scale("read", h200)
+    assert ratio == pytest.approx(4.8 / 3.35)
+    assert 0.1 < error < 0.2
+    assert machines.described("H200").scale("matmul", h200) == (1.0, 0.0)
+    with pytest.raises(UsageError, match="A100 has no matmul_fp8 rate"):
+        machines.described("A100").scale("matmul_fp8", h200)
+
+
+def test_the_built_in_wire_is_that_of_the_records() -> None:
+    """The file in the package is what calibrate makes of results/."""
+    records = calibration.records_in(BENCHES)
+    assert calibration.calls_of(records) == machines.built_in("H200").calls
+    assert calibration.measured_on(records) == ("H200", machines.built_in("H200").measured)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Also with a link of one's own; a name may hold anything."""
+    link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
+    made_up = machines.Machine(
+        name='a "b" ü', gpu="H200", gpus_per_host=4, link=link, calls={"a2a": [Sample(2, 2, 10, 1.5)]}
+    )
+    path = tmp_path / "machine.toml"
+    path.write_text(machines.text(made_up))
+    found = machines.described(str(path))
+    assert len(found.sha256) == 64
+    assert msgspec.structs.replace(found, sha256="") == made_up
+
+
+GOOD = 'name = "x"\ngpu = "H200"\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('gpu = "H200"\n', "missing required field `name`"),
+        ('name = "x"\ngpu = "H300"\n', "gpu = 'H300' is none of A100"),
+        (GOOD + "gpus_per_host = 0\n", "gpus_per_host = 0: write how many"),
+        (GOOD + 'gpus_per_host = "8"\n', "gpus_per_host: Expected `int`, got `str`"),
+        (GOOD + 'link = "token-ring"\n', "link = 'token-ring' is none of rdma-400"),
+        (
+            GOOD + '[link]\nname = "x"\nbytes_s = 1e9\nsource = "y"\n',
+            "link: Object missing required field `latency_us`",
+        ),
+        (
+            GOOD + '[link]\nname = "x"\nbytes_s = -1.0\nlatency_us = 1.0\nsource = "y"\n',
+            "link: bytes_s and latency_us are positive",
+        ),
+        (GOOD + "nvlink = 3\n", "unknown field `nvlink`"),
+        (GOOD + "[calls]\na2a = []\n", "calls.a2a is empty"),
+        (GOOD + "[calls]\na2a = [[2, 1, 100]]\n", "calls"),
+        (GOOD + "[calls]\na2a = [[1, 1, 100, 2.0]]\n", r"calls.a2a[0] = [1, 1, 100, 2] cannot be"),
+        (GOOD + "[calls]\na2a = [[2, 1, 100, -2.0]]\n", r"calls.a2a[0] = [2, 1, 100, -2] cannot be"),
+        ("name = \n", "is not valid TOML"),
+        ("\xff", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: str, tmp_path: Path) -> None:
+    """And the file."""
+    path = tmp_path / "m.toml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(UsageError) as error:
+        machines.read(path)
+    assert said in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["H2000", "", "H200+sneakernet", "nowhere.toml"])
+def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
+    """That says what there is."""
+    with pytest.raises(UsageError, match=r"rdma-400|dcpbench calibrate writes such a file"):
+        machines.described(name)
+
+
+def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From folders of benches; JSON for scripts; nothing is written over."""
+    out = tmp_path / "m.toml"
+    code, printed, _ = run(capsys, "calibrate", *map(str, BENCHES), "-o", str(out), "--link", "rdma-400", "--json")
+    assert code == 0
+    said = json.loads(printed)
+    assert {row["call"] for row in said["calls"]} >= {"all-gather", "a2a", "symm"}
+    assert machines.read(out).link == "rdma-400"
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    code, _, complaint = run(capsys, "calibrate", str(BENCHES[0]), "-o", str(out))
+    assert code == 2
+    assert "would be written over; add --force" in complaint
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is no record of a bench"),
+        ("{}", "is no record of a bench"),
+        ('{"bench": "moe", "performance": true}', "no times of bench"),
+    ],
+)
+def test_calibrate_refuses_what_is_no_bench_between_ranks(content: str, said: str, tmp_path: Path) -> None:
+    """A sentence each."""
+    path = tmp_path / "bench-exchange.json"
+    path.write_text(content)
+    with pytest.raises(DcpbenchError, match=said):
+        calibration.records_in([path])
+    with pytest.raises(DcpbenchError, match="No such file"):
+        calibration.records_in([tmp_path / "none.json"])
+    with pytest.raises(DcpbenchError, match=r"no times of bench|is no record"):
+        calibration.records_in([tmp_path])
+
+
+def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
+    """Two kinds of GPU are two machines."""
+    shutil.copy(BENCHES[0] / "bench-collectives.json", tmp_path / "bench-collectives.json")
+    other = json.loads((BENCHES[1] / "bench-exchange.json").read_text())
+    other["environment"]["device"] = "NVIDIA H100 80GB HBM3"
+    (tmp_path / "bench-exchange.json").write_text(json.dumps(other))
+    with pytest.raises(UsageError, match="NVIDIA H100 80GB HBM3 and NVIDIA H200; calibrate each"):
+        calibration.calls_of(calibration.records_in([tmp_path]))
+
+
+def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """For people and for scripts."""
+    code, printed, _ = run(capsys, "machines")
+    assert code == 0
+    assert all(word in printed for word in ("B200", "rdma-800", "Nothing was measured between hosts"))
+    listed = json.loads(run(capsys, "machines", "--json")[1])
+    assert [gpu["name"] for gpu in listed["gpus"]] == [gpu.name for gpu in GPUS]

@@ -1,0 +1,119 @@
+"""Run published points of several GPUs on one, emulated, and say how far every phase and the step are off.
+
+    python -m tools.emulation_check -o FOLDER [--seconds 3] [--most 12]
+
+needs one GPU of the kind that was measured. FOLDER gets the run of the emulated points and check.json. Bars: phases without
+calls 5 %, the exchange 10 %, and the step with the published time of the experts' phases in place of its own 7 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.records.runs import read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dcpbench.records.record import Record
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
+EXCHANGED, CALLS, EXPERTS = (
+    ("q_gather", "merge"),
+    ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head"),
+    ("moe",),
+)
+"""Phases that are an exchange, that end in another call between ranks, and whose kernels are others today."""
+PHASE_BAR, EXCHANGE_BAR, STEP_BAR = 0.05, 0.1, 0.07
+
+
+def compare(published: Record, emulated: Record) -> dict[str, Any]:
+    """Ratios, emulated over published, of one point."""
+    assert published.phases is not None
+    assert emulated.phases is not None
+    assert published.metrics is not None
+    assert emulated.metrics is not None
+    theirs, ours = published.phases.phase_us, emulated.phases.phase_us
+    ratios = {name: ours.get(name, 0.0) / us for name, us in theirs.items() if us > 0}
+    exchange = sum(ours.get(n, 0.0) for n in EXCHANGED), sum(theirs.get(n, 0.0) for n in EXCHANGED)
+    own = sum(us for name, us in ours.items() if name not in (*EXPERTS, "mlp_reduce"))
+    step = own + sum(theirs.get(name, 0.0) for name in (*EXPERTS, "mlp_reduce"))
+    return {
+        "point": f"{published.point.model} {published.point.layout}, {published.point.concurrency} × {published.point.context}",
+        "phases": ratios,
+        "exchange": exchange[0] / exchange[1] if exchange[1] else None,
+        "step": step / sum(theirs.values()),
+    }
+
+
+def told(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Shares of points within the bars, and where not."""
+    rows = list(rows)
+    lines = []
+    phases = [
+        (row["point"], name, ratio)
+        for row in rows
+        for name, ratio in row["phases"].items()
+        if name not in (*EXCHANGED, *CALLS, *EXPERTS, "other")
+    ]
+    for title, bar, found in (
+        ("phases without calls", PHASE_BAR, phases),
+        ("exchange", EXCHANGE_BAR, [(r["point"], "exchange", r["exchange"]) for r in rows if r["exchange"]]),
+        ("step with published experts", STEP_BAR, [(r["point"], "step", r["step"]) for r in rows]),
+    ):
+        wrong = [f"{point} {name} {ratio:.3f}" for point, name, ratio in found if abs(ratio - 1) > bar]
+        share = 1 - len(wrong) / len(found) if found else 0.0
+        lines.append(f"{title}: {share:.0%} of {len(found)} within {bar:.0%}; not: {'; '.join(wrong[:12]) or 'none'}")
+    return lines
+
+
+def _load(record: Record) -> tuple[str, str, int, int]:
+    point = record.point
+    return point.model, str(point.layout), point.concurrency, point.context
+
+
+def main() -> int:
+    """Run and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--seconds", default="3")
+    parser.add_argument("--most", type=int, default=1000, help="points of each model and layout")
+    parser.add_argument("--like", default="H200")
+    asked = parser.parse_args()
+    published = [r for r in read_run(PUBLISHED).records if r.outcome == "ok" and r.phases]
+    for key, group in itertools.groupby(
+        sorted(published, key=lambda r: (r.point.model, r.point.dp, r.point.dcp)),
+        key=lambda r: (r.point.model, r.point.tp, r.point.dp, r.point.dcp, r.point.exchange),
+    ):
+        model, tp, dp, dcp, exchange = key
+        points = [r.point for r in list(group)[: asked.most]]
+        for context, of in itertools.groupby(sorted(points, key=lambda p: p.context), key=lambda p: p.context):
+            words = f"--model {model} --tp {tp} --dp {dp} --dcp {dcp} --context {context} --dtype bf16 --no-baseline"
+            words += f" --emulate {asked.like} --seconds {asked.seconds} --backend {points[0].backend}"
+            words += f" --page-size {points[0].page_size} --concurrency {','.join(str(p.concurrency) for p in of)}"
+            words += f" --exchange {exchange}" if dcp > 1 else ""
+            folder = asked.output / f"{model}-tp{tp}-dp{dp}-dcp{dcp}-{context}"
+            command = [sys.executable, "-m", "dcpbench.cli", "sweep", *words.split(), "-o", str(folder), "--resume"]
+            subprocess.run(command, check=False)
+    emulated = {
+        _load(r): r
+        for run in asked.output.glob("*/records.jsonl")
+        for r in read_run(run.parent).records
+        if r.outcome == "ok"
+    }
+    rows = [compare(r, emulated[_load(r)]) for r in published if _load(r) in emulated]
+    asked.output.mkdir(parents=True, exist_ok=True)
+    (asked.output / "check.json").write_text(json.dumps(rows, indent=1) + "\n")
+    sys.stdout.write("\n".join(told(rows)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
