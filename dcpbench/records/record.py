@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
 
 OURS = "dcpbench"
+A_SERVER = "engine "
+"""Before the engine's name and version, in the origin of a point that our client measured on a real server."""
 """Origin of what this package measured."""
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
@@ -484,6 +486,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def origin(record: Record) -> str:
     """What measured a point, as an origin is written: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
     return str(record.origin) if record.origin else OURS
+
+
+def of_a_file(name: str) -> bool:
+    """Whether an origin is another tool, whose file was imported."""
+    return name != OURS and not name.startswith(A_SERVER)
 
 
 def hardware(environment: Environment) -> str:

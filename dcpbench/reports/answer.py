@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
-from dcpbench.records.record import OURS
+from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, marks, slo
 from dcpbench.reports.words import short_shapes, unique
@@ -110,7 +110,7 @@ def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
 def imported(frames: Frames) -> str:
     """Whose points stand beside ours, and what keeps them from being compared digit by digit; empty without any."""
     table = frames.served
-    counts = Counter(name for name in table["origin"] if name != OURS) if len(table) else Counter[str]()
+    counts = Counter(name for name in table["origin"] if of_a_file(name)) if len(table) else Counter[str]()
     if not counts:
         return ""
     whose = " and ".join(f"{counted(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())

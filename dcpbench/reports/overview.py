@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import OURS
+from dcpbench.records.record import A_SERVER, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, findings, floors, rule, words
 from dcpbench.show.numbers import missing, number, percent
@@ -86,6 +86,10 @@ def caveats(frames: Frames) -> list[str]:
     if replayed.any():
         every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
         said.append(f"replayed in virtual time over measured step times, not served live{every}")
+    servers = [name.removeprefix(A_SERVER) for name in words.unique(table["origin"]) if name.startswith(A_SERVER)]
+    if servers:
+        every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
+        said.append(f"measured through HTTP on {listed(servers)} as it runs{every}")
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
@@ -113,7 +117,7 @@ def sentence(frames: Frames) -> str:
     if table.empty:
         return f"No point finished ({answer.outcomes(frames)}), so nothing here says which layout to take."
     timed = findings.timed(table)
-    foreign = [name for name in words.unique(table["origin"]) if name != OURS]
+    foreign = [name for name in words.unique(table["origin"]) if of_a_file(name)]
     if timed.empty and foreign:
         return _imported(frames, foreign, timed)
     if table["cpu"].all():
@@ -171,7 +175,7 @@ def _not_compared(frames: Frames, names: list[str]) -> str:
 def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
     """What other tools' files measured, and whether they say which layout to take."""
     table = frames.everything
-    theirs = table[table["origin"] != OURS]
+    theirs = table[table["origin"].map(of_a_file)]
     whose = listed([f"{counted(int((theirs['origin'] == n).sum()), 'result')} of {TOOLS.get(n, n)}" for n in foreign])
     machine = hardware_of(theirs)
     text = f"These figures are what the imported files measured: {whose}{f' on {machine}' if machine else ''}"
@@ -185,7 +189,7 @@ def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
         text += f", beside {counted(len(table) - len(theirs), 'point')} of dcpbench"
     if theirs["cpu"].all():
         return f"{text}. They ran on a CPU, which says nothing about speed."
-    compared, ours = (rows[rows["origin"].eq(OURS) == own] if len(rows) else rows for own in (False, True))
+    compared, ours = (rows[~rows["origin"].map(of_a_file) == own] if len(rows) else rows for own in (False, True))
     layouts = words.unique(theirs["layout"])
     nothing = "so nothing here says which to take"
     if len(compared):

@@ -7,6 +7,8 @@ A read may hold half an event or many. What is kept of an unfinished one is boun
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 MOST_EVENT = 1 << 20
@@ -100,7 +102,7 @@ class Choice(msgspec.Struct):
     message: Message | None = None
     token_ids: list[int] | None = None
     """Of the answer, where the server takes return_token_ids."""
-    logprobs: msgspec.Raw | None = None
+    logprobs: Any = None
     finish_reason: str | None = None
 
     @property
@@ -115,7 +117,7 @@ class Completion(msgspec.Struct):
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
     object: str | None = None
     message: str | None = None
 
@@ -133,7 +135,7 @@ def read_completion(data: bytes) -> Completion:
         found = _completion.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise StreamError(f"it sent what is no completion ({str(e)[:100]}): {_shown(data)}") from e
-    if found.error is not None and bytes(found.error) != b"null":
+    if found.error is not None:
         raise StreamError(f"it broke off with an error: {error_in(data)}")
     if found.object == "error":
         raise StreamError(f"it broke off with an error: {found.message}")

@@ -55,6 +55,11 @@ FAULTS = (
 )
 MIDDLE = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
 """Faults in place of the second chunk."""
+NO_STREAM = {
+    "html": ("<!doctype html><title>Sign in</title>" * 20, "text/html"),
+    "not-json": ("{half", "application/json"),
+}
+"""Bodies in place of a stream, each with its type."""
 SAYS_TOO_MUCH = 1 << 30
 """Bytes that an endless answer has at most, as a test that hangs helps nobody."""
 
@@ -202,8 +207,8 @@ class FakeServer:
         try:
             while await self._one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ssl.SSLError):
-            pass
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ssl.SSLError, asyncio.CancelledError):
+            pass  # the client has gone, or the server is stopped
         finally:
             self._tasks.discard(task)
             with contextlib.suppress(Exception):
@@ -354,8 +359,8 @@ class FakeServer:
             return await _json(writer, int(fault), said, more)
         if fault == "redirect":
             return await _text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
-        if fault == "html":
-            return await _text(writer, 200, "<!doctype html><title>Sign in</title>" * 20, "text/html")
+        if fault in NO_STREAM:
+            return await _text(writer, 200, *NO_STREAM[fault])
         if fault in ("close", "reset"):
             if fault == "reset":
                 writer.transport.abort()

@@ -1,0 +1,165 @@
+"""How true times of `serve --url` are: against a server that writes down when it sent what, in another process.
+
+    python -m tools.client_accuracy [-o FILE.md] [--quick]
+
+Every line says what the server knows, what dcpbench says of it, and whether they are within 2 % or 1 ms. The server and the client share
+the machine's cores, as both of them would not in earnest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcpbench.records.runs import read_run
+from dcpbench.serving.samples import read_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.records.record import Record
+
+NEAR, NEAR_MS, MOST_LATE_MS = 0.02, 1.0, 2.0
+SHARE_WITHIN = 0.99
+"""Of the gaps of a request that meets an objective of ITL."""
+SLO = {"ttft": 60.0, "itl": 60.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A load, and a server for it."""
+
+    name: str
+    server: str
+    load: str
+    requests: int
+
+
+CASES = (
+    Case("200 streams of 50 ms", "--ttft-ms 30 --gap-ms 50", "--concurrency 200 --output-tokens 100", 600),
+    Case("20 streams of 10 ms", "--ttft-ms 30 --gap-ms 10", "--concurrency 20 --output-tokens 100", 200),
+    Case(
+        "one gap in 100 is 500 ms",
+        "--ttft-ms 30 --gap-ms 20 --stall-every 100",
+        "--concurrency 50 --output-tokens 100",
+        300,
+    ),
+    Case("4 tokens in a chunk", "--ttft-ms 30 --gap-ms 40 --burst 4", "--concurrency 50 --output-tokens 100", 200),
+    Case("open loop, 100 a second", "--ttft-ms 30 --gap-ms 20", "--request-rate 100 --output-tokens 50", 1000),
+)
+QUICK = (Case("quick", "--ttft-ms 30 --gap-ms 20", "--concurrency 20 --output-tokens 20", 60),)
+
+
+@contextlib.contextmanager
+def served(flags: str, log: Path) -> Iterator[str]:
+    """The address of a server with these flags, which has written its account once it is left."""
+    command = [sys.executable, "-m", "tests.servers.fake_server", "--port", "0", "--log", str(log), *flags.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def truth(log: Path, requests: int) -> list[dict[str, Any]]:
+    """What the server knows of the load's requests, which came last."""
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    return sorted((sent for sent in found if sent["token_s"]), key=lambda sent: float(sent["came_s"]))[-requests:]
+
+
+def check(
+    case: Case, record: Record, sent: list[dict[str, Any]], rows: list[Any]
+) -> list[tuple[str, float, float, bool]]:
+    """(what, the server's value, ours, whether they agree) of one load."""
+    assert record.serve is not None
+    m = record.serve
+    first = np.array([s["token_s"][0] - s["came_s"] for s in sent]) * 1e3
+    gaps = np.concatenate([np.diff(s["token_s"]) for s in sent]) * 1e3
+    wall = max(s["token_s"][-1] for s in sent) - min(s["came_s"] for s in sent)
+    tokens = sum(len(s["token_s"]) for s in sent)
+    if "burst" in case.server:  # a chunk's tokens are spread over the gap before it
+        gaps = np.concatenate([np.repeat(np.diff(sorted(set(s["token_s"]))) / 4, 4) for s in sent]) * 1e3
+    good = sum(
+        first[i] <= SLO["ttft"] and np.mean(np.diff(s["token_s"]) * 1e3 <= SLO["itl"]) >= SHARE_WITHIN
+        for i, s in enumerate(sent)
+    )
+    told: list[tuple[str, float, float | None]] = [
+        ("TTFT p50 ms", float(np.median(first)), m.ttft_ms.p50),
+        ("ITL p50 ms", float(np.median(gaps)), m.itl_ms.p50),
+        ("ITL p99 ms", float(np.percentile(gaps, 99)), m.itl_ms.p99),
+        ("output tok/s", tokens / wall, m.output_tok_s),
+        ("goodput req/s", good / wall, m.goodput_s),
+    ]
+    found = [
+        (
+            what,
+            true,
+            ours or 0.0,
+            abs((ours or 0.0) - true) <= max(NEAR * true, NEAR_MS if what.endswith("ms") else 0.0),
+        )
+        for what, true, ours in told
+    ]
+    if "request-rate" in case.load:
+        due = sorted(row.submitted_s for row in rows)
+        late = np.array([s["came_s"] - d for s, d in zip(sent, due, strict=True)])
+        late_ms = float(np.percentile((late - late.min()) * 1e3, 99))
+        found.append(("arrival after it was due, p99 ms", 0.0, late_ms, late_ms <= MOST_LATE_MS))
+    return found
+
+
+def measured(case: Case, folder: Path) -> tuple[Record, list[tuple[str, float, float, bool]]]:
+    """One case."""
+    log, run = folder / "sent.jsonl", folder / "run"
+    slo = ",".join(f"{name}={ms:g}" for name, ms in SLO.items())
+    with served(case.server, log) as url:
+        words = f"serve --url {url} --device cpu --num-requests {case.requests} --input-tokens 100 {case.load} --slo {slo} -o {run}"
+        environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
+        subprocess.run(
+            [sys.executable, "-m", "dcpbench.cli", *words.split()], check=True, capture_output=True, env=environment
+        )
+    (record,) = read_run(run).records
+    assert record.serve is not None
+    rows = read_samples(run / record.serve.samples_file)
+    return record, check(case, record, truth(log, case.requests), rows)
+
+
+def main() -> int:
+    """Measure all cases; 1 where one is off."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    lines = ["| load | what | server | dcpbench | within 2 % or 1 ms |", "|---|---|---:|---:|---|"]
+    right = True
+    for case in QUICK if asked.quick else CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            record, found = measured(case, Path(folder))
+        for what, true, ours, ok in found:
+            right &= ok
+            lines.append(f"| {case.name} | {what} | {true:,.2f} | {ours:,.2f} | {'yes' if ok else '**no**'} |")
+        client = record.server.client if record.server else None
+        if client is not None:
+            lines.append(
+                f"| {case.name} | client: CPU, lag p99 ms | | {client.cpu_share:.0%}, {client.lag_p99_ms or 0:.2f} | |"
+            )
+    text = "\n".join(lines) + "\n"
+    sys.stdout.write(text)
+    if asked.output:
+        asked.output.write_text(text)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
