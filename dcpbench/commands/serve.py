@@ -217,7 +217,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     from dcpbench.commands import runs
     from dcpbench.errors import UsageError
     from dcpbench.plan.judge import known_times
-    from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
+    from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, measured_before
     from dcpbench.plan.spec import read_options
     from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, STORED
 
@@ -241,7 +241,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
         count=max(times.probe().count, int(times.path["tp"])),
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
-    unsaid: tuple[str, ...] = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
+    unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
     unsaid += tuple(name for name in STORED if times.path[name] == AS_COMPUTED)
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": False, **own, **given}, probe)
