@@ -3,7 +3,8 @@
     python -m tools.client_accuracy [-o FILE.md] [--quick]
 
 Every line says what the server knows, what dcpbench says of it, and whether they are within 2 % or 1 ms. The server and the client share
-the machine's cores, as both of them would not in earnest.
+the machine's cores, as both of them would not in earnest. Answers are of different lengths, so that clients do not all send at one
+moment: how long such requests then wait for the server to look is its own time, which it does not write down.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from dcpbench.serving.samples import read_samples
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy.typing as npt
+
     from dcpbench.records.record import Record
+
+    Floats = npt.NDArray[np.float64]
 
 NEAR, NEAR_MS, MOST_LATE_MS = 0.02, 1.0, 2.0
 SHARE_WITHIN = 0.99
 """Of the gaps of a request that meets an objective of ITL."""
-SLO = {"ttft": 60.0, "itl": 60.0}
+SLO = {"ttft": 200.0, "itl": 60.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +51,21 @@ class Case:
 
 
 CASES = (
-    Case("200 streams of 50 ms", "--ttft-ms 30 --gap-ms 50", "--concurrency 200 --output-tokens 100", 600),
-    Case("20 streams of 10 ms", "--ttft-ms 30 --gap-ms 10", "--concurrency 20 --output-tokens 100", 200),
+    Case("200 streams of 50 ms", "--ttft-ms 30 --gap-ms 50", "--concurrency 200 --output-tokens uniform:50-150", 600),
+    Case("20 streams of 10 ms", "--ttft-ms 30 --gap-ms 10", "--concurrency 20 --output-tokens uniform:50-150", 200),
     Case(
-        "one gap in 100 is 500 ms",
-        "--ttft-ms 30 --gap-ms 20 --stall-every 100",
-        "--concurrency 50 --output-tokens 100",
+        "one gap in 80 is 500 ms",
+        "--ttft-ms 30 --gap-ms 20 --stall-every 80",
+        "--concurrency 50 --output-tokens uniform:50-150",
         300,
     ),
-    Case("4 tokens in a chunk", "--ttft-ms 30 --gap-ms 40 --burst 4", "--concurrency 50 --output-tokens 100", 200),
-    Case("open loop, 100 a second", "--ttft-ms 30 --gap-ms 20", "--request-rate 100 --output-tokens 50", 1000),
+    Case(
+        "4 tokens in a chunk",
+        "--ttft-ms 30 --gap-ms 40 --burst 4",
+        "--concurrency 50 --output-tokens uniform:50-150",
+        200,
+    ),
+    Case("open loop, 100 a second", "--ttft-ms 30 --gap-ms 20", "--request-rate 100 --output-tokens 10", 1000),
 )
 QUICK = (Case("quick", "--ttft-ms 30 --gap-ms 20", "--concurrency 20 --output-tokens 20", 60),)
 
@@ -79,6 +89,13 @@ def truth(log: Path, requests: int) -> list[dict[str, Any]]:
     return sorted((sent for sent in found if sent["token_s"]), key=lambda sent: float(sent["came_s"]))[-requests:]
 
 
+def gaps_of(token_s: list[float]) -> Floats:
+    """Between tokens; those of one chunk share the time since the one before evenly, and of a first chunk come at once."""
+    times, counts = np.unique(token_s, return_counts=True)
+    shared = np.repeat(np.diff(times) / counts[1:], counts[1:])
+    return np.concatenate([np.zeros(counts[0] - 1), shared])
+
+
 def check(
     case: Case, record: Record, sent: list[dict[str, Any]], rows: list[Any]
 ) -> list[tuple[str, float, float, bool]]:
@@ -86,13 +103,11 @@ def check(
     assert record.serve is not None
     m = record.serve
     first = np.array([s["token_s"][0] - s["came_s"] for s in sent]) * 1e3
-    gaps = np.concatenate([np.diff(s["token_s"]) for s in sent]) * 1e3
+    gaps = np.concatenate([gaps_of(s["token_s"]) for s in sent]) * 1e3
     wall = max(s["token_s"][-1] for s in sent) - min(s["came_s"] for s in sent)
     tokens = sum(len(s["token_s"]) for s in sent)
-    if "burst" in case.server:  # a chunk's tokens are spread over the gap before it
-        gaps = np.concatenate([np.repeat(np.diff(sorted(set(s["token_s"]))) / 4, 4) for s in sent]) * 1e3
     good = sum(
-        first[i] <= SLO["ttft"] and np.mean(np.diff(s["token_s"]) * 1e3 <= SLO["itl"]) >= SHARE_WITHIN
+        first[i] <= SLO["ttft"] and np.mean(gaps_of(s["token_s"]) * 1e3 <= SLO["itl"]) >= SHARE_WITHIN
         for i, s in enumerate(sent)
     )
     told: list[tuple[str, float, float | None]] = [
@@ -152,7 +167,7 @@ def main() -> int:
         client = record.server.client if record.server else None
         if client is not None:
             lines.append(
-                f"| {case.name} | client: CPU, lag p99 ms | | {client.cpu_share:.0%}, {client.lag_p99_ms or 0:.2f} | |"
+                f"| {case.name} | client: CPU, lag p99, late p99 ms | | {client.cpu_share:.0%}, {client.lag_p99_ms or 0:.2f}, {client.late_p99_ms or 0:.2f} | |"
             )
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text)

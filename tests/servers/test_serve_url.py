@@ -1,0 +1,181 @@
+"""`serve --url`: times of a server that keeps an account of its own, records of what it is, and options that it does not take."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.records.runs import read_run
+from dcpbench.serving.samples import read_samples
+from tools.client_accuracy import QUICK, check, served, truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+REQUESTS = QUICK[0].requests
+
+
+class Ran:
+    """A run against a server, and the server's account."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder / "run", folder / "sent.jsonl"
+
+    @property
+    def record(self) -> Record:
+        """Its only one."""
+        (record,) = read_run(self.folder).records
+        return record
+
+
+def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words])
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """60 requests of 20 clients, and a key in the environment."""
+    found = Ran(tmp_path_factory.mktemp("served"))
+    with pytest.MonkeyPatch.context() as patch, served(QUICK[0].server, found.log) as url:
+        patch.setenv("OPENAI_API_KEY", "sk-never-recorded")
+        words = f"serve --url {url} --device cpu --tp 8 --dcp 8 --num-requests {REQUESTS} --input-tokens 100"
+        with pytest.raises(SystemExit) as end:
+            cli.main([*words.split(), *QUICK[0].load.split(), "--slo", "ttft=200,itl=60", "-o", str(found.folder)])
+        assert not end.value.code
+    return found
+
+
+def test_what_it_measures_is_what_the_server_knows(ran: Ran) -> None:
+    """ITL and rates; `python -m tools.client_accuracy` has the bars of an idle machine, this one of a busy one."""
+    assert ran.record.serve is not None
+    rows = read_samples(ran.folder / ran.record.serve.samples_file)
+    found = {what: (true, ours) for what, true, ours, _ in check(QUICK[0], ran.record, truth(ran.log, REQUESTS), rows)}
+    for what in ("ITL p50 ms", "output tok/s"):
+        true, ours = found[what]
+        assert ours == pytest.approx(true, rel=0.1), what
+    assert found["TTFT p50 ms"][1] >= found["TTFT p50 ms"][0]
+    assert len(rows) == REQUESTS
+    assert all(len(row.tokens) == 20 for row in rows)
+
+
+def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
+    """And never the key."""
+    record = ran.record
+    assert record.origin == "engine vllm 0.32.0"
+    assert record.point.backend == "vllm"
+    assert str(record.point.layout) == "tp8·dcp8"
+    server = record.server
+    assert isinstance(server, msgspec.Struct)
+    assert (server.prompts, server.counted) == ("token ids", "token ids")
+    assert server.kv_capacity_tokens == 16_000
+    assert server.client is not None
+    assert server.failures == []
+    assert record.serve is not None
+    assert record.serve.failed == 0
+    assert record.serve.steps is None
+    everything = "".join(p.read_text("latin-1") for p in ran.folder.rglob("*") if p.is_file())
+    assert "sk-never-recorded" not in everything
+    assert "sk-never-recorded" in ran.log.read_text()
+
+
+def test_a_report_shows_it_as_a_server_that_ran(ran: Ran) -> None:
+    """Not as an imported file."""
+    page = (ran.folder / "report" / "report.html").read_text()
+    assert "engine vllm 0.32.0" in page
+    assert "Imported:" not in page
+
+
+def test_it_is_exported_and_shown_like_any_other(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its origin."""
+    code, out, _ = dcpbench(capsys, "show", str(ran.folder))
+    assert code == 0
+    assert "tp8·dcp8" in out
+    assert dcpbench(capsys, "export", str(ran.folder), "--to", "csv", "-o", str(tmp_path / "x.csv"))[0] == 0
+    assert "engine vllm 0.32.0" in (tmp_path / "x.csv").read_text()
+
+
+def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every fourth is answered with 500; the others' times stand."""
+    faults = ["", "", "", *["", "", "", "500"] * 6]  # the first ones try out how the server is asked
+    (tmp_path / "scripts").write_text("".join(json.dumps({"fault": fault}) + "\n" for fault in faults))
+    with served(f"--gap-ms 1 --script {tmp_path / 'scripts'}", tmp_path / "log") as url:
+        code, _, _ = dcpbench(
+            capsys,
+            *("serve", "--url", url, "--device", "cpu", "--num-requests", "24", "--concurrency", "4"),
+            *("--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0", "-o", str(tmp_path / "run"), "--json"),
+        )
+    (record,) = read_run(tmp_path / "run").records
+    server = record.server
+    assert isinstance(server, msgspec.Struct)
+    assert code == 0
+    assert record.serve is not None
+    assert record.serve.failed
+    assert record.serve.finished == 24 - record.serve.failed
+    assert "requests_failed" in record.marks
+    (kind,) = server.failures
+    assert (kind.kind, kind.requests) == ("HTTP 500", record.serve.failed)
+    assert "Internal Server Error" in kind.first
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--backend triton", "--backend: that is an option of dcpbench's own engine"),
+        ("--tp 4,8", "the server at --url has one"),
+        ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
+        ("--nnodes 2", "leave them out with --url"),
+        ("--endpoint embeddings", "embeddings"),
+        ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
+        ("--warm-up -1", "--warm-up -1 is negative"),
+    ],
+)
+def test_options_that_a_server_does_not_take_are_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anybody is asked."""
+    code, _, err = dcpbench(capsys, "serve", "--url", "http://127.0.0.1:9", *words.split())
+    assert code == 2
+    assert said in err
+
+
+def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And options of servers without one are refused."""
+    code, _, err = dcpbench(capsys, "serve", "--url", "http://127.0.0.1:9", "-o", str(tmp_path / "x"))
+    assert code
+    assert "http://127.0.0.1:9" in err
+    assert "Traceback" not in err
+    code, _, err = dcpbench(capsys, "serve", "--warm-up", "3")
+    assert code == 2
+    assert "add for example --url" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dry-run asks the server for its name alone."""
+    with served("", tmp_path / "log") as url:
+        code, out, _ = dcpbench(
+            capsys,
+            "serve",
+            "--url",
+            url,
+            "--device",
+            "cpu",
+            "--concurrency",
+            "1,2",
+            "--num-requests",
+            "4",
+            "--dry-run",
+            "--json",
+        )
+    assert code == 0
+    assert [point["concurrency"] for point in json.loads(out)] == [1, 2]
+    assert not truth(tmp_path / "log", 9)
