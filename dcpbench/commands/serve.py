@@ -27,7 +27,7 @@ LONG_S = 600.0
 WHEN = panel("When requests come")
 WHAT = panel("What requests are")
 SERVED = panel("How requests are served")
-REMOTE = panel("A server that runs already")
+REMOTE = panel("Real servers")
 
 
 class Layouts(opt.Layouts):
@@ -161,12 +161,24 @@ class Measured(Group):
 
 
 class Remote(Group):
-    """A server that runs already, instead of an engine of ours."""
+    """A server that runs already, or is started, instead of an engine of ours."""
 
     url: str | None = REMOTE(
         "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
         "--tp, --dp and --dcp then say how it runs, --model which of its models is meant.",
         metavar="URL",
+    )
+    engine: str | None = REMOTE(
+        "Start servers of this engine instead, one for each layout, serve all loads on each, and end it: vllm, sglang, or a "
+        ".toml file with its command and flags (docs/servers.md). --model says what they serve.",
+        metavar="NAME",
+    )
+    serve_cmd: str | None = REMOTE(
+        "The same with a command of your own, in which {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are filled in.",
+        metavar="COMMAND",
+    )
+    start_timeout: float = REMOTE(
+        "A server that takes no requests after so long has failed.", default=1800.0, metavar="SECONDS"
     )
     endpoint: str = REMOTE("completions or chat.", default="completions", metavar="NAME")
     api_key_env: str = REMOTE(
@@ -211,6 +223,8 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
       dcpbench serve --mode replay --step-times FILE --concurrency 64
 
       dcpbench serve --url http://127.0.0.1:8000 --tp 8 --dcp 8 --concurrency 8,32
+
+      dcpbench serve --engine vllm --model deepseek-ai/DeepSeek-V3 --tp 8 --dcp 1,8 --gpu H200
     """
     import msgspec
 
@@ -221,11 +235,13 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     from dcpbench.plan.spec import read_options
     from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, STORED
 
-    runs.check_run(run, remote=remote.url is not None)
+    runs.check_run(run, remote=remote.url is not None or remote.engine is not None or remote.serve_cmd is not None)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
     given |= typed(layouts, load, how, measured)
     if remote.url is not None:
         return _serve_from(remote.url, remote, given, run)
+    if remote.engine is not None or remote.serve_cmd is not None:
+        return _serve_started(remote, given, run)
     check_local(remote)
     path = measured_before(given)
     if path is None:
@@ -287,6 +303,53 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
         del run
         with runs.stoppable(work), runs.progress_of(points) as bar:
             measure_points(points, asked, info, manner, work.settings, work.folder, bar)
+
+    return runs.carry_out(candidates, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
+
+
+def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
+    """Start a server for each layout and each combination of flags, and measure all loads on it."""
+    import itertools
+    import shlex
+
+    from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
+    from dcpbench.launch import folders
+    from dcpbench.plan import grid
+    from dcpbench.plan.options import check_seconds
+    from dcpbench.plan.server_spec import make_server_spec, split_layouts
+    from dcpbench.points.machine import Probe
+    from dcpbench.servers.presets import engine
+    from dcpbench.servers.sweep import measure_started, settings_of
+
+    if not given.get("model"):
+        raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
+    check_seconds("--start-timeout", remote.start_timeout, 1800)
+    preset = engine(remote.engine, remote.serve_cmd)
+    specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split_layouts({"tp": 1, **given})]
+    spec, model = specs[0], str(specs[0].model)
+    tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
+    candidates = [
+        grid.Candidate(point=point)
+        for one, settings in itertools.product(specs, preset.servers())
+        for point in one.points(preset.name, model, settings)
+    ]
+    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
+    asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
+    if run.dry_run:
+        runs.print_plan(candidates, probe, run)
+        if not run.as_json:
+            for words in dict.fromkeys(
+                shlex.join(preset.words(c.point, settings_of(c.point), model, 0)) for c in candidates
+            ):
+                say(words)
+        return 0
+    folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
+
+    def work_off(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
+        del run
+        with runs.stoppable(work), runs.progress_of(points) as bar:
+            measure_started(points, preset, model, asked, work.settings, work.folder, bar, limit_s=remote.start_timeout)
 
     return runs.carry_out(candidates, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import LayoutError, UsageError
+from dcpbench.plan import options as read
 from dcpbench.plan.options import check_positive
 from dcpbench.plan.serve_spec import SERVE_PARSERS, read_loads, serve_defaults, usual_clients
 from dcpbench.points.engines import UNTOLD, engine_load, engine_point
@@ -82,6 +84,27 @@ class ServerSpec:
                     )
                 )
         return found
+
+
+def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
+    """Options with one value of each degree, and of the exchange, for each server that lists of them ask for.
+
+    Degrees that do not nest make no server. Raises UsageError where none does.
+    """
+    axes = {name: read.ints(name, given[name]) for name in DEGREES if given.get(name) is not None}
+    rest = {name: value for name, value in given.items() if name not in axes}
+    found, wrong = [], ""
+    for values in itertools.product(*axes.values()):
+        layout = dict(zip(axes, values, strict=True))
+        try:
+            Layout(**layout)
+        except LayoutError as e:
+            wrong = str(e)
+            continue
+        found.append(rest | layout)
+    if not found:
+        raise UsageError(wrong)
+    return found
 
 
 def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:

@@ -1,0 +1,169 @@
+"""How engines are started: presets for vLLM and SGLang, and files of one's own. No torch.
+
+    name = "vllm"
+    command = "vllm serve {model} --host {host} --port {port}"
+    ready = "/health"
+    [layout]                       # flags of degrees and of the exchange, added where they say more than 1 or none
+    tp = "--tensor-parallel-size {attn_tp}"
+    dcp = "--decode-context-parallel-size {dcp}"
+    [flags]                        # axes: each combination is a server of its own
+    max-num-seqs = [32, 64]
+    [env]
+    VLLM_LOGGING_LEVEL = "WARNING"
+
+`{tp}` counts all GPUs of a layout, `{attn_tp}` is tp / dp: what vLLM calls tensor parallel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import string
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.points.names import CUT, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.points.point import Point
+
+KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange")
+"""What may stand in braces."""
+EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
+Value = str | int | float | bool
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine, and how a server of it is started."""
+
+    name: str
+    command: str
+    ready: str = "/health"
+    """Path that answers 200 once requests are taken."""
+    layout: dict[str, str] = {}
+    """By `tp`, `dp`, `dcp`, `ep` and `exchange`."""
+    flags: dict[str, Value | list[Value]] = {}
+    """Further flags, without their dashes; a list is an axis."""
+    env: dict[str, str] = {}
+
+    def servers(self) -> list[dict[str, str]]:
+        """Settings of each server that the flags make: those of lists, whose others are the same for all."""
+        axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
+        return [dict(zip(axes, map(str, values), strict=True)) for values in itertools.product(*axes.values())]
+
+    def words(
+        self, point: Point, settings: Mapping[str, str], model: str, port: int, host: str = "127.0.0.1"
+    ) -> list[str]:
+        """The command line of the server for a point."""
+        exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
+        known = {
+            "model": model,
+            "host": host,
+            "port": port,
+            "tp": point.tp or 1,
+            "dp": point.dp or 1,
+            "dcp": point.dcp or 1,
+            "attn_tp": max(point.tp, 1) // max(point.dp, 1),
+            "exchange": exchange,
+        }
+        said = {
+            "tp": max(point.tp, 1) > 1,
+            "dp": point.dp > 1,
+            "dcp": point.dcp > 1,
+            "ep": point.ep not in (CUT, UNKNOWN),
+            "exchange": bool(exchange) and point.dcp > 1,
+        }
+        words = shlex.split(self.command)
+        for name, text in self.layout.items():
+            words += shlex.split(text) if said[name] else []
+        words = [word.format_map(known) for word in words]
+        same = {name: value for name, value in self.flags.items() if not isinstance(value, list)}
+        for name, value in (same | dict(settings)).items():
+            if value not in (True, "True"):
+                words += [f"--{name}", str(value)] if value not in (False, "False") else []
+            else:
+                words.append(f"--{name}")
+        return words
+
+
+PRESETS = {
+    VLLM: Engine(
+        name=VLLM,
+        command="vllm serve {model} --host {host} --port {port}",
+        layout={
+            "tp": "--tensor-parallel-size {attn_tp}",
+            "dp": "--data-parallel-size {dp}",
+            "dcp": "--decode-context-parallel-size {dcp}",
+            "ep": "--enable-expert-parallel",
+            "exchange": "--dcp-comm-backend {exchange}",
+        },
+    ),
+    SGLANG: Engine(
+        name=SGLANG,
+        command="python3 -m sglang.launch_server --model-path {model} --host {host} --port {port}",
+        layout={
+            "tp": "--tp-size {tp}",
+            "dp": "--dp-size {dp} --enable-dp-attention",
+            "dcp": "--dcp-size {dcp}",
+            "ep": "--ep-size {tp}",
+            "exchange": "--dcp-comm-backend {exchange}",
+        },
+    ),
+}
+"""By --engine. vLLM's tensor parallel degree is that of a replica, ours and SGLang's counts all GPUs."""
+
+
+def engine(named: str | None, command: str | None) -> Engine:
+    """That of --engine, a preset or a file, or of --serve-cmd. Raises UsageError that says what to type."""
+    if command is not None:
+        if named is not None:
+            raise UsageError("--engine and --serve-cmd contradict each other; give one of them.")
+        words = shlex.split(command) if command.strip() else []
+        if not words:
+            raise UsageError(f"--serve-cmd is empty; write for example {EXAMPLE}.")
+        found = Engine(name=Path(words[0]).name, command=command)
+    elif named in PRESETS:
+        found = PRESETS[str(named)]
+    else:
+        found = _read(Path(str(named)))
+    _check(found, named or "--serve-cmd")
+    return found
+
+
+def _read(path: Path) -> Engine:
+    known = ", ".join(PRESETS)
+    if path.suffix != ".toml":
+        raise UsageError(f"--engine {path} is none of {known}, and no .toml file; docs/servers.md has an example.")
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text()), Engine)
+    except OSError as e:
+        raise UsageError(f"--engine {path}: {e.strerror}; name {known} or a file that is there.") from e
+    except msgspec.ValidationError as e:
+        raise UsageError(f"--engine {path}: {e}; docs/servers.md has an example.") from e
+    except ValueError as e:
+        raise UsageError(f"--engine {path} is not valid TOML: {e}.") from e
+
+
+def _check(found: Engine, where: str) -> None:
+    for text in (found.command, *found.layout.values()):
+        try:
+            used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+            shlex.split(text)
+        except ValueError as e:
+            raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a brace of its own.") from e
+        if unknown := [name for name in used if name not in KNOWN]:
+            raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(KNOWN)}.")
+    if "{port}" not in found.command:
+        raise UsageError(f"{where}: the command has no {{port}}, which dcpbench chooses; write for example {EXAMPLE}.")
+    if wrong := [name for name in found.layout if name not in ("tp", "dp", "dcp", "ep", "exchange")]:
+        raise UsageError(f"{where}: layout.{wrong[0]} is none of tp, dp, dcp, ep and exchange.")
+    if empty := [name for name, value in found.flags.items() if value == []]:
+        raise UsageError(f"{where}: flags.{empty[0]} is empty; write its values, or leave it out.")
+    if not found.ready.startswith("/"):
+        raise UsageError(f"{where}: ready = {found.ready!r} is no path; write for example /health.")

@@ -1,0 +1,126 @@
+"""Points of an engine whose servers are started for them: one start for each layout and combination of flags. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError
+from dcpbench.launch.jobs import Progress
+from dcpbench.points.point import SETTING
+from dcpbench.records.file import RecordFile
+from dcpbench.records.record import CPU, Record
+from dcpbench.servers.client import Target
+from dcpbench.servers.launch import Server, free_port
+from dcpbench.servers.measure import look, manner_of, measure
+from dcpbench.serving.outcome import in_short
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.servers.measure import Asked
+    from dcpbench.servers.presets import Engine
+
+LOGS = "servers"
+"""Folder of a run with what its servers wrote."""
+
+
+def settings_of(point: Point) -> dict[str, str]:
+    """Flags that were varied, of a point's settings."""
+    pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
+    return {name: value for name, _, value in pairs}
+
+
+def server_of(point: Point) -> tuple[object, ...]:
+    """The same for points that one server can serve."""
+    return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.settings
+
+
+def measure_started(
+    points: Sequence[Point],
+    engine: Engine,
+    model: str,
+    asked: Asked,
+    settings: Settings,
+    folder: Path,
+    watch: Callable[[Progress], None],
+    *,
+    limit_s: float,
+) -> None:
+    """Measure all points; each leaves a record in the folder. A server that refuses or dies fails its points alone.
+
+    An interruption ends the server with everything below it, and is raised again.
+    """
+    out, places = RecordFile(folder), {point.key(): i for i, point in enumerate(points)}
+
+    def told(point: Point, stage: str) -> Callable[[str], None]:
+        return lambda note: tell(point, stage, note)
+
+    def tell(point: Point, stage: str, note: str = "") -> None:
+        key = point.key()
+        watch(Progress(stage=stage, key=key, index=places[key], of=len(points), note=note, at=time.time()))
+
+    ordered = sorted(points, key=lambda p: list(map(str, server_of(p))))
+    for _, group in itertools.groupby(ordered, key=server_of):
+        left = list(group)
+        port = free_port()
+        words = engine.words(left[0], settings_of(left[0]), model, port)
+        log = _log(folder, engine, left[0])
+        one = dataclasses.replace(
+            asked,
+            target=dataclasses.replace(
+                Target.at(f"http://127.0.0.1:{port}"), key=asked.target.key, timeout_s=asked.target.timeout_s
+            ),
+            device_count=left[0].tp,
+            facts={"command": shlex.join(words), "log": str(log.relative_to(folder))},
+        )
+        with Server(words, log, engine.env, port, engine.ready) as server:
+            why = ""
+            try:
+                waited = server.wait(limit_s, told(left[0], "build"))
+                one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
+                info = look(one.target)
+                manner = manner_of(one, info.model(None).id)
+            except DcpbenchError as e:
+                why = str(e)
+            for point in left:
+                why = why or (f"the server died: {dead}" if (dead := server.dead) else "")
+                if why:
+                    out.append(_failed(point, why, one))
+                    tell(point, "failed", why)
+                    continue
+                record, stopped = measure(point, one, info, manner, settings, folder, told(point, "measure"))
+                if record.outcome != "ok" and (dead := server.dead):
+                    record = msgspec.structs.replace(record, reason=f"the server died: {dead}")
+                out.append(record)
+                if stopped is not None:
+                    raise stopped
+                note = record.reason or (in_short(record.serve) if record.serve else "")
+                tell(point, "done" if record.outcome == "ok" else "failed", note)
+
+
+def _log(folder: Path, engine: Engine, point: Point) -> Path:
+    """A file of its own for each server of the run."""
+    name = "-".join(filter(None, (engine.name, f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}", point.settings)))
+    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
+    names = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())
+    return next(path for path in names if not path.exists())
+
+
+def _failed(point: Point, why: str, asked: Asked) -> Record:
+    return Record(
+        point=point,
+        outcome="failed",
+        reason=f"{why.rstrip('.')}. Read {asked.facts['log']} in the run's folder",
+        detail=dict(asked.facts),
+        marks=["cpu"] if asked.device == CPU else [],
+        started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )

@@ -1,0 +1,272 @@
+"""Servers that are started for a run: one for each layout, refusals quoted, and nothing left of them, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dcpbench import cli
+from dcpbench.errors import UsageError
+from dcpbench.points.engines import engine_load, engine_point
+from dcpbench.records.runs import read_run
+from dcpbench.servers.launch import Server, ServerError, free_port, reason_in
+from dcpbench.servers.presets import PRESETS, Engine, engine
+
+ROOT = Path(__file__).parents[2]
+FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
+LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake server by its module's name."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words])
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+def alive(mark: str) -> list[int]:
+    """Processes whose command line holds a mark, but for this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def gone(mark: str, within_s: float = 15.0) -> bool:
+    """Whether all such processes end in time."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if not alive(mark):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def started(mark: str, *more: str) -> list[str]:
+    """A command that measures servers with a mark in their command line and two processes of their own each."""
+    command = f"{FAKE} --children 2 --gap-ms 50 --version {mark}"
+    words = ["serve", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
+    return [sys.executable, "-m", "dcpbench.cli", *words]
+
+
+def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of four layouts nest and run, one is refused by the server; each configuration is started once."""
+    run = tmp_path / "run"
+    words = ["serve", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
+    words += ["--concurrency", "1,2", *LOAD, "-o", str(run)]
+    code, _, err = dcpbench(capsys, *words)
+    assert code == 4
+    assert "decode context parallel size 2 is not supported" in err
+    records = {(str(r.point.layout), r.point.concurrency): r for r in read_run(run).records}
+    assert {key: r.outcome for key, r in records.items()} == {
+        ("tp1", 1): "ok",
+        ("tp1", 2): "ok",
+        ("tp2", 1): "ok",
+        ("tp2", 2): "ok",
+        ("tp2·dcp2", 1): "failed",
+        ("tp2·dcp2", 2): "failed",
+    }
+    why = records["tp2·dcp2", 1].reason or ""
+    assert "AssertionError: decode context parallel size 2 is not supported by the attention backend CPU_ATTN" in why
+    assert "servers/" in why
+    assert len(list((run / "servers").iterdir())) == 3
+    server = records["tp2", 1].server
+    assert server
+    assert "-tp 2" in server.facts["command"]
+    assert records["tp2", 1].origin == "engine vllm 0.32.0"
+    assert not alive(str(run))
+    before = (run / "records.jsonl").read_bytes()
+    code, _, err = dcpbench(capsys, *words, "--resume")
+    after = (run / "records.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert after.count(b"\n") == before.count(b"\n") + 2, "what failed is tried again, what ran is not"
+
+
+def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It crashes after half a second; the second configuration is started all the same."""
+    file = tmp_path / "engine.toml"
+    file.write_text(f'name = "crashing"\ncommand = "{FAKE} --gap-ms 30"\n[flags]\ncrash-after = [1.0, 0]\n')
+    run = tmp_path / "run"
+    words = ["serve", "--engine", str(file), "--model", "m", "--tp", "1", "--concurrency", "1,2,4", "--device", "cpu"]
+    words += ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "8", "--warm-up", "0", "-o", str(run)]
+    code, _, _ = dcpbench(capsys, *words)
+    assert code == 4
+    outcomes: dict[str, list[str]] = {}
+    for record in read_run(run).records:
+        outcomes.setdefault(record.point.settings, []).append(record.outcome)
+        if record.outcome == "failed":
+            assert "the server died" in (record.reason or "")
+    assert outcomes["crash-after=0"] == ["ok"] * 3
+    assert "failed" in outcomes["crash-after=1.0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("seed", [1])
+def test_nothing_is_left_running_however_the_command_ends(number: int, seed: int, tmp_path: Path) -> None:
+    """At any moment: while a server starts, serves, or ends; its own children, too."""
+    mark = f"mark-{number}-{seed}-{os.getpid()}"
+    command = started(mark, "-o", str(tmp_path / "run"))
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as ours:
+        time.sleep(random.Random(seed * 100 + number).uniform(0.3, 3.5))
+        ours.send_signal(number)
+        ours.wait(20)
+    assert gone(mark)
+
+
+def test_a_server_that_ignores_being_asked_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its children, after the grace."""
+    monkeypatch.setattr("dcpbench.servers.launch.GRACE_S", 0.5)
+    mark = f"stubborn-{os.getpid()}"
+    port = free_port()
+    words = (
+        f"{sys.executable} -m tests.servers.fake_server --port {port} --ignore-sigterm --children 2 --version {mark}"
+    )
+    with Server(words.split(), tmp_path / "log", {}, port, "/health") as server:
+        server.wait(20)
+        assert len(alive(mark)) >= 2
+    assert gone(mark, 5)
+
+
+def test_a_server_that_is_never_ready_is_a_sentence(tmp_path: Path) -> None:
+    """With the last that it wrote; so is a command that is not there."""
+    port = free_port()
+    words = f"{sys.executable} -m tests.servers.fake_server --port {port} --health-delay 60"
+    never = pytest.raises(ServerError, match=r"took no requests within 1\.5 s \(--start-timeout\).*listening on")
+    with Server(words.split(), tmp_path / "a", {}, port, "/health") as server, never:
+        server.wait(1.5)
+    absent = pytest.raises(ServerError, match="exit code 127: FileNotFoundError: /no/such/engine")
+    with Server(["/no/such/engine"], tmp_path / "b", {}, port, "/health") as server, absent:
+        server.wait(10)
+
+
+VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported for X
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("Traceback …\nValueError: tp 3 does not divide 8 heads\n", "ValueError: tp 3 does not divide 8 heads"),
+        (VLLMS, "AssertionError: DCP not supported for X"),
+        ("usage: x\nx: error: unrecognized arguments: --dcp\n", "x: error: unrecognized arguments: --dcp"),
+        (
+            "\x1b[31mtorch.cuda.OutOfMemoryError: CUDA out of memory\x1b[0m\n",
+            "torch.cuda.OutOfMemoryError: CUDA out of memory",
+        ),
+        ("", "it wrote nothing"),
+    ],
+)
+def test_the_reason_is_the_servers_own(log: str, reason: str) -> None:
+    """The cause, not the error that points at it."""
+    assert reason_in(log.encode()) == reason
+
+
+def words_of(name: str, **layout: int) -> str:
+    """The command line of a preset for a layout."""
+    degrees = {"tp": 1, "dp": 1, "dcp": 1} | layout
+    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
+    point = engine_point(model="m", layout=degrees, backend=name, load=load, concurrency=1, context=2)
+    return " ".join(PRESETS[name].words(point, {"max-num-seqs": "4", "enforce-eager": "True"}, "m", 7))
+
+
+def test_presets_say_layouts_in_the_engines_words() -> None:
+    """vLLM's tensor parallel degree is that of a replica, SGLang's counts all."""
+    vllm = "vllm serve m --host 127.0.0.1 --port 7"
+    assert words_of("vllm") == f"{vllm} --max-num-seqs 4 --enforce-eager"
+    assert f"{vllm} --tensor-parallel-size 8 --decode-context-parallel-size 8" in words_of("vllm", tp=8, dcp=8)
+    assert "--tensor-parallel-size 2 --data-parallel-size 4" in words_of("vllm", tp=8, dp=4)
+    assert "--tp-size 8 --dp-size 4 --enable-dp-attention --dcp-size 2" in words_of("sglang", tp=8, dp=4, dcp=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('command = "x {port}"', "missing required field `name`"),
+        ('name = "x"\ncommand = "x"', "has no {port}"),
+        ('name = "x"\ncommand = "x {port} {tpp}"', "{tpp} stands for nothing; these do: model"),
+        ('name = "x"\ncommand = "x {port"', "cannot be read"),
+        ('name = "x"\ncommand = "x {port}"\nready = "health"', "is no path"),
+        ('name = "x"\ncommand = "x {port}"\n[flags]\na = []', "flags.a is empty"),
+        ('name = "x"\ncommand = "x {port}"\n[layout]\npp = "-pp 2"', "layout.pp is none of"),
+        ("name = ", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Path) -> None:
+    """Naming the field."""
+    path = tmp_path / "e.toml"
+    path.write_text(content)
+    with pytest.raises(UsageError) as error:
+        engine(str(path), None)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--engine vlm --model m", "is none of vllm, sglang"),
+        ("--engine nowhere.toml --model m", "No such file"),
+        ("--engine vllm", "--engine needs --model"),
+        ("--engine vllm --model m --tp 3 --dcp 2", "dcp"),
+        ("--serve-cmd x --model m", "has no {port}"),
+        ("--engine vllm --model m --backend triton", "--backend: that is an option of dcpbench's own engine"),
+    ],
+)
+def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    code, _, err = dcpbench(capsys, "serve", *words.split())
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_the_plan_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, as it would be started."""
+    code, _, err = dcpbench(
+        capsys,
+        "serve",
+        "--engine",
+        "vllm",
+        "--model",
+        "m",
+        "--tp",
+        "8",
+        "--dcp",
+        "1,8",
+        "--concurrency",
+        "8,32",
+        "--dry-run",
+    )
+    assert code == 0
+    assert err.count("vllm serve m") == 2
+    assert "--decode-context-parallel-size 8" in err
+
+
+def test_flags_are_axes() -> None:
+    """Every combination of lists; others are the same for all."""
+    made = Engine(name="x", command="x {port}", flags={"a": [1, 2], "b": ["x", "y"], "c": 3})
+    assert made.servers() == [{"a": a, "b": b} for a in ("1", "2") for b in ("x", "y")]
