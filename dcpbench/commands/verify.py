@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, WRONG, Group, typed
+from dcpbench.commands.command import SOME_FAILED, WRONG, Group, panel, typed
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
 
@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
     from dcpbench.points.prompts import Prompts
+    from dcpbench.servers.agreement import Found
 
+NEW_TOKENS, SERVERS_TOKENS = 8, 32
+ANSWERS_FILE = "answers.json"
 USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 """(tp, dp, dcp) of the layouts that are checked where none is typed."""
+SERVERS = panel("Running servers")
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
@@ -47,12 +51,35 @@ class Load(Group):
     prompts: Path | None = opt.LOAD(
         "With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.", metavar="FILE"
     )
-    new_tokens: int = opt.LOAD("With --checkpoint: greedy tokens compared.", default=8, metavar="N", min=1)
+    new_tokens: int | None = opt.LOAD(
+        "With --checkpoint or --url: greedy tokens compared. Default: 8; 32 with --url.", metavar="N", min=1
+    )
     concurrency: str | None = opt.LOAD("With --checkpoint: random prompts. Default: 4.", metavar="N")
     context: str | None = opt.LOAD(
-        "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37.",
+        "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37. With --url: lengths "
+        "of prompts; default: 64, 128, … as far as the servers take them, to 32,768.",
         metavar="TOKENS",
     )
+
+
+class Remote(Group):
+    """Two running servers, instead of layouts of our own engine."""
+
+    url: list[str] | None = SERVERS(
+        "Compare the greedy answers of two servers, A and B: does B differ from A beyond what each differs from itself, and from "
+        "which length on? Give it twice. Once: is this server the same from answer to answer?",
+        metavar="URL",
+    )
+    num_prompts: int = SERVERS("Prompts of each length.", default=8, metavar="N", min=1)
+    repeats: int = SERVERS(
+        "Answers of each server to each prompt: alone, then beside others.", default=3, metavar="N", min=2
+    )
+    tolerance: float = SERVERS(
+        "In log-probabilities: less of a difference is rounding.", default=0.1, metavar="X", min=0.0
+    )
+    seed: int = SERVERS("Of the prompts.", default=0, metavar="N", min=0)
+    endpoint: str = SERVERS("completions or chat.", default="completions", metavar="NAME")
+    api_key_env: str = SERVERS("Environment variable with the API key.", default="OPENAI_API_KEY", metavar="NAME")
 
 
 class Run(opt.Run):
@@ -62,7 +89,7 @@ class Run(opt.Run):
     resume = False
 
 
-def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
+def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run) -> int:
     """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
 
     Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.
@@ -78,6 +105,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
       dcpbench verify --tp 4 --ep 1,tp
 
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
+
+      dcpbench verify --url http://127.0.0.1:8000 --url http://127.0.0.1:8001
     """
     import msgspec
 
@@ -88,6 +117,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     from dcpbench.plan.spec import PARSERS, make_spec
     from dcpbench.points.shapes import check_checkpoint
 
+    if remote.url:
+        return _compare_servers(remote, typed(layouts, how), load, run)
     runs.check_run(run)
     probe = runs.machine(run)
     if load.checkpoint:
@@ -109,13 +140,119 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     folder = run.output or folders.new_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
     work = runs.work_of(folder, spec.settings, probe, run)
-    work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens, prompts=texts)
+    work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens or NEW_TOKENS, prompts=texts)
     with folders.locked(folder) as lock:
         with folders.writing(folder):
             folders.prepare_checks(folder, force=run.force)
             runs.announce(candidates, points, folder, probe, cpu_note=False)
             runs.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
+
+
+def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Run) -> int:
+    """Ask both, judge, and say where they differ. 1 where they do, 4 where nothing can be said."""
+    import asyncio
+    import os
+
+    import msgspec
+
+    from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
+    from dcpbench.launch import folders
+    from dcpbench.plan import options as read
+    from dcpbench.points.names import flag
+    from dcpbench.servers.agreement import DIFFER, UNDECIDED, between, judge
+    from dcpbench.servers.ask import ask_all
+    from dcpbench.servers.client import Target
+    from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.show.terminal import ProgressLine
+    from dcpbench.show.whole_files import write_file
+
+    own |= typed(load)
+    if wrong := [flag(name) for name in own if name not in ("context", "new_tokens")]:
+        raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or --url.")
+    urls = remote.url or []
+    if len(urls) > 2:  # noqa: PLR2004 - A and B
+        raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
+    read.check_known("endpoint", remote.endpoint, ENDPOINTS)
+    contexts = None if load.context is None else read.ints("context", load.context)
+    for context in contexts or ():
+        read.check_positive("context", context)
+    key = os.environ.get(remote.api_key_env, "")
+    targets = [Target.at(url, key=key, timeout_s=run.timeout) for url in urls]
+    tokens = load.new_tokens or SERVERS_TOKENS
+    with ProgressLine() as line:
+
+        def ask(lengths: "Sequence[int] | None") -> "list[Found]":
+            asked = ask_all(
+                targets,
+                contexts=lengths,
+                prompts=remote.num_prompts,
+                tokens=tokens,
+                repeats=remote.repeats,
+                seed=remote.seed,
+                endpoint=remote.endpoint,
+                tell=line,
+            )
+            return asyncio.run(asked)
+
+        found = ask(contexts)
+        judged, verdict, why = judge(found, remote.tolerance)
+        while (length := between(judged, tokens)) is not None:
+            found = sorted([*found, *ask([length])], key=lambda f: f.context)
+            judged, verdict, why = judge(found, remote.tolerance)
+    said = {
+        "verdict": verdict,
+        "why": why,
+        "servers": [target.url for target in targets],
+        "tolerance": remote.tolerance,
+        "contexts": [msgspec.to_builtins(f) | {"differs": f.differs} for f in judged],
+    }
+    if run.output is not None:
+        folders.make_folder(run.output)
+        write_file(run.output / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n")
+    if run.as_json:
+        runs.print_json(said)
+    else:
+        _print_servers(said, judged)
+    return WRONG if verdict == DIFFER else SOME_FAILED if verdict == UNDECIDED else 0
+
+
+def _print_servers(said: dict[str, Any], judged: "Sequence[Found]") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from dcpbench.show.numbers import short_number
+
+    names = " and ".join(f"{side}: {url}" for side, url in zip("AB", said["servers"], strict=False))
+    shown = Table(box=SIMPLE_HEAD, title=f"Greedy answers, {names}")
+    for name in (
+        "prompt tokens",
+        "differ from own",
+        "A from B",
+        "first token",
+        "ahead by",
+        "drift of own",
+        "A from B",
+        "verdict",
+    ):
+        shown.add_column(name, justify="right")
+    for f in judged:
+        shown.add_row(
+            f"{f.context:,}",
+            f"{f.differ_within:.0%}",
+            f"{f.differ_between:.0%}",
+            "—" if f.first is None else str(f.first),
+            short_number(f.gap),
+            short_number(f.drift_within),
+            short_number(f.drift_between),
+            "differs" if f.differs else "same",
+        )
+    terminal = console()
+    terminal.print(shown)
+    if all(f.drift_between is None for f in judged):
+        terminal.print("No log-probabilities are offered: judged by tokens alone.", soft_wrap=True)
+    terminal.print(f"{said['verdict']}: {said['why']}", soft_wrap=True)
 
 
 def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
@@ -147,7 +284,7 @@ def _prompts(spec: "SweepSpec", load: Load) -> "Prompts":
         return ()
     shape = load_shape(str(load.checkpoint))
     if load.prompts:
-        return read_prompts(load.prompts, shape, load.new_tokens)
+        return read_prompts(load.prompts, shape, load.new_tokens or NEW_TOKENS)
     return random_prompts(shape, max(spec.concurrency), max(spec.context))
 
 
