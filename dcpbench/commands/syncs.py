@@ -144,6 +144,67 @@ def scan(traces: Traces, gate: Gate, report: Report) -> int:
     return commands.scan(traces, gate.options(), commands.Out(**vars(report)))
 
 
+class Served(Group):
+    """The server, and what it is asked to do meanwhile."""
+
+    url: str = READ("The server, vLLM or SGLang, started so that it can profile.", default="", metavar="URL")
+    traces: Path | None = READ("Folder into which it writes its traces, as seen from here.", metavar="FOLDER")
+    num_requests: int = READ("Requests that it serves while it is profiled.", default=8, metavar="N", min=1)
+    concurrency: int = READ("Of them at once.", default=4, metavar="N", min=1)
+    input_tokens: int = READ("Tokens of a prompt.", default=128, metavar="N", min=1)
+    output_tokens: int = READ("Tokens of an answer.", default=16, metavar="N", min=1)
+    endpoint: str = READ("completions or chat.", default="completions", metavar="NAME")
+    api_key_env: str = READ("Environment variable with the API key.", default="OPENAI_API_KEY", metavar="NAME")
+    wait: float = READ("How long its traces are waited for.", default=120.0, metavar="SECONDS")
+
+
+@command(app, rich_help_panel="Traces")
+def serve(served: Served, gate: Gate, report: Report) -> int:
+    """Find where a running server waits for the GPU: start its profiler, send it a small load, and scan what it wrote.
+
+    Exit codes: as of scan.
+
+    For example:
+
+      dcpbench syncs serve --url http://127.0.0.1:8000 --traces /tmp/traces --max-per-step 2
+    """
+    import asyncio
+    import os
+
+    from dcpbench.errors import UsageError
+    from dcpbench.plan.options import check_known, check_seconds
+    from dcpbench.servers.client import Target
+    from dcpbench.servers.profile import profile
+    from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.show.terminal import ProgressLine
+    from dcpbench.syncs import commands
+
+    if not served.url:
+        raise UsageError("--url is missing; write for example --url http://127.0.0.1:8000.")
+    if served.traces is None:
+        raise UsageError("--traces is missing: name the folder into which the server writes its traces.")
+    check_known("endpoint", served.endpoint, ENDPOINTS)
+    check_seconds("--wait", served.wait, 120)
+    out = commands.Out(**vars(report))
+    commands.settle(gate.options(), out)  # mistakes are told before a server is profiled
+    target = Target.at(served.url, key=os.environ.get(served.api_key_env, ""))
+    with ProgressLine() as line:
+        found = asyncio.run(
+            profile(
+                target,
+                served.traces,
+                requests=served.num_requests,
+                concurrency=served.concurrency,
+                input_tokens=served.input_tokens,
+                output_tokens=served.output_tokens,
+                endpoint=served.endpoint,
+                wait_s=served.wait,
+                tell=line,
+            )
+        )
+    return commands.scan([str(path) for path in found], gate.options(), out)
+
+
 class Written(Group):
     """Where a baseline goes."""
 

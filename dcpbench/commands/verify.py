@@ -72,7 +72,7 @@ class Remote(Group):
     )
     num_prompts: int = SERVERS("Prompts of each length.", default=8, metavar="N", min=1)
     repeats: int = SERVERS(
-        "Answers of each server to each prompt: alone, then beside others.", default=3, metavar="N", min=2
+        "Answers of each server to each prompt: alone, then beside others.", default=3, metavar="N", min=1
     )
     tolerance: float = SERVERS(
         "In log-probabilities: less of a difference is rounding.", default=0.1, metavar="X", min=0.0

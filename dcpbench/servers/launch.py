@@ -28,6 +28,7 @@ TAIL = 1 << 17
 """Bytes of a log in which a reason is looked for."""
 RAISED = re.compile(r"^(?:.*?\s)?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)): (.+)$")
 POINTS_ELSEWHERE = re.compile(r"root cause above|initialization failed|see (the )?(stack )?trace", re.IGNORECASE)
+VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
 SAID_AT_MOST = 400
 
 
@@ -46,10 +47,14 @@ def reason_in(log: bytes) -> str:
     """Why a server ended, in its own words: the last error that it raised and that names a cause, else its last line."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log[-TAIL:].decode("utf-8", "replace"))
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    raised = [m for line in lines if (m := RAISED.match(line))]
-    causes = [m for m in raised if not POINTS_ELSEWHERE.search(m[0])]
+    raised = [(m, i) for i, line in enumerate(lines) if (m := RAISED.match(line))]
+    causes = [(m, i) for m, i in raised if not POINTS_ELSEWHERE.search(m[0])]
     if found := (causes or raised):
-        return one_line(f"{found[-1][1]}: {found[-1][2]}")[:SAID_AT_MOST]
+        error, place = found[-1]
+        said = f"{error[1]}: {error[2]}"
+        if VALIDATION.search(said) and place + 1 < len(lines):  # pydantic's message begins in the next line
+            said += f": {lines[place + 1].strip().partition(' [type=')[0]}"
+        return one_line(said)[:SAID_AT_MOST]
     return one_line(lines[-1])[:SAID_AT_MOST] if lines else "it wrote nothing"
 
 

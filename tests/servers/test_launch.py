@@ -178,6 +178,10 @@ VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported fo
             "\x1b[31mtorch.cuda.OutOfMemoryError: CUDA out of memory\x1b[0m\n",
             "torch.cuda.OutOfMemoryError: CUDA out of memory",
         ),
+        (
+            "a.ValidationError: 1 validation error for VllmConfig\n  Value error, DCP needs more heads [type=value_error, x]\n    more",
+            "a.ValidationError: 1 validation error for VllmConfig: Value error, DCP needs more heads",
+        ),
         ("", "it wrote nothing"),
     ],
 )

@@ -1,0 +1,112 @@
+"""Traces of a server at work: its own profiler is started and stopped by HTTP, and its ranks' files are waited for. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.servers import info as server_info
+from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, status_error
+from dcpbench.servers.load import Call, Run
+from dcpbench.servers.prompts import PATHS, find_manner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+START, STOP = "/start_profile", "/stop_profile"
+KINDS = (".json", ".json.gz")
+SETTLED_S = 2.0
+"""A file that has not grown for so long is whole: ranks write one after the other."""
+POLL_S = 0.2
+HOW = (
+    'start vLLM with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "FOLDER"}\' (before 0.13: the environment variable '
+    "VLLM_TORCH_PROFILER_DIR), SGLang with SGLANG_TORCH_PROFILER_DIR=FOLDER"
+)
+
+
+def traces_in(folder: Path) -> dict[Path, int]:
+    """Files below a folder that may be traces, each with its size."""
+    return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name.endswith(KINDS)}
+
+
+async def profile(
+    target: Target,
+    folder: Path,
+    *,
+    requests: int,
+    concurrency: int,
+    input_tokens: int,
+    output_tokens: int,
+    endpoint: str,
+    wait_s: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Path]:
+    """Traces that the server wrote into `folder`, which it and this process both see, while it served a small load.
+
+    Raises UsageError for a folder that is not there, WorkerError where the server does not profile or no trace comes.
+    """
+    if not await asyncio.to_thread(folder.is_dir):
+        raise UsageError(
+            f"--traces {folder} is no folder on this machine; name the one into which the server writes its traces."
+        )
+    before = await asyncio.to_thread(traces_in, folder)
+    async with Client(target) as client:
+        asked = await server_info.ask(client)
+        manner = await find_manner(client, asked.model(None).id, endpoint)
+        generator = np.random.Generator(np.random.PCG64(0))
+        bodies = [
+            target.request(
+                "POST",
+                PATHS[endpoint],
+                manner.body(generator.integers(0, manner.vocab, input_tokens, dtype=np.int32), output_tokens),
+            )
+            for _ in range(requests)
+        ]
+        run = Run(client, [Call(i, body, output_tokens) for i, body in enumerate(bodies)], concurrency)
+        warm = Run(client, [Call(0, bodies[0], output_tokens)], 1)
+        await warm.run()
+        await _switch(client, START)
+        tell("profiling")
+        try:
+            await run.run()
+        finally:
+            await _switch(client, STOP)
+    if failed := [outcome.error for outcome in run.outcomes if outcome.error is not None]:
+        raise WorkerError(
+            f"{len(failed)} of {requests} requests failed while the server was profiled; the first one: {failed[0].sentence}"
+        )
+    return await _written(folder, before, wait_s, tell)
+
+
+async def _switch(client: Client, path: str) -> None:
+    try:
+        reply = await client.post(path, timeout_s=600.0)
+    except RequestError as e:
+        raise WorkerError(f"{client.target.url}{path}: {e.sentence}") from e
+    if reply.status != OK:
+        error = status_error(reply.status, reply.headers, reply.data)
+        how = f" It does not profile; {HOW}." if reply.status >= CLIENT_ERROR and path == START else ""
+        raise WorkerError(f"{client.target.url}{path}: {error.sentence}{how}")
+
+
+async def _written(folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]) -> list[Path]:
+    """New files, once none has grown for SETTLED_S."""
+    began = last = time.monotonic()
+    known: dict[Path, int] = {}
+    while time.monotonic() - began < wait_s or (known and time.monotonic() - last < SETTLED_S):
+        new = {p: size for p, size in (await asyncio.to_thread(traces_in, folder)).items() if before.get(p) != size}
+        if new != known:
+            known, last = new, time.monotonic()
+            tell(f"{len(new)} traces, {sum(new.values()) / 1e6:,.1f} MB")
+        elif known and time.monotonic() - last >= SETTLED_S:
+            return sorted(known)
+        await asyncio.sleep(POLL_S)
+    raise WorkerError(
+        f"no trace came into {folder} within {wait_s:g} s (--wait): the server writes it on its own machine and into the folder that it "
+        f"was started with; {HOW}."
+    )

@@ -1,0 +1,102 @@
+"""`syncs serve`: a running server is profiled, its ranks' traces are scanned, and nothing is called clean that was not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench import cli
+from tools.client_accuracy import served
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DATA = Path(__file__).parents[1] / "data"
+TRACE = DATA / "h200_stacks.trace.json.gz"
+Asked = tuple[int, str, str]
+
+
+@pytest.fixture
+def scanned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Asked]:
+    """What the command says of a server with these flags."""
+
+    def run(flags: str, *words: str, enabled: bool = True) -> Asked:
+        folder = tmp_path / "traces"
+        folder.mkdir(exist_ok=True)
+        (folder / "of-yesterday.json").write_text("{}")
+        if enabled:
+            monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
+        with served(flags, tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+            cli.main(["syncs", "serve", "--url", url, "--traces", str(folder), "--num-requests", "2", *words])
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_the_traces_of_all_ranks_are_scanned_and_older_files_are_not(scanned: Callable[..., Asked]) -> None:
+    """Its waits are findings; what both ranks wrote alike is read once."""
+    code, out, err = scanned(f"--trace {TRACE} -tp 2", "--format", "json")
+    assert code == 1, err
+    report = json.loads(out)
+    assert [trace["rank"] for trace in report["traces"]] == [0]
+    assert "rank1" in err
+    assert "of-yesterday" not in out + err
+
+
+def test_the_gate_is_scans_own(scanned: Callable[..., Asked]) -> None:
+    """What is allowed passes."""
+    code, _, err = scanned(f"--trace {TRACE}", "--max-per-step", "1000000")
+    assert code == 0, err
+
+
+def test_a_server_that_does_not_profile_is_told_how_it_would(scanned: Callable[..., Asked]) -> None:
+    """404 of /start_profile."""
+    code, _, err = scanned("", enabled=False)
+    assert code
+    assert "It does not profile; start vLLM with --profiler-config" in err
+    assert "SGLANG_TORCH_PROFILER_DIR" in err
+
+
+def test_no_trace_is_never_clean(scanned: Callable[..., Asked]) -> None:
+    """The server writes elsewhere."""
+    code, _, err = scanned("", "--wait", "0.5")
+    assert code
+    assert "no trace came into" in err
+    assert "within 0.5 s (--wait)" in err
+
+
+def test_a_trace_without_a_gpu_is_never_clean(scanned: Callable[..., Asked], tmp_path: Path) -> None:
+    """Of an engine on a CPU."""
+    trace = tmp_path / "cpu.json"
+    trace.write_text(
+        json.dumps(
+            {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}]}
+        )
+    )
+    code, _, _ = scanned(f"--trace {trace}")
+    assert code == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--url is missing"),
+        (["--url", "http://127.0.0.1:9"], "--traces is missing"),
+        (["--url", "http://127.0.0.1:9", "--traces", "/no/such"], "is no folder on this machine"),
+        (["--url", "ftp://x", "--traces", "."], "is no address of a server"),
+        (["--url", "http://127.0.0.1:9", "--traces", ".", "--format", "pdf"], "pdf"),
+    ],
+)
+def test_mistakes_are_sentences(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is sent."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["syncs", "serve", *words])
+    assert end.value.code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
