@@ -201,6 +201,10 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
         while (length := between(judged, tokens)) is not None:
             found = sorted([*found, *ask([length])], key=lambda f: f.context)
             judged, verdict, why = judge(found, remote.tolerance)
+    if len(urls) == 1:
+        why = why.replace("B answers as A does", "The server repeats itself").replace(
+            "B differs from A", "The server's second half of answers differs"
+        )
     said = {
         "verdict": verdict,
         "why": why,

@@ -27,7 +27,9 @@ OK = 200
 TAIL = 1 << 17
 """Bytes of a log in which a reason is looked for."""
 RAISED = re.compile(r"^(?:.*?\s)?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)): (.+)$")
-POINTS_ELSEWHERE = re.compile(r"root cause above|initialization failed|see (the )?(stack )?trace", re.IGNORECASE)
+POINTS_ELSEWHERE = re.compile(
+    r"root cause above|initialization failed|see (the )?(stack )?trace|encountered an issue", re.IGNORECASE
+)
 VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
 SAID_AT_MOST = 400
 
@@ -102,6 +104,10 @@ class Server:
             f"the server took no requests within {limit_s:g} s (--start-timeout); the last that it wrote: "
             f"{reason_in(self._log())}"
         )
+
+    def cause(self, said: str) -> str:
+        """What its log says, where what it said itself only points there."""
+        return f" (its log: {reason_in(self._log())})" if POINTS_ELSEWHERE.search(said) else ""
 
     def stop(self) -> None:
         """End it and everything below it."""

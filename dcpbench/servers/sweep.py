@@ -90,7 +90,7 @@ def measure_started(
                 info = look(one.target)
                 manner = manner_of(one, info.model(None).id)
             except DcpbenchError as e:
-                why = str(e)
+                why = f"{str(e).rstrip('.')}{server.cause(str(e))}"
             for point in left:
                 why = why or (f"the server died: {dead}" if (dead := server.dead) else "")
                 if why:
