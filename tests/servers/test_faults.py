@@ -14,7 +14,7 @@ from dcpbench.servers.load import Call, Outcome, Run
 from dcpbench.servers.prompts import EXACT, Manner
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
-LIMIT_S = 0.4
+LIMIT_S = 1.0
 MANNER = Manner(endpoint="completions", model="fake", extras=EXACT, vocab=1000)
 SAID = {
     "401": ("HTTP 401", "HTTP 401: Unauthorized"),
@@ -31,12 +31,12 @@ SAID = {
     "close": ("closed", "closed the connection without an answer"),
     "close-mid": ("closed", "in the middle of its answer"),
     "reset": ("closed", "closed the connection without an answer"),
-    "silent": ("time-out", "nothing came for 0.4 s (--request-timeout)"),
-    "silent-mid": ("time-out", "nothing came for 0.4 s (--request-timeout)"),
+    "silent": ("time-out", "nothing came for 1 s (--request-timeout)"),
+    "silent-mid": ("time-out", "nothing came for 1 s (--request-timeout)"),
     "endless": ("bad stream", "chunks for 10 tokens and did not end"),
     "endless-line": ("bad stream", "one event of its stream is longer than 1,048,576 bytes"),
     "endless-head": ("not HTTP", "no answer of HTTP/1.1"),
-    "comments": ("time-out", "nothing came for 0.4 s"),
+    "comments": ("time-out", "nothing came for 1 s"),
     "redirect": ("HTTP 301", "sends elsewhere (HTTP 301): http://elsewhere.invalid/v1"),
 }
 HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes")
