@@ -108,27 +108,25 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         with stoppable(work):
             launcher.run([], work, run.machines, lambda _: None)
         return 0
-    return carry_out(candidates, work, probe, run, work_off)
+    return carry_out(candidates, folder, work, probe, run, work_off)
 
 
 def carry_out(
     candidates: Sequence[grid.Candidate],
+    folder: Path,
     work: launcher.Work,
     probe: Probe,
     run: Run,
     work_off: WorkOff | None = None,
-    *,
-    cpu_note: bool = True,
 ) -> int:
-    """Run what can run into the folder of `work`, and write the report. Returns the exit code."""
-    folder = work.folder
+    """Run what can run into a folder, and write the report. Returns the exit code."""
     with folders.locked(folder) as lock:
         with folders.writing(folder):
             points = _prepare(candidates, folder, work, run)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             if not is_part():
-                announce(candidates, points, folder, probe, cpu_note=cpu_note)
+                announce(candidates, points, folder, probe)
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )

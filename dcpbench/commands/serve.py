@@ -304,7 +304,7 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
         with runs.stoppable(work), runs.progress_of(points) as bar:
             measure_points(points, asked, info, manner, work.settings, work.folder, bar)
 
-    return runs.carry_out(candidates, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
+    return runs.carry_out(candidates, folder, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
 
 
 def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
@@ -351,7 +351,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         with runs.stoppable(work), runs.progress_of(points) as bar:
             measure_started(points, preset, model, asked, work.settings, work.folder, bar, limit_s=remote.start_timeout)
 
-    return runs.carry_out(candidates, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
+    return runs.carry_out(candidates, folder, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
 
 
 def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":

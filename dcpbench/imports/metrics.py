@@ -117,6 +117,7 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
         finished=result.completed,
         rejected=None,
         cancelled=None,
+        failed=result.failed,
         input_tokens=None if result.rates else result.input_tokens,
         output_tokens=None if result.rates else result.output_tokens,
         cached_tokens=None,

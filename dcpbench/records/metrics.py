@@ -521,6 +521,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("finished", "requests", "requests that got all their tokens"),
     Metric("rejected", "requests", "requests that can never fit", heading="rejected"),
     Metric("cancelled", "requests", "requests that the end of the run cut off", heading="cut off"),
+    Metric("failed", "requests", "requests that a real server did not answer to their end", heading="failed"),
     Metric("input_tokens", "tokens", "prompt tokens of requests that got a token"),
     Metric("output_tokens", "tokens", "output tokens that came"),
     Metric("cached_tokens", "tokens", "prompt tokens that the prefix cache had"),

@@ -1,0 +1,20 @@
+"""Servers and clients of these tests run event loops of their own, also behind tests of pages in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_loop_is_running() -> Iterator[None]:
+    """A browser that is driven from this process keeps a loop of its own running in it, beside which none could be."""
+    held = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    yield
+    asyncio._set_running_loop(held)
