@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
-LATER = point.LATER | {f"load_{name}": default for name, default in point.LOADS_LATER.items()} | dict.fromkeys(FLOORS) | {"failed": 0}
+LATER = (
+    point.LATER
+    | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
+    | dict.fromkeys(FLOORS)
+    | {"failed": 0}
+)
 """Columns that are left out where all points have this: tables once were without."""
 
 
