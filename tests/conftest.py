@@ -8,6 +8,7 @@ Without a GPU, Triton kernels run in its interpreter; that has to be decided bef
 import gc
 import importlib.util
 import os
+import signal
 import sys
 
 import pytest
@@ -25,6 +26,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
 
 os.fsync = lambda _: None  # no test cuts the power, and a busy disk takes a second
 

@@ -16,7 +16,7 @@ from dcpbench.plan.options import parse_bytes
 from dcpbench.points.batches import padded_batch
 from dcpbench.points.layout import Layout, Prefix, local_length
 from dcpbench.points.memory import attention_products, mlp_products
-from dcpbench.points.names import BACKENDS, EXCHANGES
+from dcpbench.points.names import BACKENDS, EXCHANGES, OVER_FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def attention_cases(asked: Asked) -> list[Case]:
     usual = ("reference", "triton") if asked.cpu else ("flashinfer", *flashmla, "triton")
     backends = asked.names("backend", BACKENDS, usual)
     grid = itertools.product(
+        asked.names("kv_dtype", DTYPES, ("bf16",)),
         asked.names("lengths", LENGTHS),
         asked.counts("page", (4,), (64,)),
         asked.counts("context", (16,), (8192, 131072)),
@@ -128,8 +129,9 @@ def attention_cases(asked: Asked) -> list[Case]:
         backends,
     )
     return [
-        asked.case(name, heads=h, requests=b, context=s, page=p, lengths=division)
-        for division, p, s, b, h, name in grid
+        asked.case(name, heads=h, requests=b, context=s, page=p, lengths=division, kv=kv)
+        for kv, division, p, s, b, h, name in grid
+        if kv == "bf16" or name in OVER_FP8
     ]
 
 

@@ -89,6 +89,7 @@ class Attention(Group):
     requests: str | None = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
     context: str | None = COUNTS("KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
     page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
+    kv_dtype: str | None = NAMES("bf16, fp8: e4m3 with a scale, read by triton and flashmla. Default: bf16.")
     lengths: str = NAMES(
         "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
     )

@@ -27,6 +27,7 @@ from dcpbench.points.names import (
     EXCHANGES,
     FP8,
     NO_EXCHANGE,
+    OVER_FP8,
     REGISTERED,
     SYNTHETIC,
     WHOLE,
@@ -236,7 +237,7 @@ def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
             f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
             "--backend triton."
         )
-    if point.kv_precision == FP8 and point.backend == "flashinfer":
+    if point.kv_precision == FP8 and point.backend not in OVER_FP8:
         raise UsageError(
             f"{backend} does not read an fp8 KV cache here; use --backend flashmla, --backend triton or --kv-dtype bf16."
         )

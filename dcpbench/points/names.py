@@ -10,6 +10,8 @@ EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)
 """What --exchange can be; exchange/ makes them."""
 AUTO_EXCHANGES = EXCHANGES[:-1]
 """Those that --exchange auto tries; the last is run where it is named."""
+OVER_FP8 = ("reference", "triton", "flashmla")
+"""Backends that read KV rows in fp8."""
 AUTO = "auto"
 """A backend or an exchange that is measured for and chosen when a point is warmed up."""
 TIMED_BACKENDS = BACKENDS[1:]

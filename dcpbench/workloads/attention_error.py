@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dcpbench.exchange.collectives import largest_error
+from dcpbench.kernels.attention import rounding_error
 from dcpbench.kernels.attention.reference import mla_decode
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.points import layout as arithmetic
@@ -19,18 +20,14 @@ LAYER = 0
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Relative error past which an attention output is wrong: a backend's own rounding, with room for one more."""
-FP8_LIMIT = 2.0**-4
-"""The same where a kernel over fp8 rows also rounds queries and the rows' weights to e4m3.
-
-Each is off by at most 2⁻⁴ of itself, 2⁻⁴/√3 in the mean square. Weights' errors average like their values, and give that
-much; a query's give it times the deviation of scores, √2 for normal rows and DeepSeek's scale. Together √3 · 2⁻⁴/√3.
-"""
+DEVIATION = 2**0.5
+"""Of scores, for normal rows and DeepSeek's scale."""
 
 
 def limit_of(engine: DecodeEngine) -> float:
     """For the backend that the engine runs, whose rows may be fp8: what these stand for is exact."""
-    rounds = engine.model.kv.data.dtype.itemsize == 1 and engine.backend_name == "flashmla"
-    return FP8_LIMIT if rounds else LIMIT[DTYPE_NAMES[engine.model.dtype]]
+    rounds = {what for batch in engine.batches.values() for part in batch.parts for what in part.backend.rounds}
+    return max(rounding_error(rounds, DEVIATION), LIMIT[DTYPE_NAMES[engine.model.dtype]])
 
 
 def attention_error(

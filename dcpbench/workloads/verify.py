@@ -24,6 +24,7 @@ from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import routing_bias
 from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.kernels import moe
+from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.launch.jobs import Check
 from dcpbench.points import layout as arithmetic
 from dcpbench.points.budget import plan_whole
@@ -47,8 +48,6 @@ In half precision at the median position: near ties between experts are rounded 
 by whole experts (transformers in bf16 differs from itself in fp32 by up to 1.2 on the checkpoints of the tests, while
 the median is 0.09).
 """
-ROUNDING = 2.0**-4 / 3**0.5
-"""Relative error of a number that is rounded to e4m3, in the mean square at most: ± 2⁻⁴ of itself, uniformly."""
 ROUNDED = 6
 """Inputs of products over fp8 weights on the way through a layer: of qkv_a, q_b, o, gate, up and down. Gate and up have
 the same, and their results are multiplied, which counts it twice."""

@@ -12,7 +12,7 @@ from dcpbench.points.floors import attention_work
 
 def case(**sizes) -> Case:
     """3 requests of 10 rows on pages of 4, two pools."""
-    default = {"heads": 16, "requests": 3, "context": 10, "page": 4, "lengths": "even"}
+    default = {"heads": 16, "requests": 3, "context": 10, "page": 4, "lengths": "even", "kv": "bf16"}
     return Case(variant="reference", calls=2, sizes=default | sizes)
 
 

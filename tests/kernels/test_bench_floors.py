@@ -21,7 +21,7 @@ def works(sharding: Sharding, step: StepRows, *phases: str) -> list[Work]:
 
 def test_attention_of_a_step_is_that_of_its_bench():
     """16 heads, 3 requests of 24 rows, as bench attention builds them; fp32 as the CPU has it."""
-    sizes = {"heads": 16, "requests": 3, "context": 24, "page": 4, "lengths": "even"}
+    sizes = {"heads": 16, "requests": 3, "context": 24, "page": 4, "lengths": "even", "kv": "bf16"}
     calls = Attention(torch.device("cpu"), seed=0).build(Case(variant="reference", calls=1, sizes=sizes))
     sharding = Sharding(shape=SHAPES["deepseek-v2-lite"], layout=Layout(1), itemsize=4)
     assert works(sharding, StepRows(decodes=(24,) * 3, sampled=3, tokens=3), "attention") == [calls.work]

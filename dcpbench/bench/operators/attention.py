@@ -16,10 +16,11 @@ import torch
 
 from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error, spoil, verdict
 from dcpbench.errors import CapacityError
-from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend, rounding_error
 from dcpbench.kernels.attention.reference import mla_decode
 from dcpbench.points.floors import attention_work
 from dcpbench.points.memory import GIB
+from dcpbench.points.names import FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, NOPE, ROPE
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 SCALE = (NOPE + ROPE) ** -0.5
 LIMIT = 1e-2
 """Relative error past which an output is wrong: rounding to bf16, with room for once more."""
+DEVIATION = (KV_WIDTH / (NOPE + ROPE)) ** 0.5
+"""Of scores of rows and queries of normal numbers."""
+KV_SCALE = {"bf16": 1.0, FP8: 0.25}
+"""Another than 1 for fp8, or a kernel that forgets it would be right."""
 SPREAD = 7 / 8
 """Uneven lengths lie between 1/8 and 15/8 of their mean."""
 
@@ -72,7 +77,7 @@ class Attention:
 
     def build(self, case: Case) -> Calls:
         """Calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
-        key = (*(case.sizes[n] for n in ("requests", "context", "page", "lengths")), case.calls)
+        key = (*(case.sizes[n] for n in ("kv", "requests", "context", "page", "lengths")), case.calls)
         if key != self._key or self._pools is None:
             self._pools = None  # frees the old pools before new ones are made
             self._pools, self._key = self._make(case), key
@@ -88,6 +93,8 @@ class Attention:
             scale=SCALE,
             dtype=self.dtype,
             device=self.device,
+            kv_dtype=pools.data.dtype,
+            kv_scale=KV_SCALE[str(case.sizes["kv"])],
         )
         backend = make_backend(case.variant, spec)
         backend.plan(pools.shards)
@@ -97,7 +104,7 @@ class Attention:
         lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
         calls = [functools.partial(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
         truths = [
-            (layer, b, *_truth(q_BHQ[b], pools.data[layer], pools.shards, b))
+            (layer, b, *_truth(spec, q_BHQ[b], pools, layer, b))
             for layer in sorted({0, len(pools.data) - 1})
             for b in sorted({0, requests // 2, requests - 1})
         ]
@@ -113,9 +120,9 @@ class Attention:
             run()
             if torch.isnan(o_LBHR).any() or torch.isnan(lse_LBH).any():
                 return "NaN: rows were read that are no request's, or results were not written"
-            return verdict(error(), LIMIT)
+            return verdict(error(), max(LIMIT, rounding_error(backend.rounds, DEVIATION)))
 
-        work = attention_work(heads, pools.shards.lengths, self.dtype.itemsize)
+        work = attention_work(heads, pools.shards.lengths, self.dtype.itemsize, kv_itemsize=pools.data.dtype.itemsize)
         return Calls(
             calls=calls, check=check, error=error, work=work, written_bytes=work.memory_bytes * len(pools.data)
         )
@@ -124,24 +131,29 @@ class Attention:
         page = int(case.sizes["page"])
         shards = shards_of(lengths_of(case, self.seed), page, self.seed)
         shape = (1 + sum(map(len, shards.pages)), page, KV_WIDTH)
-        count = case.calls or cold_sets(sum(shards.lengths) * KV_WIDTH * self.dtype.itemsize, self.device)
+        kv_dtype = torch.float8_e4m3fn if case.sizes["kv"] == FP8 else self.dtype
+        count = case.calls or cold_sets(sum(shards.lengths) * KV_WIDTH * kv_dtype.itemsize, self.device)
         try:
-            data = torch.empty(count, *shape, dtype=self.dtype, device=self.device)
+            data = torch.empty(count, *shape, dtype=kv_dtype, device=self.device)
+            made = torch.empty(shape, dtype=self.dtype, device=self.device)
         except torch.OutOfMemoryError as e:
-            need = count * shape[0] * page * KV_WIDTH * self.dtype.itemsize / GIB
+            need = count * shape[0] * page * KV_WIDTH * kv_dtype.itemsize / GIB
             raise CapacityError(f"pools of {need:.1f} GiB do not fit; lower --requests or --context.") from e
         generator = torch.Generator(self.device).manual_seed(self.seed)
         for pool in data:
-            pool.normal_(generator=generator)
-            pool[0] = float("nan")
+            made.normal_(generator=generator).div_(KV_SCALE[str(case.sizes["kv"])])
+            made[0] = float("nan")
             for pages, length in zip(shards.pages, shards.lengths, strict=True):
                 if length % page:
-                    pool[int(pages[-1]), length % page :] = float("nan")
+                    made[int(pages[-1]), length % page :] = float("nan")
+            pool.copy_(made)
         return Pools(shards=shards, data=data)
 
 
-def _truth(q_HQ: torch.Tensor, pool: torch.Tensor, shards: Shards, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o_HR, lse_H) of request b in fp64."""
-    pages = torch.from_numpy(shards.pages[b]).long().to(pool.device)
-    rows_KQ = pool[pages].flatten(0, 1)[: shards.lengths[b]]
-    return mla_decode(q_HQ.double(), rows_KQ.double(), LATENT, SCALE)
+def _truth(
+    spec: AttentionSpec, q_HQ: torch.Tensor, pools: Pools, layer: int, b: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o_HR, lse_H) of request b in fp64, over what is stored."""
+    pages = torch.from_numpy(pools.shards.pages[b]).long().to(spec.device)
+    rows_KQ = pools.data[layer][pages].flatten(0, 1)[: pools.shards.lengths[b]]
+    return mla_decode(q_HQ.double(), rows_KQ.double() * spec.kv_scale, LATENT, SCALE)

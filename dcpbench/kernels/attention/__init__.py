@@ -6,9 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import MissingPackageError, UsageError, how_to_install
+from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.points.names import BACKENDS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import numpy as np
     import torch
 
@@ -25,8 +28,15 @@ class Shards:
     """Per request, how many rows this rank holds; 0 for an empty shard."""
 
 
+QUERIES, WEIGHTS = "queries", "weights"
+"""What a kernel over KV rows in e4m3 may round to e4m3, too: q, and the rows' weights behind the softmax."""
+
+
 class Backend(Protocol):
     """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
+
+    rounds: tuple[str, ...]
+    """Which of QUERIES and WEIGHTS it rounds to e4m3."""
 
     @property
     def tables(self) -> PageTables | None:
@@ -74,6 +84,14 @@ class AttentionSpec:
     def fp8(self) -> bool:
         """Whether KV rows are e4m3."""
         return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
+
+
+def rounding_error(rounds: Collection[str], deviation: float) -> float:
+    """Relative error of o that these leave, in the mean square, over rows and queries of normal numbers.
+
+    Errors of weights average like their values and give that much; those of a query give it times the `deviation` of scores.
+    """
+    return ROUNDING * ((QUERIES in rounds) * deviation**2 + (WEIGHTS in rounds)) ** 0.5
 
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:

@@ -37,6 +37,7 @@ class FlashInferBackend:
     """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` copies from pinned memory, without waiting."""
 
     tables = None
+    rounds: tuple[str, ...] = ()
 
     def __init__(self, spec: AttentionSpec) -> None:
         if (spec.latent, spec.rope) != (512, 64) or spec.dtype not in (torch.bfloat16, torch.float16):

@@ -15,6 +15,7 @@ from flash_mla import get_mla_decoding_metadata
 from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache
 
 from dcpbench.errors import UsageError
+from dcpbench.kernels.attention import QUERIES, WEIGHTS
 from dcpbench.kernels.attention.triton_mla import PageTables
 from dcpbench.kernels.e4m3 import e4m3_byte, has_cast
 
@@ -84,6 +85,7 @@ class FlashMlaBackend:
             raise UsageError("--backend flashmla needs a Hopper GPU (H100, H200, H20); use --backend triton.")
         self.spec = spec
         self.tables = PageTables(spec)
+        self.rounds: tuple[str, ...] = (QUERIES, WEIGHTS) if spec.fp8 else ()
         self.scales: dict[str, Any] = {}
         """What the kernel is told of e4m3."""
         if spec.fp8:

@@ -142,6 +142,83 @@ def _hand_over(p, factor, hand, turn, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def _score_tiles(
+    q_tiles,
+    kv_tiles,
+    full,
+    empty,
+    hand,
+    scales_log2,
+    length,
+    t0,
+    t1,
+    done,
+    turn,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    P_SLOTS: gl.constexpr,
+    MMA_S: gl.constexpr,
+    LET_GO: gl.constexpr,
+):
+    """Running softmax over a piece's tiles: `top`, of scores times log2(e), and `total`; tile and turn that come next.
+
+    `scales_log2` [HEADS] scales scores. LET_GO: nobody adds up values from the tile that was scored.
+    """
+    row: gl.constexpr = gl.SliceLayout(1, MMA_S)
+    dtype: gl.constexpr = hand[0].dtype
+    k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, MMA_S))
+    zero = gl.zeros([HEADS, BLOCK_K], gl.float32, layout=MMA_S)
+    top = gl.full([HEADS], float("-inf"), gl.float32, layout=row)
+    total = gl.zeros([HEADS], gl.float32, layout=row)
+    for t in range(t0, t1):
+        s = _products(q_tiles, kv_tiles, full, done, zero, STAGES)
+        if LET_GO:
+            _arrive(empty, done, STAGES)
+        if (t + 1) * BLOCK_K > length:
+            s = gl.where((t * BLOCK_K + k < length)[None, :], s, float("-inf"))
+        # Finite, as each tile has a live row.
+        new_top = gl.maximum(top, gl.max(s, 1) * scales_log2)
+        p = gl.exp2(s * scales_log2[:, None] - new_top[:, None])
+        shrink = gl.exp2(top - new_top)
+        _hand_over(p.to(dtype), shrink, hand, turn, P_SLOTS)
+        total = total * shrink + gl.sum(p, 1)
+        top = new_top
+        done += 1
+        turn += 1
+    return top, total, done, turn
+
+
+@gluon.jit
+def _end_piece(
+    top,
+    total,
+    value_scale,
+    hand,
+    turn,
+    outs,
+    place,
+    numbers,
+    BLOCK_K: gl.constexpr,
+    P_SLOTS: gl.constexpr,
+    MMA_S: gl.constexpr,
+):
+    """The last turn of a piece makes sums averages; its weights are not looked at. Then the log-sum-exps."""
+    part_lse, pieces_of, lse = outs
+    b, heads, head_block, tiles, t0, t1 = place
+    part, size, ln2 = numbers
+    h = head_block * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, MMA_S))
+    _hand_over(gl.zeros([HEADS, BLOCK_K], hand[0].dtype, layout=MMA_S), value_scale / total, hand, turn, P_SLOTS)
+    log2_sum = top + gl.log2(total)
+    if (t0 == 0) & (t1 == tiles):
+        gl.store(lse + b.to(gl.int64) * heads + h, log2_sum * ln2, mask=h < heads)
+    else:
+        gl.store(part_lse + slot_of(part, t1 < tiles) * heads + h, log2_sum, mask=h < heads)
+    if t0 == 0:
+        gl.store(pieces_of + 2 * b, part)
+        gl.store(pieces_of + 2 * b + 1, count_pieces(tiles, t1, size))
+
+
+@gluon.jit
 def _score(
     walk,
     q_tiles,
@@ -155,52 +232,42 @@ def _score(
     STAGES: gl.constexpr,
     P_SLOTS: gl.constexpr,
 ):
-    """Scores and the running softmax, whose `top` is of scores times log2(e); also the log-sum-exps."""
+    """Scores and the running softmax of each piece; also the log-sum-exps."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
-    part_lse, pieces_of, lse = outs
     part, size, scale_log2, ln2 = numbers
     q_full, q_empty = q_bars
-    dtype: gl.constexpr = hand[0].dtype
     MMA_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    row: gl.constexpr = gl.SliceLayout(1, MMA_S)
-    h = head_block * HEADS + gl.arange(0, HEADS, layout=row)
-    k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, MMA_S))
-    zero = gl.zeros([HEADS, BLOCK_K], gl.float32, layout=MMA_S)
+    scales_log2 = gl.full([HEADS], 1.0, gl.float32, layout=gl.SliceLayout(1, MMA_S)) * scale_log2
     done = 0
     turn = 0
     nth = 0
     while start < end:
         tiles, t0, t1 = _piece(length, start, begin, end, BLOCK_K)
         if t0 < t1:
-            top = gl.full([HEADS], float("-inf"), gl.float32, layout=row)
-            total = gl.zeros([HEADS], gl.float32, layout=row)
             mbarrier.wait(q_full, nth & 1)
-            for t in range(t0, t1):
-                s = _products(q_tiles, kv_tiles, full, done, zero, STAGES)
-                if (t + 1) * BLOCK_K > length:
-                    s = gl.where((t * BLOCK_K + k < length)[None, :], s, float("-inf"))
-                # Finite, as each tile has a live row.
-                new_top = gl.maximum(top, gl.max(s, 1) * scale_log2)
-                p = gl.exp2(s * scale_log2 - new_top[:, None])
-                shrink = gl.exp2(top - new_top)
-                _hand_over(p.to(dtype), shrink, hand, turn, P_SLOTS)
-                total = total * shrink + gl.sum(p, 1)
-                top = new_top
-                done += 1
-                turn += 1
+            top, total, done, turn = _score_tiles(
+                q_tiles,
+                kv_tiles,
+                full,
+                full,
+                hand,
+                scales_log2,
+                length,
+                t0,
+                t1,
+                done,
+                turn,
+                BLOCK_K,
+                STAGES,
+                P_SLOTS,
+                MMA_S,
+                False,
+            )
             mbarrier.arrive(q_empty, count=1)
             nth += 1
-            # The last turn of a piece makes sums averages; its weights are not looked at.
-            _hand_over(gl.zeros([HEADS, BLOCK_K], dtype, layout=MMA_S), 1.0 / total, hand, turn, P_SLOTS)
+            place = (b, heads, head_block, tiles, t0, t1)
+            _end_piece(top, total, 1.0, hand, turn, outs, place, (part, size, ln2), BLOCK_K, P_SLOTS, MMA_S)
             turn += 1
-            log2_sum = top + gl.log2(total)
-            if (t0 == 0) & (t1 == tiles):
-                gl.store(lse + b.to(gl.int64) * heads + h, log2_sum * ln2, mask=h < heads)
-            else:
-                gl.store(part_lse + slot_of(part, t1 < tiles) * heads + h, log2_sum, mask=h < heads)
-            if t0 == 0:
-                gl.store(pieces_of + 2 * b, part)
-                gl.store(pieces_of + 2 * b + 1, count_pieces(tiles, t1, size))
         start += tiles
         b += 1
         length = gl.load(lengths + b, mask=b < batch, other=0)
@@ -210,16 +277,21 @@ def _score(
 def _add_values(
     walk,
     values,
+    full,
     empty,
     hand,
     outs,
     part,
     COLUMN: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
     P_SLOTS: gl.constexpr,
+    WAIT: gl.constexpr,
 ):
-    """Weighted sums of 256 columns of the values: of a whole request to its output, of a piece in fp32 to its slot."""
+    """Weighted sums of 256 columns of the values: of a whole request to its output, of a piece in fp32 to its slot.
+
+    Values lie in SLOTS of a ring. WAIT: that they have landed does not follow from the weights being there.
+    """
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     p_tile, factor_tile, p_full, p_empty = hand
     part_o, o = outs
@@ -236,8 +308,10 @@ def _add_values(
                 i = turn % P_SLOTS
                 _wait_full(p_full, turn, P_SLOTS)
                 acc = acc * factor_tile.index(i).load(row)[:, None]
-                acc = warpgroup_mma(p_tile.index(i), values.index(done % STAGES), acc)
-                _arrive(empty, done, STAGES)
+                if WAIT:
+                    _wait_full(full, done, SLOTS)
+                acc = warpgroup_mma(p_tile.index(i), values.index(done % SLOTS), acc)
+                _arrive(empty, done, SLOTS)
                 _arrive(p_empty, turn, P_SLOTS)
                 done += 1
                 turn += 1
@@ -337,8 +411,8 @@ def hopper_kernel(
     numbers = (part, size, scale_log2, ln2)
     gl.warp_specialize(
         [
-            (_add_values, (walk, left, empty, hand, o_outs, part, 0, BLOCK_K, STAGES, P_SLOTS)),
-            (_add_values, (walk, right, empty, hand, o_outs, part, 256, BLOCK_K, STAGES, P_SLOTS)),
+            (_add_values, (walk, left, full, empty, hand, o_outs, part, 0, BLOCK_K, STAGES, P_SLOTS, False)),
+            (_add_values, (walk, right, full, empty, hand, o_outs, part, 256, BLOCK_K, STAGES, P_SLOTS, False)),
             (_score, (walk, q_tiles, kv_tiles, q_bars, full, hand, lse_outs, numbers, BLOCK_K, STAGES, P_SLOTS)),
             (_load, (walk, sources, q_tiles, kv_tiles, q_bars, kv_bars, BLOCK_K, STAGES, PAGE, LOAD_WARPS)),
         ],

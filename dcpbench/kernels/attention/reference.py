@@ -28,6 +28,7 @@ class ReferenceBackend:
     """Loops over requests; computes in fp32 (fp64 for fp64 input). For CPU runs and comparisons, not for timing."""
 
     tables = None
+    rounds: tuple[str, ...] = ()
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

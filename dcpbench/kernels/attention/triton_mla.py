@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import triton
 
+from dcpbench.kernels.attention import QUERIES
 from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
 
@@ -21,16 +22,29 @@ HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LEAST": 2, "SLACK": 2, "LOAD_WARPS": 4, "REGS": (160, 136, 56)}
 """Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
+HOPPER_FP8 = {
+    "BLOCK_K": 64,
+    "STAGES": 3,
+    "V_SLOTS": 1,
+    "P_SLOTS": 2,
+    "LEAST": 2,
+    "SLACK": 2,
+    "LOAD_WARPS": 4,
+    "REGS": (160, 120, 72),
+}
+"""The same over rows in e4m3, of which a tile is half as large."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
 
 
 def kernel_for(spec: AttentionSpec) -> str:
-    """'hopper' where its instructions exist and widths and dtype are those it is written for, else 'plain'."""
+    """'hopper', or 'hopper-fp8' over e4m3, where its instructions exist and sizes are those it is for, else 'plain'."""
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
-    fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16) and not spec.fp8
-    return "hopper" if hopper and fits else "plain"
+    fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
+    if not (hopper and fits):
+        return "plain"
+    return "hopper-fp8" if spec.fp8 else "hopper"
 
 
 def merge_shape(pieces: int) -> tuple[int, int, int]:
@@ -72,7 +86,8 @@ class TritonBackend:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.kernel = kernel_for(spec)
-        self.block_h = HOPPER_HEADS if self.kernel == "hopper" else min(64, max(16, triton.next_power_of_2(spec.heads)))
+        self.rounds: tuple[str, ...] = (QUERIES,) if self.kernel == "hopper-fp8" else ()
+        self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(spec.heads)))
         programs = (
             torch.cuda.get_device_properties(spec.device).multi_processor_count
             if spec.device.type == "cuda"
@@ -110,13 +125,20 @@ class TritonBackend:
             lse_BH,
         )
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
+        block_b = max(32, triton.next_power_of_2(spec.batch))
+        # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
         if self.kernel == "hopper":
-            # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
 
-            block_b = max(32, triton.next_power_of_2(spec.batch))
             hopper_kernel[grid](
                 *arguments, spec.scale * LOG2_E, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4
+            )
+        elif self.kernel == "hopper-fp8":
+            from dcpbench.kernels.attention.hopper_mla_fp8 import hopper_fp8_kernel
+
+            scales = (spec.scale * spec.kv_scale * LOG2_E, spec.kv_scale)
+            hopper_fp8_kernel[grid](
+                *arguments, *scales, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER_FP8, num_warps=4
             )
         else:
             plain_kernel[grid](
