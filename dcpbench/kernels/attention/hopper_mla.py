@@ -286,11 +286,14 @@ def _add_values(
     BLOCK_K: gl.constexpr,
     SLOTS: gl.constexpr,
     P_SLOTS: gl.constexpr,
+    STEP: gl.constexpr,
+    FIRST: gl.constexpr,
     WAIT: gl.constexpr,
 ):
     """Weighted sums of 256 columns of the values: of a whole request to its output, of a piece in fp32 to its slot.
 
-    Values lie in SLOTS of a ring. WAIT: that they have landed does not follow from the weights being there.
+    Those of the tile `done` lie in a ring of SLOTS, as its number STEP · done + FIRST. WAIT: that they have landed does
+    not follow from the weights being there.
     """
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     p_tile, factor_tile, p_full, p_empty = hand
@@ -308,10 +311,11 @@ def _add_values(
                 i = turn % P_SLOTS
                 _wait_full(p_full, turn, P_SLOTS)
                 acc = acc * factor_tile.index(i).load(row)[:, None]
+                n = STEP * done + FIRST
                 if WAIT:
-                    _wait_full(full, done, SLOTS)
-                acc = warpgroup_mma(p_tile.index(i), values.index(done % SLOTS), acc)
-                _arrive(empty, done, SLOTS)
+                    _wait_full(full, n, SLOTS)
+                acc = warpgroup_mma(p_tile.index(i), values.index(n % SLOTS), acc)
+                _arrive(empty, n, SLOTS)
                 _arrive(p_empty, turn, P_SLOTS)
                 done += 1
                 turn += 1
@@ -411,8 +415,8 @@ def hopper_kernel(
     numbers = (part, size, scale_log2, ln2)
     gl.warp_specialize(
         [
-            (_add_values, (walk, left, full, empty, hand, o_outs, part, 0, BLOCK_K, STAGES, P_SLOTS, False)),
-            (_add_values, (walk, right, full, empty, hand, o_outs, part, 256, BLOCK_K, STAGES, P_SLOTS, False)),
+            (_add_values, (walk, left, full, empty, hand, o_outs, part, 0, BLOCK_K, STAGES, P_SLOTS, 1, 0, False)),
+            (_add_values, (walk, right, full, empty, hand, o_outs, part, 256, BLOCK_K, STAGES, P_SLOTS, 1, 0, False)),
             (_score, (walk, q_tiles, kv_tiles, q_bars, full, hand, lse_outs, numbers, BLOCK_K, STAGES, P_SLOTS)),
             (_load, (walk, sources, q_tiles, kv_tiles, q_bars, kv_bars, BLOCK_K, STAGES, PAGE, LOAD_WARPS)),
         ],

@@ -35,16 +35,17 @@ CHUNK = gl.constexpr(128)
 
 @gluon.jit
 def _widen(tiles, halves, full, v_bars, turn, STAGES: gl.constexpr, V_SLOTS: gl.constexpr, WARPS: gl.constexpr):
-    """The values of a tile that has landed as fp16, which holds e4m3 exactly, half by half."""
+    """The values of a tile that has landed as fp16, which holds e4m3 exactly: its left half, then its right."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    v_full, v_empty = v_bars
     _wait_full(full, turn, STAGES)
     for half in gl.static_range(2):
-        v_full, v_empty = v_bars[half]
+        n = 2 * turn + half
         values = tiles[half].index(turn % STAGES).load(layout).to(gl.float16)
-        _wait_empty(v_empty, turn, V_SLOTS)
-        halves[half].index(turn % V_SLOTS).store(values)
+        _wait_empty(v_empty, n, V_SLOTS)
+        halves.index(n % V_SLOTS).store(values)
         fence_async_shared()
-        _arrive(v_full, turn, V_SLOTS)
+        _arrive(v_full, n, V_SLOTS)
 
 
 @gluon.jit
@@ -69,8 +70,8 @@ def _load(
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [2, 16], [WARPS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     wide = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))[None, :]
-    thin: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
-    thin_rows: gl.constexpr = gl.SliceLayout(1, thin)
+    # The same rows to the same threads, four bytes each.
+    thin: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     narrow = gl.arange(0, ROPE, layout=gl.SliceLayout(0, thin))[None, :]
     r = gl.arange(0, BLOCK_K, layout=rows)
     done = 0
@@ -86,7 +87,7 @@ def _load(
                 at = gl.where(k < length, ids * PAGE + k % PAGE, -1)
                 kv_rows = kv + (at.to(gl.int64) * WIDTH)[:, None]
                 live = (at >= 0)[:, None]
-                thin_at = gl.convert_layout(at, thin_rows)
+                thin_at = gl.convert_layout(at, gl.SliceLayout(1, thin))
                 thin_kv = kv + (thin_at.to(gl.int64) * WIDTH + 2 * HALF)[:, None]
                 # Two tiles ahead, so that no copy waits for the number of its page.
                 ids = next_ids
@@ -242,84 +243,43 @@ def hopper_fp8_kernel(
         gl.allocate_shared_memory(e4m3, [STAGES, BLOCK_K, HALF], rows8),
         gl.allocate_shared_memory(e4m3, [STAGES, BLOCK_K, ROPE], rope8),
     )
-    halves = (
-        gl.allocate_shared_memory(gl.float16, [V_SLOTS, BLOCK_K, HALF], rows16),
-        gl.allocate_shared_memory(gl.float16, [V_SLOTS, BLOCK_K, HALF], rows16),
-    )
+    halves = gl.allocate_shared_memory(gl.float16, [V_SLOTS, BLOCK_K, HALF], rows16)
     p_tile = gl.allocate_shared_memory(gl.float16, [P_SLOTS, HEADS, BLOCK_K], rows16)
     factor_tile = gl.allocate_shared_memory(gl.float32, [P_SLOTS, HEADS], flat)
     full = _barriers(STAGES, 32 * LOAD_WARPS)
     empty = _barriers(STAGES, 1)
-    v_bars = ((_barriers(V_SLOTS, 1), _barriers(V_SLOTS, 1)), (_barriers(V_SLOTS, 1), _barriers(V_SLOTS, 1)))
+    v_full = _barriers(V_SLOTS, 1)
+    v_empty = _barriers(V_SLOTS, 1)
     p_full = _barriers(P_SLOTS, 1)
     p_empty = _barriers(P_SLOTS, 2)
 
     walk = (first, length, start, begin, end, lengths, batch, heads, head_block)
     hand = (p_tile, factor_tile, p_full, p_empty)
     kv_bars = (full, empty)
-    left_bars, right_bars = v_bars
     numbers = (part, size, scale_log2, value_scale, ln2)
+    o_outs = (part_o, o)
+    lse_outs = (part_lse, pieces_of, lse)
+    sources = (kv, tables, table_stride)
     gl.warp_specialize(
         [
             (
                 _add_values,
-                (
-                    walk,
-                    halves[0],
-                    left_bars[0],
-                    left_bars[1],
-                    hand,
-                    (part_o, o),
-                    part,
-                    0,
-                    BLOCK_K,
-                    V_SLOTS,
-                    P_SLOTS,
-                    True,
-                ),
+                (walk, halves, v_full, v_empty, hand, o_outs, part, 0, BLOCK_K, V_SLOTS, P_SLOTS, 2, 0, True),
             ),
             (
                 _add_values,
-                (
-                    walk,
-                    halves[1],
-                    right_bars[0],
-                    right_bars[1],
-                    hand,
-                    (part_o, o),
-                    part,
-                    256,
-                    BLOCK_K,
-                    V_SLOTS,
-                    P_SLOTS,
-                    True,
-                ),
+                (walk, halves, v_full, v_empty, hand, o_outs, part, HALF, BLOCK_K, V_SLOTS, P_SLOTS, 2, 1, True),
             ),
-            (
-                _score,
-                (
-                    walk,
-                    q,
-                    q_tiles,
-                    kv_tiles,
-                    kv_bars,
-                    hand,
-                    (part_lse, pieces_of, lse),
-                    numbers,
-                    BLOCK_K,
-                    STAGES,
-                    P_SLOTS,
-                ),
-            ),
+            (_score, (walk, q, q_tiles, kv_tiles, kv_bars, hand, lse_outs, numbers, BLOCK_K, STAGES, P_SLOTS)),
             (
                 _load,
                 (
                     walk,
-                    (kv, tables, table_stride),
+                    sources,
                     kv_tiles,
                     halves,
                     kv_bars,
-                    v_bars,
+                    (v_full, v_empty),
                     BLOCK_K,
                     STAGES,
                     V_SLOTS,

@@ -24,13 +24,13 @@ HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LEAST": 2, "SLACK": 2, "LOA
 """Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
 HOPPER_FP8 = {
     "BLOCK_K": 64,
-    "STAGES": 3,
-    "V_SLOTS": 1,
+    "STAGES": 2,
+    "V_SLOTS": 3,
     "P_SLOTS": 2,
     "LEAST": 2,
     "SLACK": 2,
     "LOAD_WARPS": 4,
-    "REGS": (160, 120, 72),
+    "REGS": (160, 112, 80),
 }
 """The same over rows in e4m3, of which a tile is half as large."""
 INTERPRETED_PARTS = 4
