@@ -128,11 +128,14 @@ def attention_cases(asked: Asked) -> list[Case]:
         asked.counts("heads", (16,), (16, 64, 128)),
         backends,
     )
-    return [
+    cases = [
         asked.case(name, heads=h, requests=b, context=s, page=p, lengths=division, kv=kv)
         for kv, division, p, s, b, h, name in grid
         if kv == "bf16" or name in OVER_FP8
     ]
+    if not cases:
+        raise UsageError(f"--backend {', '.join(backends)} does not read rows in fp8; use --backend triton.")
+    return cases
 
 
 def exchange_cases(asked: Asked) -> list[Case]:

@@ -58,9 +58,21 @@ def test_what_is_typed_twice_is_run_once():
 
 
 def test_each_way_to_divide_the_lengths_of_requests_is_a_case_of_its_own():
-    typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even"}
+    typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even", "kv_dtype": None}
     cases = attention_cases(Asked(cpu=False, typed=typed | {"backend": "triton", "layers": 2}))
     assert [c.sizes["lengths"] for c in cases] == ["even", "uneven"]
+
+
+def test_rows_in_fp8_are_read_by_backends_that_can():
+    typed = {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even", "kv_dtype": "fp8,bf16"}
+    cases = attention_cases(Asked(cpu=False, typed=typed | {"backend": "flashinfer,triton", "layers": 2}))
+    assert [(c.sizes["kv"], c.variant) for c in cases] == [
+        ("bf16", "flashinfer"),
+        ("bf16", "triton"),
+        ("fp8", "triton"),
+    ]
+    with pytest.raises(UsageError, match="flashinfer does not read rows in fp8; use --backend triton"):
+        attention_cases(Asked(cpu=False, typed=typed | {"backend": "flashinfer", "kv_dtype": "fp8", "layers": 2}))
 
 
 def test_dp_slice_compares_both_variants_at_each_size():

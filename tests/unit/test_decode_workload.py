@@ -299,20 +299,22 @@ class TestMarks:
             assert ("l2_warm" in run(built, profile=False)[0].marks) is warm
 
     @pytest.mark.parametrize(
-        ("error", "computed", "kv", "backend", "wrong"),
+        ("error", "computed", "rounds", "wrong"),
         [
-            (5e-3, torch.bfloat16, torch.bfloat16, "triton", False),
-            (5e-3, torch.float32, torch.float32, "triton", True),
-            (float("nan"), torch.bfloat16, torch.bfloat16, "triton", True),
-            (3e-2, torch.bfloat16, torch.float8_e4m3fn, "triton", True),
-            (3e-2, torch.bfloat16, torch.float8_e4m3fn, "flashmla", False),
-            (3e-2, torch.bfloat16, torch.bfloat16, "flashmla", True),
+            (5e-3, torch.bfloat16, (), False),
+            (5e-3, torch.float32, (), True),
+            (float("nan"), torch.bfloat16, (), True),
+            (3e-2, torch.bfloat16, (), True),
+            (5e-2, torch.bfloat16, ("queries",), False),
+            (6e-2, torch.bfloat16, ("queries",), True),
+            (6e-2, torch.bfloat16, ("queries", "weights"), False),
+            (7e-2, torch.bfloat16, ("queries", "weights"), True),
         ],
     )
-    def test_an_attention_output_that_rounding_does_not_explain_is_marked(self, error, computed, kv, backend, wrong):
-        """bf16 is allowed 1e-2, fp32 1e-5, and a kernel that rounds queries to e4m3 2⁻⁴; NaN is never fine."""
-        model = SimpleNamespace(dtype=computed, kv=SimpleNamespace(data=torch.empty(0, dtype=kv)))
-        engine = SimpleNamespace(model=model, backend_name=backend)
+    def test_an_attention_output_that_rounding_does_not_explain_is_marked(self, error, computed, rounds, wrong):
+        """bf16 is allowed 1e-2, fp32 1e-5, and where queries become e4m3 √2 · 2⁻⁴/√3, weights too 2⁻⁴; NaN is never fine."""
+        part = SimpleNamespace(backend=SimpleNamespace(rounds=rounds))
+        engine = SimpleNamespace(model=SimpleNamespace(dtype=computed), batches={1: SimpleNamespace(parts=[part])})
         assert (not error <= limit_of(engine)) == wrong
 
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):

@@ -26,7 +26,7 @@ HOPPER_FP8 = {
     "BLOCK_K": 64,
     "STAGES": 2,
     "V_SLOTS": 3,
-    "P_SLOTS": 2,
+    "P_SLOTS": 1,
     "LEAST": 2,
     "SLACK": 2,
     "LOAD_WARPS": 4,
