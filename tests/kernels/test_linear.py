@@ -34,8 +34,9 @@ def truth(x, weight):
     lost = torch.zeros(len(rows), len(wide), dtype=torch.float64, device=rows.device)
     for group in range(0, rows.shape[1], weight.block[1]):
         total = torch.zeros_like(lost)
-        for first in range(group, group + weight.block[1], STEP):
-            here = slice(first, min(first + STEP, group + weight.block[1]))
+        end = min(group + weight.block[1], rows.shape[1])
+        for first in range(group, end, STEP):
+            here = slice(first, min(first + STEP, end))
             products = (rows[:, None, here] * wide[None, :, here]).abs().amax(2)
             lost += LOST * torch.maximum(products, total.abs())
             total += rows[:, here] @ wide[:, here].T
