@@ -549,7 +549,9 @@ def _stack(
     ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame, floors: pd.DataFrame
 ) -> None:
     """One bar per row; a row without a label is the heading of its group."""
-    bars, least = (table.loc[panel.index].to_dict("records") for table in (times, floors))
+    bars = times.loc[panel.index].to_dict("records")
+    # A table without columns has no records (pandas 2).
+    least = floors.loc[panel.index].to_dict("records") or [{}] * len(panel)
     found = dict(
         zip(
             zip(panel["concurrency"], panel["label"], strict=True),

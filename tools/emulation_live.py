@@ -1,0 +1,161 @@
+"""Hold emulated points against all ranks of the same GPUs: the wire is measured first, then both run, and are compared.
+
+    python -m tools.emulation_live -o FOLDER [--ranks 2] [--model deepseek-v3] [--more "--weights-dtype bf16"] [--compare]
+
+needs as many GPUs as ranks. FOLDER gets the wire's benches and machine file, a run of each kind and check.md, written by
+--compare alone from what lies there. Live and emulated runs take turns, layout by layout. Bar: 5 % of the step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.records.runs import read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
+BAR = 0.05
+REQUESTS = "1,2,4,8,16,32,64,128,256,512"
+LIVE, EMULATED = "live", "emulated"
+
+
+def _run(*words: str, gpus: str | None = None) -> None:
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
+    sys.stdout.write(f"$ dcpbench {shlex.join(words)}\n")
+    sys.stdout.flush()
+    subprocess.run([sys.executable, "-m", "dcpbench.cli", *words], check=False, env=environment)
+
+
+def measure(folder: Path, asked: argparse.Namespace) -> None:
+    """The wire, then every layout live and emulated."""
+    machine = folder / "machine.toml"
+    if not machine.exists():
+        for bench in ("collectives", "exchange"):
+            more = ["--heads", "64,128"] if bench == "exchange" else []
+            _run(
+                "bench",
+                bench,
+                "--ranks",
+                str(asked.ranks),
+                "--requests",
+                REQUESTS,
+                "--seconds",
+                "0.1",
+                *more,
+                "-o",
+                str(folder / f"{bench}-{asked.ranks}"),
+                "--force",
+            )
+        _run("calibrate", str(folder), "-o", str(machine))
+    n = asked.ranks
+    layouts = {"dcp": ["--dcp", f"1,{n}", "--exchange", asked.exchange], "dp": ["--dp", str(n), "--dcp", "1"]}
+    for model in asked.model.split(","):
+        for name, words in layouts.items():
+            common = [
+                "--model",
+                model,
+                "--tp",
+                str(n),
+                *words,
+                "--no-baseline",
+                *shlex.split(asked.more),
+                "--concurrency",
+                asked.concurrency,
+                "--context",
+                asked.context,
+                "--seconds",
+                asked.seconds,
+            ]
+            for kind in (LIVE, EMULATED):
+                there = folder / f"{kind}-{model}-{name}"
+                extra = ["--emulate", str(machine)] if kind == EMULATED else []
+                _run("sweep", *common, *extra, "-o", str(there), "--resume", gpus="0" if extra else None)
+
+
+def _key(point: Point) -> Point:
+    """What both have."""
+    return msgspec.structs.replace(point, emulate=None)
+
+
+def pairs(folder: Path) -> Iterator[tuple[Record, Record]]:
+    """(live, emulated) of each point that ran both ways."""
+    found: dict[str, dict[Point, Record]] = {}
+    for kind in (LIVE, EMULATED):
+        found[kind] = {
+            _key(r.point): r
+            for run in sorted(folder.glob(f"{kind}-*"))
+            for r in read_run(run).records
+            if r.outcome == "ok" and r.metrics is not None
+        }
+    for key, live in found[LIVE].items():
+        if key in found[EMULATED]:
+            yield live, found[EMULATED][key]
+
+
+def table(folder: Path) -> list[str]:
+    """Step times and phases, emulated over live, and how many are within the bar."""
+    lines = [
+        "| point | live ms | emulated ms | off by | phases that are off by more than 5 % of themselves and 0.5 % of the step |",
+        "|---|---:|---:|---:|---|",
+    ]
+    errors = []
+    for live, emulated in pairs(folder):
+        assert live.metrics is not None
+        assert emulated.metrics is not None
+        mine, its = live.metrics.step_ms.median, emulated.metrics.step_ms.median
+        errors.append(its / mine - 1)
+        p = live.point
+        what = (
+            f"{p.model} {p.layout} {p.exchange} {p.weights_precision}/{p.kv_precision}, {p.concurrency} × {p.context:,}"
+        )
+        lines.append(f"| {what} | {mine:.2f} | {its:.2f} | {errors[-1]:+.1%} | {', '.join(_phases(live, emulated))} |")
+    within = sum(abs(e) <= BAR for e in errors)
+    return [*lines, "", f"{within} of {len(errors)} within {BAR:.0%}."]
+
+
+def _phases(live: Record, emulated: Record) -> Iterator[str]:
+    if live.phases is None or emulated.phases is None:
+        return
+    step = live.phases.step_us
+    for name, us in live.phases.phase_us.items():
+        its = emulated.phases.phase_us.get(name, 0.0)
+        if abs(its - us) > max(0.05 * us, 0.005 * step):
+            yield f"{name} {us / 1e3:.2f} → {its / 1e3:.2f}"
+
+
+def main() -> int:
+    """Measure and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default="deepseek-v3")
+    parser.add_argument("--exchange", default="ag_rs,symm")
+    parser.add_argument("--concurrency", default="8,32")
+    parser.add_argument("--context", default="4000,32000")
+    parser.add_argument("--seconds", default="1")
+    parser.add_argument("--more", default="", help="other options of both sweeps, in quotes")
+    parser.add_argument("--compare", action="store_true")
+    asked = parser.parse_args()
+    asked.output.mkdir(parents=True, exist_ok=True)
+    if not asked.compare:
+        measure(asked.output, asked)
+    text = "\n".join(table(asked.output)) + "\n"
+    (asked.output / "check.md").write_text(text)
+    sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
