@@ -1,6 +1,6 @@
 """Run published points of several GPUs on one, emulated, and say how far every phase and the step are off.
 
-    python -m tools.emulation_check -o FOLDER [--seconds 3] [--most 12]
+    python -m tools.emulation_check -o FOLDER [--seconds 3] [--model deepseek-v3] [--context 4000,128000]
 
 needs one GPU of the kind that was measured. FOLDER gets the run of the emulated points and check.json. Bars: phases without
 calls 5 %, the exchange 10 %, and the step with the published time of the experts' phases in place of its own 7 %.
@@ -74,9 +74,13 @@ def told(rows: Iterable[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _load(record: Record) -> tuple[str, str, int, int]:
+def _engine(record: Record) -> tuple[str, int]:
+    return record.point.model, record.point.dp
+
+
+def _load(record: Record) -> tuple[str, str, str, int, int]:
     point = record.point
-    return point.model, str(point.layout), point.concurrency, point.context
+    return point.model, str(point.layout), point.exchange, point.concurrency, point.context
 
 
 def main() -> int:
@@ -84,24 +88,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--seconds", default="3")
-    parser.add_argument("--most", type=int, default=1000, help="points of each model and layout")
+    parser.add_argument("--model", help="one of those published; default: all")
+    parser.add_argument("--context", help="comma list; default: all")
     parser.add_argument("--like", default="H200")
+    parser.add_argument("--compare", action="store_true", help="only what was run already")
     asked = parser.parse_args()
-    published = [r for r in read_run(PUBLISHED).records if r.outcome == "ok" and r.phases]
-    for key, group in itertools.groupby(
-        sorted(published, key=lambda r: (r.point.model, r.point.dp, r.point.dcp)),
-        key=lambda r: (r.point.model, r.point.tp, r.point.dp, r.point.dcp, r.point.exchange),
-    ):
-        model, tp, dp, dcp, exchange = key
-        points = [r.point for r in list(group)[: asked.most]]
-        for context, of in itertools.groupby(sorted(points, key=lambda p: p.context), key=lambda p: p.context):
-            words = f"--model {model} --tp {tp} --dp {dp} --dcp {dcp} --context {context} --dtype bf16 --no-baseline"
-            words += f" --emulate {asked.like} --seconds {asked.seconds} --backend {points[0].backend}"
-            words += f" --page-size {points[0].page_size} --concurrency {','.join(str(p.concurrency) for p in of)}"
-            words += f" --exchange {exchange}" if dcp > 1 else ""
-            folder = asked.output / f"{model}-tp{tp}-dp{dp}-dcp{dcp}-{context}"
-            command = [sys.executable, "-m", "dcpbench.cli", "sweep", *words.split(), "-o", str(folder), "--resume"]
-            subprocess.run(command, check=False)
+    contexts = {int(n) for n in asked.context.split(",")} if asked.context else None
+    published = [
+        r
+        for r in read_run(PUBLISHED).records
+        if r.outcome == "ok"
+        and r.phases
+        and asked.model in (None, r.point.model)
+        and (contexts is None or r.point.context in contexts)
+    ]
+    for (model, dp), of in itertools.groupby(sorted(published, key=_engine), key=_engine):
+        if asked.compare:
+            continue
+        points = [r.point for r in of]
+        first = points[0]
+        words = f"--model {model} --tp {first.tp} --dp {dp} --dtype bf16 --ep tp --no-baseline"
+        words += f" --emulate {asked.like} --seconds {asked.seconds} --backend {first.backend}"
+        words += f" --page-size {first.page_size}"
+        for option in ("dcp", "context", "concurrency"):
+            words += f" --{option} {','.join(map(str, sorted({getattr(p, option) for p in points})))}"
+        exchanges = sorted({p.exchange for p in points if p.dcp > 1})
+        words += f" --exchange {','.join(exchanges)}" if exchanges else ""
+        folder = asked.output / f"{model}-dp{dp}"
+        command = [sys.executable, "-m", "dcpbench.cli", "sweep", *words.split(), "-o", str(folder), "--resume"]
+        sys.stdout.write(f"$ dcpbench sweep {words}\n")
+        sys.stdout.flush()
+        subprocess.run(command, check=False)
     emulated = {
         _load(r): r
         for run in asked.output.glob("*/records.jsonl")

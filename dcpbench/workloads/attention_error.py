@@ -20,14 +20,14 @@ LAYER = 0
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Relative error past which an attention output is wrong: a backend's own rounding, with room for one more."""
-DEVIATION = 2**0.5
-"""Of scores, for normal rows and DeepSeek's scale."""
 
 
 def limit_of(engine: DecodeEngine) -> float:
     """For the backend that the engine runs, whose rows may be fp8: what these stand for is exact."""
     rounds = {what for batch in engine.batches.values() for part in batch.parts for what in part.backend.rounds}
-    return max(rounding_error(rounds, DEVIATION), LIMIT[DTYPE_NAMES[engine.model.dtype]])
+    shape = engine.model.shape
+    deviation = shape.kv_width**0.5 * softmax_scale(shape)  # of scores of normal rows and queries
+    return max(rounding_error(rounds, deviation), LIMIT[DTYPE_NAMES[engine.model.dtype]])
 
 
 def attention_error(

@@ -8,6 +8,7 @@ Families: attention, exchange, kv, moe, peers. Results are compared elsewhere; t
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import numpy as np
@@ -36,12 +37,12 @@ MERGE = 1
 
 
 def attention() -> None:
-    """A request that is cut, an empty one and one of a single row; one block of heads, and two."""
+    """A request that is cut, an empty one and one of a single row; one block of heads, and two; rows in bf16 and e4m3."""
     lengths, page = [700, 0, 70, 1], 16
     used = [-(-n // page) for n in lengths]
     pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
-    kv = _normal(sum(used), page, 576)
-    for heads in (20, 128):
+    rows = _normal(sum(used), page, 576)
+    for heads, kv in itertools.product((20, 128), (rows, rows.to(torch.float8_e4m3fn))):
         spec = AttentionSpec(
             batch=len(lengths),
             heads=heads,
@@ -50,12 +51,13 @@ def attention() -> None:
             page_size=page,
             max_pages=max(used),
             scale=576**-0.5,
-            dtype=kv.dtype,
+            dtype=rows.dtype,
             device=kv.device,
+            kv_dtype=kv.dtype,
         )
         backend = make_backend("triton", spec)
         backend.plan(Shards(pages=pages, lengths=lengths))
-        o = torch.empty(len(lengths), heads, 512, dtype=kv.dtype, device=kv.device)
+        o = torch.empty(len(lengths), heads, 512, dtype=rows.dtype, device=kv.device)
         backend.run(_normal(len(lengths), heads, 576), kv, o, torch.empty(len(lengths), heads, device=kv.device))
 
 
