@@ -18,9 +18,11 @@ from dcpbench.points.wire import Call, Fit, Link, Sample, Wire, fit
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "step-limits_H200_2026-11-23"
+DENSE = RESULTS / "emulated-against-live_2xH200_2026-11-23"
 BENCHES = [
     *(FOUR / name for name in ("collectives", "exchange", "exchange-project-first", "exchange-q-replicate")),
     *(TWO / name for name in ("collectives", "exchange")),
+    *(DENSE / name for name in ("collectives-2", "exchange-2")),
 ]
 TRUE = Fit(launch_us=4.0, meet_us=0.8, us_per_byte=1 / 200e3)
 SIZES = (10_000, 100_000, 1_000_000, 8_000_000)
