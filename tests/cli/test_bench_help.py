@@ -18,7 +18,8 @@ from tests.cli.helped import help_of
 ROOT = Path(cli.__file__).parents[1]
 SHARED = {"--seconds", "--timeout", "--device", "-o", "--output", "--force", "--json"}
 OPTIONS = {
-    "attention": SHARED | {"--heads", "--requests", "--context", "--page", "--lengths", "--backend", "--layers"},
+    "attention": SHARED
+    | {"--heads", "--requests", "--context", "--page", "--kv-dtype", "--lengths", "--backend", "--layers"},
     "exchange": SHARED
     | {"--heads", "--requests", "--ranks", "--variant", "--layers"}
     | {"--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first"},
