@@ -29,6 +29,7 @@ from dcpbench.points.names import (
     NO_EXCHANGE,
     OVER_FP8,
     REGISTERED,
+    REPLAY,
     SYNTHETIC,
     WHOLE,
     flag,
@@ -167,8 +168,11 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
             + ("verify compares results: leave --emulate out." if not machine.timed else "leave --weights out.")
         )
-    if point.load:
-        raise UsageError(f"--emulate {point.emulate} is for dcpbench sweep; serve takes the ranks that are there.")
+    if point.load and point.load.mode != REPLAY:
+        raise UsageError(
+            f"--emulate {point.emulate}: requests are answered by all ranks, and one has no answers; add --mode replay, which "
+            "serves them in virtual time."
+        )
     described_machine = described(point.emulate)
     calls = {"symm": ("symm",), "a2a": ("all-gather", "all-to-all"), "ag_rs": ("all-gather", "reduce-scatter")}
     needed: list[tuple[str, int]] = [(name, point.dcp) for name in calls.get(point.exchange, ())]
@@ -176,6 +180,8 @@ def _check_emulated(point: Point, machine: Machine) -> None:
         raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(calls)}.")
     needed += [("all-reduce" if point.all_reduce == ALL_REDUCES[0] else "all-reduce-symm", point.layout.attn_tp)]
     needed += [("all-gather", point.layout.attn_tp), ("all-gather", point.dp), ("reduce-scatter", point.dp)]
+    if point.load:
+        needed.append(("all-gather", point.dcp))  # of stored prefixes
     for name, ranks in needed:
         if ranks > 1:
             described_machine.wire.seconds(name, ranks, 1)

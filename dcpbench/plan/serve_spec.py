@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds", "overlap", "emulate")
+OTHERS = ("context", "seconds", "overlap")
 """Options that only `sweep` has; a batch of one request, which serving meets, has no halves to overlap."""
 ALIKE = [axis for axis in LOAD_AXES if axis.one]
 """Of all loads of a run; fields of a load, and options with the same names."""

@@ -181,6 +181,9 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     wire_low_us: float
     wire_high_us: float
     """With the error of the model; the ends of the step's interval have these in place of `wire_us`."""
+    output_tok_s_low: float | None = None
+    output_tok_s_high: float | None = None
+    """Of requests that were replayed: with all steps as much longer and shorter as that error makes the largest decode step."""
 
 
 class Kv(msgspec.Struct, frozen=True, kw_only=True):

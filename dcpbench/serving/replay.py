@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.records.record import ServeMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.step_times import EnginePath, StepTimes
 
@@ -130,26 +131,51 @@ def replay_point(
     """
     times.must_be_of(point, file or "the step times")
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
-    found = replay(
-        requests,
-        Scheduler(SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)),
-        point.clients,
-        times,
-        limit_s,
-    )
-    name = write_samples(folder, point, rows(found.traffic.samples))
-    metrics = serve_metrics(
-        found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts, samples_file=name
-    )
+    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
+
+    def served(times: StepTimes) -> Replayed:
+        return replay(requests, Scheduler(config), point.clients, times, limit_s)
+
+    def measured(found: Replayed, file: str) -> ServeMetrics:
+        return serve_metrics(
+            found.traffic,
+            tp=point.tp,
+            concurrency=point.clients,
+            slo=settings.slo,
+            steps=found.counts,
+            samples_file=file,
+        )
+
+    found = served(times)
+    metrics = measured(found, write_samples(folder, point, rows(found.traffic.samples)))
+    emulated = times.emulated
+    if emulated is not None:
+        low, high = (measured(served(times.scaled(factor)), "").output_tok_s for factor in _wire_factors(times))
+        emulated = msgspec.structs.replace(emulated, output_tok_s_low=low, output_tok_s_high=high)
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
         point=point,
         outcome="ok",
         marks=[*times.marks, *marks(metrics)],
         serve=metrics,
+        emulated=emulated,
         kv=Kv.of(plan, point.context),
         honesty=msgspec.structs.replace(times.honesty, step_times=file, step_error=error),
         environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
+    )
+
+
+def _wire_factors(times: StepTimes) -> tuple[float, float]:
+    """By how much steps are longer and shorter at the ends of the error of the wire's model; on the CPU nothing waits for it."""
+    emulated = times.emulated
+    assert emulated is not None
+    if times.blocking:
+        return 1.0, 1.0
+    decodes = [m for m in times.cases if m.case.decodes and not m.case.chunks]
+    step_us = 1e3 * max(decodes, key=lambda m: m.case.requests).median_ms
+    return (
+        1 + (emulated.wire_high_us - emulated.wire_us) / step_us,
+        1 - (emulated.wire_us - emulated.wire_low_us) / step_us,
     )
 
 

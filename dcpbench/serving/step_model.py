@@ -234,6 +234,7 @@ class StepModel:
         self.eager = DecodeTimes(eager) if eager else None
         self.prefill = PrefillTimes(chunks, gather, max((batch_rows(w.rows + 1) for w, _ in mixed), default=0))
         self.mixed = MixedTimes(mixed, self.prefill)
+        self.least = min(ms for _, ms in chunks)
 
     def step_ms(self, works: Sequence[Work]) -> float:
         """A step of these replicas. The slowest decides, and all run as many rows as the fullest."""
@@ -247,6 +248,10 @@ class StepModel:
         return times(rows, max(w.kv_tokens for w in works))
 
     def _with_chunks(self, rows: int, work: Work) -> float:
+        """Never less than the fastest step with chunks that was measured: that would be noise, as of a busy CPU."""
+        return max(self._parts(rows, work), self.least)
+
+    def _parts(self, rows: int, work: Work) -> float:
         alone = self.prefill(rows, work.pairs, work.prefix)
         if not work.rows:
             return alone

@@ -21,7 +21,7 @@ from dcpbench.points.names import AUTO, flag
 from dcpbench.points.point import load_axes, point_axes
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.record import CPU, Environment, Honesty
+from dcpbench.records.record import CPU, Emulated, Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.step_model import StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file
@@ -154,6 +154,13 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Git commit and command included."""
     marks: list[str] = []
     """As records have them: `cpu`, `throttled`, …"""
+    emulated: Emulated | None = None
+    """Of a rank that stood for a layout: what was modelled in its largest decode step."""
+
+    def scaled(self, factor: float) -> StepTimes:
+        """All steps as many times as long."""
+        cases = [msgspec.structs.replace(m, samples_ms=[ms * factor for ms in m.samples_ms]) for m in self.cases]
+        return msgspec.structs.replace(self, cases=cases)
 
     @property
     def blocking(self) -> bool:

@@ -86,7 +86,7 @@ def run(
         # of a rank without the others, what it merges is no attention
         error = None if session.emulation else attention_error(engine, batch, requests, settings.seed)
         chosen = _chosen_experts(engine, batch)
-        emulated = _emulated(session, point, batch)
+        emulated = emulated_calls(session, point, batch)
         graph_error = None
         if device.type == "cuda":
             tell("capture")
@@ -201,8 +201,8 @@ def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
     return [ids_Tk.cpu() for _, ids_Tk in chosen]
 
 
-def _emulated(session: Session, point: Point, batch: Batch) -> Emulated | None:
-    """What was modelled in a step of a rank that stands for a layout, counted in one eager step."""
+def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | None:
+    """What is modelled in a step of a rank that stands for a layout, counted in one eager step."""
     emulation = session.emulation
     if emulation is None:
         return None

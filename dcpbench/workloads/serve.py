@@ -56,7 +56,8 @@ class Serving:
         """Collective."""
         engine, layout = session.engine, session.point.layout
         replica_chunk = session.plan.chunk // layout.dp
-        gather = "direct" if session.point.exchange == "symm" else "nccl"
+        direct = session.point.exchange == "symm" and session.emulation is None
+        gather = "direct" if direct else "nccl"
         prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, gather=gather)
         inputs = None
         if session.point.weights == "synthetic":

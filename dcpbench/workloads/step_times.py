@@ -23,6 +23,7 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.floors import Sharding, step_floors
 from dcpbench.serving.step_cases import CaseMaker, Extent, grid
 from dcpbench.serving.step_times import Measured, StepTimes, engine_path
+from dcpbench.workloads.decode import emulated_calls
 from dcpbench.workloads.point_facts import device_marks, honesty, marks
 from dcpbench.workloads.serve import scheduler_config
 from dcpbench.workloads.serving_loop import settle_heap
@@ -77,6 +78,9 @@ def measure(
     cases = grid(extent)
     _fill(serving)
     serving.engine.forget()
+    largest = engine.batches[max(engine.batches)]
+    emulated = emulated_calls(session, points[0], largest)
+    rates = None if emulated else rates
     most = max(points, key=lambda p: p.concurrency)
     maker = CaseMaker(scheduler_config(most, session), session.shape.vocab)
     pipeline = Pipeline(serving.engine, serving.agree, maker.padding(min(extent.at_once, GRAPH_BATCHES[-1])))
@@ -102,7 +106,8 @@ def measure(
         measuring_s=time.perf_counter() - started,
         honesty=honesty(session, cuda_graph=engine.device.type == "cuda"),
         environment=environment,
-        marks=device_marks(points[0], engine.device) + marks(throttled=throttled(gpu)),
+        marks=device_marks(points[0], engine.device) + marks(throttled=throttled(gpu), emulated=emulated is not None),
+        emulated=emulated,
     )
 
 

@@ -18,18 +18,19 @@ from dcpbench.exchange.emulated import Emulation
 from dcpbench.kernels.moe.busiest import busiest_first
 from dcpbench.measuring.environment import environment
 from dcpbench.plan import grid, judge
+from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_spec, planned
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.floors import Sharding
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.machines import described
-from dcpbench.points.point import Point
+from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.wire import Seconds
 from dcpbench.records.record import Kv
-from dcpbench.workloads import decode
+from dcpbench.workloads import decode, replay, serve
 from dcpbench.workloads.session import build
 
 if TYPE_CHECKING:
@@ -235,6 +236,46 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
 def test_what_cannot_be_emulated_gets_a_sentence(options: dict[str, object], said: str) -> None:
     """With what to type instead."""
     assert said in refused(**({"tp": "8", "dcp": "8"} | options))
+
+
+def test_served_loads_are_forecast_in_replay_alone() -> None:
+    """A rank that stands for all has nothing to answer with."""
+    options = {"emulate": "H200", "tp": "8", "dcp": "8", "requests": None, "concurrency": "8"}
+    asked = {name: value for name, value in options.items() if value is not None}
+    spec = make_serve_spec(asked, ONE_GPU)
+    with pytest.raises(UsageError, match="one has no answers; add --mode replay"):
+        grid.check_any(grid.expand(spec, ONE_GPU, 1))
+    found = grid.expand(make_serve_spec(asked | {"mode": "replay"}, ONE_GPU), ONE_GPU, 1)
+    assert [(str(c.point.layout), c.error) for c in found] == [("tp8", None), ("tp8·dcp8", None)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "exchange", "ep"),
+    [(Layout(8, dcp=4), "symm", "1"), (Layout(8, dp=2, dcp=2), "a2a", "tp")],
+    ids=str,
+)
+def test_a_served_load_is_replayed_by_one_ranks_step_times(
+    layout: Layout, exchange: str, ep: str, tmp_path: Path
+) -> None:
+    """Prompts in chunks behind stored prefixes included; the record says what was modelled, and tokens are those asked for."""
+    load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=16)
+    asked = point(layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1)
+    settings = Settings(profile=False)
+    plan = plan_engine([asked], settings, TINY, PROBE)
+    with torch.inference_mode():
+        session = build(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        serving = serve.serving_for(session, asked)
+        here, known = environment(CPU, "x"), {}  # type: ignore[var-annotated]
+        record = replay.run(serving, asked, [asked], settings, here, tmp_path, known, tell=lambda *_, **__: None)
+    (times,) = known.values()
+    assert "emulated" in record.marks
+    assert record.emulated is not None
+    assert record.emulated.calls == calls(layout, exchange)
+    assert record.emulated.output_tok_s_low == record.emulated.output_tok_s_high
+    assert record.serve is not None
+    assert (record.serve.finished, record.serve.output_tokens) == (3, 9)
+    assert {m.floor_ms for m in times.cases} == {None}
+    assert times.path["emulate"] == "H200"
 
 
 def test_two_hosts_with_a_link_can_be_emulated() -> None:
