@@ -251,7 +251,7 @@ def test_served_loads_are_forecast_in_replay_alone() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "exchange", "ep"),
-    [(Layout(8, dcp=4), "symm", "1"), (Layout(8, dp=2, dcp=2), "a2a", "tp")],
+    [(Layout(8, dp=2, dcp=2), "symm", "tp")],
     ids=str,
 )
 def test_a_served_load_is_replayed_by_one_ranks_step_times(
