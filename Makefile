@@ -16,8 +16,8 @@ help: ## List the targets
 sweep: $(RUNTIME) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report into runs/
 	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
 
-test: $(STAMP) ## Run the whole test suite on two processes
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## Run the whole test suite on three processes: many tests wait for what they started
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 results: $(RUNTIME) ## Write the reports under results/ again, from their raw records (results/reports.txt)
 	@grep -v '^#' results/reports.txt | while read -r folder args; do \
