@@ -99,8 +99,8 @@ class Load(Group):
     chunk: str | None = SERVED(
         "Prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's "
         "--max-num-batched-tokens, which bounds each replica and counts decode tokens, too. Page size × dcp × dp at "
-        "least. Default: 8192 on GPUs; 64 on the CPU.",
-        metavar="TOKENS",
+        "least. Each of the list is a point. Default: 8192 on GPUs; 64 on the CPU.",
+        metavar="TOKENS,…",
     )
     prefix_cache: bool | None = SERVED(
         "Keep the KV of finished prompts for others that begin alike, as long as there is room. Default: yes."
@@ -238,7 +238,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     from dcpbench.plan.judge import known_times
     from dcpbench.plan.serve_spec import OTHERS, SERVE_PARSERS, make_serve_spec, measured_before
     from dcpbench.plan.spec import read_options
-    from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, STORED
+    from dcpbench.points.names import NO_EXCHANGE, STORED
 
     runs.check_run(run, remote=remote.url is not None or remote.engine is not None or remote.serve_cmd is not None)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
@@ -263,7 +263,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
-    unsaid += tuple(name for name in STORED if times.path[name] == AS_COMPUTED)
+    unsaid += tuple(name for name in (*STORED, "emulate") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": False, **own, **given}, probe)
     _say_about(spec, probe, run)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from dcpbench.plan.grid import point_name
+from dcpbench.plan.grid import point_name, varied
 from dcpbench.points.axes import Role, words
 from dcpbench.points.point import point_axes
 from dcpbench.points.sizes import size_text
@@ -117,7 +117,8 @@ class ProgressBar:
 
 def names_of(points: Sequence[Point]) -> dict[str, str]:
     """What points are called while they run, by key."""
-    return {p.key(): point_name(p) for p in points}
+    more = varied(points)
+    return {p.key(): point_name(p) + more[p.key()] for p in points}
 
 
 def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:

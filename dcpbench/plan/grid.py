@@ -16,7 +16,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
 from dcpbench.points.layout import DEGREES, experts_placed
 from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, BY_LAYOUT, FP8, flag
-from dcpbench.points.point import AXES, OPTIONS, Point, point_axes
+from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import load_name
@@ -120,6 +120,13 @@ def load_text(point: Point) -> str:
     return load_name(point.load, point.concurrency) if point.load else f"{point.concurrency} × {point.context:,}"
 
 
+def varied(points: Sequence[Point]) -> dict[str, str]:
+    """By key, what of loads `load_text` does not say and not all points have: `, chunk 4,096`."""
+    loads = [p.load for p in points if p.load is not None]
+    axes = [axis for axis in LOAD_AXES if axis.label and len({getattr(load, axis.name) for load in loads}) > 1]
+    return {p.key(): "".join(f", {a.text(getattr(p.load, a.name))}" for a in axes) if p.load else "" for p in points}
+
+
 def path_name(point: Point) -> str:
     """How a point is computed: `triton a2a +q-replicate`; what is usual, such as the all-reduce, is left out."""
     return " ".join(word for word in point.words(Role.PATH | Role.SERVER) if word != point.ep_label)
@@ -128,6 +135,7 @@ def path_name(point: Point) -> str:
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     """One row a point for --dry-run: the layout in our and vLLM's words, the load, memory per GPU, or the reason."""
     rows: list[dict[str, object]] = []
+    more = varied([c.point for c in candidates])
     for c in candidates:
         p, plan = c.point, c.plan
         rows.append(
@@ -143,7 +151,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
                 "context": p.context,
                 "repeat": p.repeat,
                 "load": msgspec.to_builtins(p.load),
-                "load_text": load_text(p),
+                "load_text": load_text(p) + more[p.key()],
                 "added": c.added,
                 "kv_pool_bytes": plan.kv_bytes if plan else None,
                 "weights_held_bytes": plan.weight_bytes if plan else None,

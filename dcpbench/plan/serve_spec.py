@@ -51,7 +51,7 @@ class ServeLoads:
     prefix_share: float = 0.0
     prefix_groups: int = 1
     policy: str = MIXED
-    chunk: int
+    chunk: tuple[int, ...]
     prefix_cache: bool = True
     prefill: str = PREFILLS[0]
     mode: tuple[str, ...] = (LIVE,)
@@ -61,8 +61,10 @@ class ServeLoads:
     """In requests."""
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "chunk", "prefix_groups"):
+        for name in ("num_requests", "prefix_groups"):
             check_positive(name, getattr(self, name))
+        for value in self.chunk:
+            check_positive("chunk", value)
         if self.num_requests > MOST_REQUESTS:
             raise UsageError(
                 f"--num-requests {self.num_requests} is more than {MOST_REQUESTS:,}, which would not fit in memory; "
@@ -136,8 +138,8 @@ class ServeLoads:
         """(concurrency, load), the former None where an open loop bounds nothing."""
         count = self.count
         lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._lengths())
-        for (inputs, outputs), rate, concurrency, mode in itertools.product(
-            lengths, self.request_rate or (None,), self.concurrency or (None,), self.mode
+        for (inputs, outputs), rate, concurrency, chunk, mode in itertools.product(
+            lengths, self.request_rate or (None,), self.concurrency or (None,), self.chunk, self.mode
         ):
             arrival = self._arrival(rate)
             if arrival == CLOSED and concurrency and concurrency > count:
@@ -154,6 +156,7 @@ class ServeLoads:
                     request_rate=rate,
                     input_tokens=inputs,
                     output_tokens=outputs,
+                    chunk=chunk,
                     trace=self.trace.path.name if self.trace else "",
                     trace_sha256=self.trace.sha256 if self.trace else "",
                     **{axis.name: getattr(self, axis.name) for axis in ALIKE},
@@ -223,13 +226,13 @@ def serve_defaults(probe: Probe) -> dict[str, object]:
     GPUs: the lengths and the number of requests with which DCP was first measured in an engine.
     """
     if probe.device == "cpu":
-        return {"tp": (4,), "num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": 64}
+        return {"tp": (4,), "num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": (64,)}
     prefill = "flashinfer" if probe.packages.get("flashinfer") else PREFILLS[0]
     return {
         "num_requests": 480,
         "input_tokens": ("4000",),
         "output_tokens": ("1500",),
-        "chunk": 8192,
+        "chunk": (8192,),
         "prefill": prefill,
     }
 
@@ -287,6 +290,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "request_rate": _rates,
     "requests": read.name_of,
     "num_requests": read.whole,
+    "chunk": read.ints,
     "input_tokens": _specs,
     "output_tokens": _specs,
     "mode": read.names,

@@ -53,7 +53,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
-    chunk: Annotated[int, Axis(LOAD, 71, "chunk {:,}", one=True)]
+    chunk: Annotated[int, Axis(LOAD, 71, "chunk {:,}")]
     """Prompt tokens that a step prefills at most, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
     prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True

@@ -106,6 +106,7 @@ SERVE_OPTIONS = {
     "--project-first",
     "--no-project-first",
     "--all-reduce",
+    "--emulate",
     "--dtype",
     "--weights-dtype",
     "--kv-dtype",

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
+from dcpbench.launch.progress import names_of
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec
 from dcpbench.plan.spec import read_options
@@ -285,6 +286,16 @@ class TestRejections:
             "requests of --input-tokens 32 --output-tokens 65536, 65,568 tokens together, pass tiny's 65,536 "
             "positions; lower --input-tokens or --output-tokens."
         )
+
+    def test_chunks_are_an_axis_that_names_of_points_say(self) -> None:
+        """Engines have room for the largest; a run with one chunk does not repeat it in every line."""
+        found = expand(tp=4, dcp=4, concurrency=2, chunk="32,64")
+        points = [c.point for c in found]
+        assert [p.load.chunk for p in points] == [32, 64]
+        assert {c.plan.chunk for c in found} == {64}
+        assert [name.rsplit(", ", 1)[1] for name in names_of(points).values()] == ["chunk 32", "chunk 64"]
+        assert "chunk" not in names_of(points[:1])[points[0].key()]
+        assert [row["load_text"].rsplit(", ", 1)[1] for row in grid.table(found)] == ["chunk 32", "chunk 64"]
 
     def test_a_chunk_holds_a_page_of_every_rank_of_every_replica(self) -> None:
         """tp8·dp2·dcp4 with pages of 8: 8 × 4 = 32 tokens for each of 2 replicas."""
