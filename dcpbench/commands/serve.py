@@ -285,6 +285,8 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     from dcpbench.servers.measure import judged, look, manner_of, measure_points
 
     spec = make_server_spec(given, cpu=run.device == "cpu")
+    if spec.wrong is not None:
+        raise spec.wrong
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
     asked = _asked(url, remote, run, spec.layout["tp"])
     info = look(asked.target)
@@ -330,18 +332,19 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     spec, model = specs[0], str(specs[0].model)
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = [
-        grid.Candidate(point=point)
+        candidate
         for one, settings in itertools.product(specs, preset.servers())
-        for point in one.points(preset.name, model, settings)
+        for candidate in one.candidates(preset.name, model, settings)
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
     asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
     if run.dry_run:
         runs.print_plan(candidates, probe, run)
+    grid.check_any(candidates)
+    if run.dry_run:
+        able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
-            for words in dict.fromkeys(
-                shlex.join(preset.words(c.point, settings_of(c.point), model, 0)) for c in candidates
-            ):
+            for words in dict.fromkeys(shlex.join(preset.words(p, settings_of(p), model, 0)) for p in able):
                 say(words)
         return 0
     folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
