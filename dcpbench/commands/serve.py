@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 USUAL_STEP_S = 0.05
 """Order of magnitude of a step of a large model, to say beforehand what a live run is going to take."""
 LONG_S = 600.0
+MOST_CLIENT_PROCESSES = 64
 
 WHEN = panel("When requests come")
 WHAT = panel("What requests are")
@@ -201,6 +202,16 @@ class Remote(Group):
         default=0,
         metavar="N",
     )
+    client_processes: int | None = REMOTE(
+        "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
+        "expected, as far as there are cores.",
+        metavar="N",
+    )
+    check_client: bool = REMOTE(
+        "After each load, read as many streams of a server that does nothing for a second: what TTFT and ITL have of the "
+        "client's own.",
+        default=True,
+    )
 
 
 def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Remote, run: opt.RunOnMachines) -> int:
@@ -375,6 +386,10 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     for option, value in (("--warm-up", remote.warm_up), ("--retries", remote.retries)):
         if value < 0:
             raise UsageError(f"{option} {value} is negative; write 0 or more.")
+    if remote.client_processes is not None and not 1 <= remote.client_processes <= MOST_CLIENT_PROCESSES:
+        raise UsageError(
+            f"--client-processes {remote.client_processes} cannot be; write 1 to {MOST_CLIENT_PROCESSES}, or leave it out."
+        )
     key = os.environ.get(remote.api_key_env, "")
     return Asked(
         target=Target.at(url, key=key, timeout_s=remote.request_timeout),
@@ -382,6 +397,8 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         tokenizer=remote.tokenizer,
         warm_up=remote.warm_up,
         retries=remote.retries,
+        processes=remote.client_processes,
+        check_client=remote.check_client,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         device=CPU if run.device == "cpu" else run.gpu or "",
         device_count=run.gpus or tp,
