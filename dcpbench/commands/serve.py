@@ -302,7 +302,9 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     asked = _asked(url, remote, run, spec.layout["tp"])
     info = look(asked.target)
     card = info.model(spec.model)
-    say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
+    if run.dry_run or not runs.is_part():
+        say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
+    runs.on(probe)
     candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
     if run.dry_run:
         runs.print_plan(candidates, probe, run)
@@ -349,6 +351,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
     asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
+    runs.on(probe)
     if run.dry_run:
         runs.print_plan(candidates, probe, run)
     grid.check_any(candidates)
