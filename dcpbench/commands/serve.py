@@ -202,6 +202,12 @@ class Remote(Group):
         default=0,
         metavar="N",
     )
+    traces: Path | None = REMOTE(
+        "Folder into which the server's profiler writes its traces, as seen from here: after each load a few of its requests "
+        "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
+        "profile.",
+        metavar="FOLDER",
+    )
     client_processes: int | None = REMOTE(
         "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
         "expected, as far as there are cores.",
@@ -234,6 +240,8 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
       dcpbench serve --mode replay --step-times FILE --concurrency 64
 
       dcpbench serve --url http://127.0.0.1:8000 --tp 8 --dcp 8 --concurrency 8,32
+
+      dcpbench serve --url http://127.0.0.1:8000 --tp 8 --traces /tmp/traces
 
       dcpbench serve --engine vllm --model deepseek-ai/DeepSeek-V3 --tp 8 --dcp 1,8 --gpu H200
     """
@@ -393,6 +401,10 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         raise UsageError(
             f"--client-processes {remote.client_processes} cannot be; write 1 to {MOST_CLIENT_PROCESSES}, or leave it out."
         )
+    if remote.traces is not None and not remote.traces.is_dir():
+        raise UsageError(
+            f"--traces {remote.traces} is no folder on this machine; name the one into which the server writes its traces."
+        )
     key = os.environ.get(remote.api_key_env, "")
     return Asked(
         target=Target.at(url, key=key, timeout_s=remote.request_timeout),
@@ -402,6 +414,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         retries=remote.retries,
         processes=remote.client_processes,
         check_client=remote.check_client,
+        traces=remote.traces,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         device=CPU if run.device == "cpu" else run.gpu or "",
         device_count=run.gpus or tp,

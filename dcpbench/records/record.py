@@ -145,7 +145,8 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
 
     found_in: str
-    """`eager`, where a captured graph would hide it, `replay`, or `serve`: a turn of the serving loop."""
+    """`eager`, where a captured graph would hide it, `replay`, `serve`: a turn of the serving loop, or `engine`: a real
+    server's own profile, by its worst rank."""
     rule: str
     """Id such as SYNC001; docs/syncs.md has a sentence for each."""
     kind: str

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 import dcpbench
-from dcpbench.errors import CapacityError, UsageError, WorkerError
+from dcpbench.errors import CapacityError, DcpbenchError, UsageError, WorkerError
 from dcpbench.launch.jobs import Progress
 from dcpbench.plan.grid import Candidate
 from dcpbench.points.names import CLOSED
@@ -29,6 +29,7 @@ from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.load import Call, Run
 from dcpbench.servers.overhead import at_once, overhead
+from dcpbench.servers.profile import traced, waits_in
 from dcpbench.servers.prompts import COMPLETIONS, Manner, find_manner
 from dcpbench.servers.shares import sending
 from dcpbench.serving.loads import requests_of
@@ -37,12 +38,14 @@ from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.traffic import Sample
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.records.record import SyncSite
     from dcpbench.servers.info import Counters, ServerInfo
     from dcpbench.servers.load import Outcome, Pace
     from dcpbench.servers.shares import Shares
@@ -54,6 +57,10 @@ MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
 NEAR = 0.05
 """Tokens of answers that differ by more of what was asked for are said."""
 WARM_UP, WARM_UP_OUTPUT = 8, 16
+NOT_PROFILED = "not_profiled"
+"""Name of the fact that says why."""
+PROFILED = 8
+"""Requests that a server serves while it is profiled."""
 MOST_OPEN = 256
 """Connections that are made before an open loop begins; others are made when they are needed."""
 CHUNKS_EACH = 8_000
@@ -77,6 +84,9 @@ class Asked:
     """Of the client; None: as many as the load is expected to need."""
     check_client: bool = True
     """Whether the client is measured alone after each load."""
+    traces: Path | None = None
+    """Folder into which the server writes its profiler's traces: it is profiled after each load."""
+    traces_wait_s: float = 120.0
     command: str = ""
     """As typed."""
     device: str = ""
@@ -162,6 +172,10 @@ class _Sent:
     after: Counters | None = None
     null: dict[str, float | int] = dataclasses.field(default_factory=dict)
     """What the client alone costs; empty where that was not measured."""
+    waits: tuple[float, list[SyncSite]] | None = None
+    """Host-blocking calls of a step of the server, and where they are."""
+    unprofiled: str = ""
+    """Why nobody knows, where that was asked for."""
 
 
 def measure(
@@ -225,6 +239,22 @@ async def _send(
     if asked.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")
         sent.null = await overhead(streams, len(sent.run.paces))
+    if asked.traces is not None:
+        await _profile(point, asked, manner, sent, asked.traces, tell)
+
+
+async def _profile(
+    point: Point, asked: Asked, manner: Manner, sent: _Sent, folder: Path, tell: Callable[[str], None]
+) -> None:
+    """A few requests of the load again, with the server's profiler at work: never in the times, which stand without it."""
+    try:
+        async with Client(asked.target) as client:
+            calls = _short(client, manner, sent.requests[:PROFILED])
+            paths = await traced(client, calls, min(point.concurrency, PROFILED), folder, asked.traces_wait_s, tell)
+        sent.waits = await asyncio.to_thread(waits_in, paths)
+    except DcpbenchError as e:
+        sent.unprofiled = str(e)
+        say(f"{asked.target.url} was not profiled: {e}")
 
 
 def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: float | None) -> int:
@@ -248,18 +278,7 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
 
     Raises WorkerError where all of them fail.
     """
-    generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
-    calls = []
-    for request in requests[: asked.warm_up]:
-        prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
-        output = min(request.output_tokens, WARM_UP_OUTPUT)
-        calls.append(
-            Call(
-                request.number,
-                manner.request(client, dataclasses.replace(request, prompt=prompt, output_tokens=output)),
-                output,
-            )
-        )
+    calls = _short(client, manner, requests[: asked.warm_up])
     if not calls:
         return None
     run = Run(client, calls, len(calls))
@@ -269,6 +288,18 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
         raise WorkerError(f"all {len(calls)} requests of the warm-up failed; the first one: {errors[0].sentence}")
     gaps = [gap for o in run.outcomes if o.answer is not None for gap in np.diff(o.answer.chunk_s)]
     return float(np.median(gaps)) if gaps else None
+
+
+def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> list[Call]:
+    """Requests like these, with other tokens and short answers."""
+    generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
+    calls = []
+    for request in requests:
+        prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
+        output = min(request.output_tokens, WARM_UP_OUTPUT)
+        changed = dataclasses.replace(request, prompt=prompt, output_tokens=output)
+        calls.append(Call(request.number, manner.request(client, changed), output))
+    return calls
 
 
 async def _tell(run: Run | Shares, tell: Callable[[str], None]) -> None:
@@ -360,6 +391,8 @@ def _record(
         outcome="failed" if reason else "ok",
         reason=reason,
         marks=[*record.marks, *(mark for mark, holds in told.items() if holds), *marks(metrics)],
+        host_syncs_per_step=sent.waits[0] if sent.waits else None,
+        sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,
     )
 
@@ -404,7 +437,7 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
         retries=sum(o.retries for o in outcomes),
         failures=[Failed(kind=kind, requests=count, first=first[kind]) for kind, count in kinds.most_common()],
         client=_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
-        facts={**info.facts, **asked.facts},
+        facts={**info.facts, **asked.facts, **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {})},
     )
 
 
