@@ -37,6 +37,8 @@ OURS = {
     "node_rank": "--node-rank",
 }
 """Options that a variant cannot have, as `ab` gives them itself, or works on one machine."""
+REMOTE = ("--url", "--engine", "--serve-cmd")
+"""Options of `serve` that measure a real server."""
 
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
@@ -54,7 +56,11 @@ class Variants(Group):
         default="",
         metavar="OPTIONS",
     )
-    workload: str = RUNS("sweep or serve: the command that is run.", default="sweep", metavar="NAME")
+    workload: str = RUNS(
+        "sweep or serve: the command that is run, serve also with --url, --engine or --serve-cmd.",
+        default="sweep",
+        metavar="NAME",
+    )
     rounds: int = RUNS("Each round launches both variants once: A B, B A, A B, …", default=8, metavar="N")
 
 
@@ -106,6 +112,10 @@ def ab(
       dcpbench ab --both "--tp 4 --dcp 4 --context 32000" --a "--exchange ag_rs" --b "--exchange symm"
 
       dcpbench ab --workload serve --both "--tp 4 --concurrency 32" --a "--policy mixed" --b "--policy prefill-first"
+
+      dcpbench ab --workload serve --both "--concurrency 32" --a "--url http://a:8000 --tp 8" --b "--url http://b:8000 --tp 8 --dcp 8"
+
+      dcpbench ab --workload serve --both "--engine vllm --model /models/v3 --tp 8" --a "--dcp 1" --b "--dcp 8"
     """
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import differing, read_side
@@ -122,7 +132,7 @@ def ab(
         say("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
         return _plan(variants, sides, command)
-    if any(word.partition("=")[0] == "--gpu" for arguments in sides.values() for word in arguments):
+    if any(_has(arguments, ["--gpu"]) and not _has(arguments, REMOTE) for arguments in sides.values()):
         raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.locked(folder):
@@ -229,13 +239,18 @@ def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
             typed = context.params
             given = [p.name for p in command.params if p.name in OURS and typed.get(p.name) != p.get_default(context)]
     except PARSER_ERROR as e:
-        raise UsageError(
-            f"--{side} {text!r}: {e.format_message()} See `dcpbench {variants.workload} --help` for its options."
-        ) from e
+        serves = variants.workload != "serve" and _has(arguments, REMOTE)
+        how = "Add --workload serve." if serves else f"See `dcpbench {variants.workload} --help` for its options."
+        raise UsageError(f"--{side} {text!r}: {e.format_message()} {how}") from e
     if given:
         raise UsageError(f"--{side} {text!r}: leave {OURS[given[0]]} out; ab itself says where and how often to run.")
     asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _of_file(typed["config"], variants))
-    return arguments if asked else [*arguments, "--no-baseline"]
+    return arguments if asked or _has(arguments, REMOTE) else [*arguments, "--no-baseline"]
+
+
+def _has(arguments: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether some of these options are typed."""
+    return any(word.partition("=")[0] in names for word in arguments)
 
 
 def _of_file(path: Path, variants: Variants) -> Mapping[str, object]:

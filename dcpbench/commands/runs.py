@@ -80,6 +80,12 @@ def is_part() -> bool:
     return _part.get() is not None
 
 
+def on(probe: Probe) -> None:
+    """Tell the command that makes this run on what it runs."""
+    if part := _part.get():
+        part.devices.add(probe.device)
+
+
 def machine(run: Run) -> Probe:
     """The machine as --device wants it seen, or the one that --gpu plans for."""
     found = launcher.probe(WORKER) if run.gpu is None else planned(run.gpu, run.gpus or USUAL_GPUS)
@@ -91,8 +97,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
 
     `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
     """
-    if part := _part.get():
-        part.devices.add(probe.device)
+    on(probe)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     say_defaults(spec, candidates)
     if run.dry_run:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 USUAL_STEP_S = 0.05
 """Order of magnitude of a step of a large model, to say beforehand what a live run is going to take."""
 LONG_S = 600.0
+MOST_CLIENT_PROCESSES = 64
 
 WHEN = panel("When requests come")
 WHAT = panel("What requests are")
@@ -206,6 +207,22 @@ class Remote(Group):
         default=0,
         metavar="N",
     )
+    traces: Path | None = REMOTE(
+        "Folder into which the server's profiler writes its traces, as seen from here: after each load a few of its requests "
+        "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
+        "profile.",
+        metavar="FOLDER",
+    )
+    client_processes: int | None = REMOTE(
+        "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
+        "expected, as far as there are cores.",
+        metavar="N",
+    )
+    check_client: bool = REMOTE(
+        "After each load, read as many streams of a server that does nothing for a second: what TTFT and ITL have of the "
+        "client's own.",
+        default=True,
+    )
 
 
 def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Remote, run: opt.RunOnMachines) -> int:
@@ -228,6 +245,8 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
       dcpbench serve --mode replay --step-times FILE --concurrency 64
 
       dcpbench serve --url http://127.0.0.1:8000 --tp 8 --dcp 8 --concurrency 8,32
+
+      dcpbench serve --url http://127.0.0.1:8000 --tp 8 --traces /tmp/traces
 
       dcpbench serve --engine vllm --model deepseek-ai/DeepSeek-V3 --tp 8 --dcp 1,8 --gpu H200
     """
@@ -290,11 +309,15 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     from dcpbench.servers.measure import judged, look, manner_of, measure_points
 
     spec = make_server_spec(given, cpu=run.device == "cpu")
+    if spec.wrong is not None:
+        raise spec.wrong
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
     asked = _asked(url, remote, run, spec.layout["tp"])
     info = look(asked.target)
     card = info.model(spec.model)
-    say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
+    if run.dry_run or not runs.is_part():
+        say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
+    runs.on(probe)
     candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
     if run.dry_run:
         runs.print_plan(candidates, probe, run)
@@ -335,18 +358,20 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     spec, model = specs[0], str(specs[0].model)
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = [
-        grid.Candidate(point=point)
+        candidate
         for one, settings in itertools.product(specs, preset.servers())
-        for point in one.points(preset.name, model, settings)
+        for candidate in one.candidates(preset.name, model, settings)
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
     asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
+    runs.on(probe)
     if run.dry_run:
         runs.print_plan(candidates, probe, run)
+    grid.check_any(candidates)
+    if run.dry_run:
+        able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
-            for words in dict.fromkeys(
-                shlex.join(preset.words(c.point, settings_of(c.point), model, 0)) for c in candidates
-            ):
+            for words in dict.fromkeys(shlex.join(preset.words(p, settings_of(p), model, 0)) for p in able):
                 say(words)
         return 0
     folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
@@ -377,6 +402,14 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     for option, value in (("--warm-up", remote.warm_up), ("--retries", remote.retries)):
         if value < 0:
             raise UsageError(f"{option} {value} is negative; write 0 or more.")
+    if remote.client_processes is not None and not 1 <= remote.client_processes <= MOST_CLIENT_PROCESSES:
+        raise UsageError(
+            f"--client-processes {remote.client_processes} cannot be; write 1 to {MOST_CLIENT_PROCESSES}, or leave it out."
+        )
+    if remote.traces is not None and not remote.traces.is_dir():
+        raise UsageError(
+            f"--traces {remote.traces} is no folder on this machine; name the one into which the server writes its traces."
+        )
     key = os.environ.get(remote.api_key_env, "")
     return Asked(
         target=Target.at(url, key=key, timeout_s=remote.request_timeout),
@@ -384,6 +417,9 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         tokenizer=remote.tokenizer,
         warm_up=remote.warm_up,
         retries=remote.retries,
+        processes=remote.client_processes,
+        check_client=remote.check_client,
+        traces=remote.traces,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         device=CPU if run.device == "cpu" else run.gpu or "",
         device_count=run.gpus or tp,

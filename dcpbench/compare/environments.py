@@ -37,6 +37,12 @@ HONESTY = (
     ("KV rows", "kv"),
     ("CUDA graph", "cuda_graph"),
 )
+SERVER = (
+    ("KV capacity of the server", "kv_capacity_tokens"),
+    ("context that the server takes", "max_model_len"),
+    ("prompts as", "prompts"),
+    ("tokens counted by", "counted"),
+)
 CLOCK_APART = 0.01
 """Lowest SM clocks further apart than this share are told."""
 MOST_SHOWN, LONGEST = 4, 60
@@ -74,6 +80,7 @@ def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tupl
         *((n + WITHHELD if SECRET.search(n) else n, [env.settings.get(n)] if env else []) for n in settings),
         *((f"setting {name}", [given.get(name)] if given else []) for name in asked),
         ("measured by", [origin(r)]),
+        *((what, [getattr(r.server, name)] if r.server else []) for what, name in SERVER),
         ("auto chose", [r.choice] if r.choice else []),
         ("throttled by", r.gpu.throttle_reasons if r.gpu else []),
         ("marks", r.marks),

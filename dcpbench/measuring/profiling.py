@@ -12,15 +12,14 @@ import difflib
 import itertools
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
 from dcpbench.measuring.ranges import PHASES
-from dcpbench.records.record import Phases, SyncSite
-from dcpbench.syncs.model import order
-from dcpbench.syncs.rules import ALLOCATION
+from dcpbench.records.record import Phases
+from dcpbench.syncs.recorded import sync_sites
 from dcpbench.syncs.scan import analyse
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.intervals import match
@@ -30,6 +29,7 @@ from dcpbench.syncs.traces.reading import TraceReader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dcpbench.records.record import SyncSite
     from dcpbench.syncs.model import Site
     from dcpbench.syncs.traces.columns import Columns
 
@@ -160,32 +160,6 @@ def profile_step(
         steps=steps,
     )
     return phases, sync_sites(launched.sites, "eager") + sync_sites(replayed.sites, "replay")
-
-
-def sync_sites(sites: list[Site], where: Literal["eager", "replay", "serve"]) -> list[SyncSite]:
-    """Sites of a steady step, worst first, as a record holds them.
-
-    What frees memory does not count in an eager step, where the caching allocator grows and shrinks; a graph has its
-    memory, so in a replayed step, or in a turn of the serving loop, it does.
-    """
-    aside = ALLOCATION.id if where == "eager" else ""
-    mine = [s for s in sites if not (s.own or s.may_block or s.warmup_only or s.rule == aside)]
-    return [
-        SyncSite(
-            found_in=where,
-            rule=s.rule,
-            kind=s.kind,
-            call=s.call,
-            op=s.op,
-            function=s.function,
-            file=s.file,
-            line=s.line,
-            per_step=s.count_per_step or 0.0,
-            wait_us=s.wait_median_us or 0.0,
-            bubble_us=None if s.bubble_us is None else s.bubble_us / s.count,
-        )
-        for s in sorted(mine, key=order)
-    ]
 
 
 def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:

@@ -10,6 +10,7 @@ import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
 from dcpbench.plan import options as read
+from dcpbench.plan.grid import Candidate
 from dcpbench.plan.options import check_positive
 from dcpbench.plan.serve_spec import SERVE_PARSERS, read_loads, serve_defaults, usual_clients
 from dcpbench.points.engines import UNTOLD, engine_load, engine_point
@@ -57,6 +58,8 @@ class ServerSpec:
     model: str | None
     """As the server calls it; None: the only one that it serves."""
     layout: Mapping[str, int]
+    wrong: LayoutError | None
+    """Why no server can have this layout."""
     ep: str
     dtype: str | None
     loads: ServeLoads
@@ -85,26 +88,16 @@ class ServerSpec:
                 )
         return found
 
+    def candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
+        """The same points, with the reason where the degrees do not nest."""
+        return [Candidate(point=point, error=self.wrong) for point in self.points(engine, model, settings)]
+
 
 def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
-    """Options with one value of each degree, and of the exchange, for each server that lists of them ask for.
-
-    Degrees that do not nest make no server. Raises UsageError where none does.
-    """
+    """Options with one value of each degree for each server that lists of them ask for, also where they do not nest."""
     axes = {name: read.ints(name, given[name]) for name in DEGREES if given.get(name) is not None}
     rest = {name: value for name, value in given.items() if name not in axes}
-    found, wrong = [], ""
-    for values in itertools.product(*axes.values()):
-        layout = dict(zip(axes, values, strict=True))
-        try:
-            Layout(**layout)
-        except LayoutError as e:
-            wrong = str(e)
-            continue
-        found.append(rest | layout)
-    if not found:
-        raise UsageError(wrong)
-    return found
+    return [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
@@ -127,6 +120,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
     return ServerSpec(
         model=cast("str | None", _one("model", options.pop("model"))) if "model" in options else None,
         layout=layout,
+        wrong=_wrong(layout),
         ep=str(layout["tp"]) if ep == WHOLE and layout["tp"] else ep,
         dtype=cast("str | None", options.pop("dtype", None)),
         loads=loads,
@@ -136,15 +130,22 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
 
 
 def _layout(typed: Mapping[str, object]) -> dict[str, int]:
-    """As typed; 0 for each degree where nobody says --tp. Raises UsageError."""
+    """As typed; 0 for each degree where nobody says --tp. Raises UsageError for degrees without it."""
     if "tp" not in typed:
         if typed:
             given = listed([flag(name) for name in typed])
             raise UsageError(f"{given} without --tp: say how many GPUs the server has, for example --tp 8.")
         return dict.fromkeys(DEGREES, 0)
-    found = {name: cast("int", typed.get(name, 1)) for name in DEGREES}
-    Layout(**found)
-    return found
+    return {name: cast("int", typed.get(name, 1)) for name in DEGREES}
+
+
+def _wrong(layout: Mapping[str, int]) -> LayoutError | None:
+    try:
+        if any(layout.values()):
+            Layout(**layout)
+    except LayoutError as e:
+        return e
+    return None
 
 
 def _one(name: str, value: object) -> object:

@@ -145,7 +145,8 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
 
     found_in: str
-    """`eager`, where a captured graph would hide it, `replay`, or `serve`: a turn of the serving loop."""
+    """`eager`, where a captured graph would hide it, `replay`, `serve`: a turn of the serving loop, or `engine`: a real
+    server's own profile, by its worst rank."""
     rule: str
     """Id such as SYNC001; docs/syncs.md has a sentence for each."""
     kind: str
@@ -399,16 +400,22 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What it cost to send requests to a real server and to read its answers."""
 
     processes: int
+    """Of an event loop each, over which the load was divided."""
     cpu_share: float
     """CPU time of the busiest process over the time of the run: at 1 it cannot send or read any more."""
     late_p99_ms: float | None = None
     """How long after a request was due, or a client was free, it was sent."""
     lag_p99_ms: float | None = None
     """How long after they were due things were done that were planned every 20 ms: how late an event may be stamped."""
+    null_streams: int | None = None
+    """Streams of a server that does nothing, which the same processes read for a second after the run: as many as the run
+    had at once, up to 512. Null, like what follows, where that was not measured."""
     null_event_us: float | None = None
-    """CPU time for one event of the null server's streams, before the run; null where that was not measured."""
+    """CPU time for one event of these streams."""
+    null_ttft_p50_ms: float | None = None
+    """How long their first tokens took, which the null server sends at once: what TTFT has of the client's own."""
     null_lag_p99_ms: float | None = None
-    """How much longer than the null server's gaps the gaps between its tokens were."""
+    """How much longer than the null server's gaps the gaps between its tokens were: what ITL has."""
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):

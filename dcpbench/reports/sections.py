@@ -10,6 +10,7 @@ from dcpbench.reports import (
     answer,
     answer_tables,
     chosen,
+    client,
     exchanges,
     explain,
     figures,
@@ -148,6 +149,12 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             bullets=explain.marks(points),
         ),
         *_served(frames),
+        Section(
+            slug="client",
+            title="The client that sent the requests",
+            paragraphs=client.sentences(frames),
+            tables=[client.table(frames)],
+        ),
         Section(
             slug="comparisons",
             title="Every comparison",

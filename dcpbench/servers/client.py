@@ -46,6 +46,14 @@ class RequestError(Exception):
         super().__init__(sentence)
         self.kind, self.sentence, self.status, self.retry_after_s = kind, sentence, status, retry_after_s
 
+    def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
+        """As it goes from one process to another."""
+        return _request_error, (self.kind, self.sentence, self.status, self.retry_after_s)
+
+
+def _request_error(kind: str, sentence: str, status: int, retry_after_s: float | None) -> RequestError:
+    return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:

@@ -72,6 +72,15 @@ class Pace:
     wall_s: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """How far a load is."""
+
+    ended: int = 0
+    failed: int = 0
+    chunks: int = 0
+
+
 class Run:
     """A load on its way. `outcomes` can be read at any time, also after an interruption."""
 
@@ -93,6 +102,22 @@ class Run:
         self._room = asyncio.Semaphore(at_once) if at_once is not None else None
         self._limit_s, self._retries = limit_s, retries
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def prepare(self, connections: int) -> None:
+        """Have so many connections ready, where the server takes them."""
+        with contextlib.suppress(RequestError):
+            await self.client.open(connections)
+
+    @property
+    def paces(self) -> list[Pace]:
+        """Of each process: one."""
+        return [self.pace]
+
+    def told(self) -> Told:
+        """How far it is."""
+        ended = [o for o in self.outcomes if o.ended]
+        chunks = sum(len(o.answer.chunk_s) for o in self.outcomes if o.answer is not None)
+        return Told(len(ended), sum(o.error is not None for o in ended), chunks)
 
     async def run(self, start_s: float | None = None) -> None:
         """To the end, or to the limit. `start_s`: by time.perf_counter(), the same for all processes of a load."""

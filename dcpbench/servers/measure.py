@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import datetime as dt
+import math
+import os
 import secrets
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 import dcpbench
-from dcpbench.errors import CapacityError, UsageError, WorkerError
+from dcpbench.errors import CapacityError, DcpbenchError, UsageError, WorkerError
 from dcpbench.launch.jobs import Progress
 from dcpbench.plan.grid import Candidate
 from dcpbench.points.names import CLOSED
@@ -27,21 +28,27 @@ from dcpbench.servers import info as server_info
 from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.load import Call, Run
+from dcpbench.servers.overhead import at_once, overhead
+from dcpbench.servers.profile import traced, waits_in
 from dcpbench.servers.prompts import COMPLETIONS, Manner, find_manner
+from dcpbench.servers.shares import sending
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import StepCounts, in_short, marks, rows, serve_metrics
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.traffic import Sample
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.records.record import SyncSite
     from dcpbench.servers.info import Counters, ServerInfo
     from dcpbench.servers.load import Outcome, Pace
+    from dcpbench.servers.shares import Shares
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
 """Marks; reports/explain.py has a sentence for each."""
@@ -50,8 +57,14 @@ MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
 NEAR = 0.05
 """Tokens of answers that differ by more of what was asked for are said."""
 WARM_UP, WARM_UP_OUTPUT = 8, 16
+NOT_PROFILED = "not_profiled"
+"""Name of the fact that says why."""
+PROFILED = 8
+"""Requests that a server serves while it is profiled."""
 MOST_OPEN = 256
 """Connections that are made before an open loop begins; others are made when they are needed."""
+CHUNKS_EACH = 8_000
+"""Chunks a second for which a process of the client is taken: about a third of a core."""
 TELL_S = 1.0
 P99 = 99
 
@@ -67,6 +80,13 @@ class Asked:
     """Requests before the clock starts."""
     retries: int = 0
     """Of each request that a busy server sends away."""
+    processes: int | None = None
+    """Of the client; None: as many as the load is expected to need."""
+    check_client: bool = True
+    """Whether the client is measured alone after each load."""
+    traces: Path | None = None
+    """Folder into which the server writes its profiler's traces: it is profiled after each load."""
+    traces_wait_s: float = 120.0
     command: str = ""
     """As typed."""
     device: str = ""
@@ -147,9 +167,15 @@ class _Sent:
     """What is known once a load has been sent, however it ended."""
 
     requests: Sequence[ServeRequest]
-    run: Run | None = None
+    run: Run | Shares | None = None
     before: Counters | None = None
     after: Counters | None = None
+    null: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    """What the client alone costs; empty where that was not measured."""
+    waits: tuple[float, list[SyncSite]] | None = None
+    """Host-blocking calls of a step of the server, and where they are."""
+    unprofiled: str = ""
+    """Why nobody knows, where that was asked for."""
 
 
 def measure(
@@ -188,60 +214,101 @@ async def _send(
     load = point.load
     assert load is not None
     async with Client(asked.target) as client:
-        await _warm_up(client, asked, manner, sent.requests)
+        warm = await _warm_up(client, asked, manner, sent.requests)
         calls = [Call(r.number, manner.request(client, r), r.output_tokens, r.arrival_s) for r in sent.requests]
-        at_once = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
-        with contextlib.suppress(Exception):
-            await client.open(min(point.concurrency, MOST_OPEN))
-        sent.before = await server_info.counters(client)
-        run = sent.run = Run(
-            client,
+        processes = asked.processes or processes_for(point, sent.requests, warm)
+        async with sending(
+            asked.target,
             calls,
             point.clients,
-            at_once=at_once,
+            processes,
+            at_once=point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None,
             limit_s=settings.limit_seconds,
             retries=asked.retries,
-        )
-        told = asyncio.get_running_loop().create_task(_tell(run, tell))
-        try:
-            await run.run(time.perf_counter() + 0.01)
-        finally:
-            told.cancel()
+        ) as run:
+            sent.run = run
+            await run.prepare(min(point.concurrency, MOST_OPEN))
+            sent.before = await server_info.counters(client)
+            told = asyncio.get_running_loop().create_task(_tell(run, tell))
+            try:
+                await run.run(time.perf_counter() + 0.01)
+            finally:
+                told.cancel()
         sent.after = await server_info.counters(client)
+    streams = at_once(sent.run.outcomes)
+    if asked.check_client and streams:
+        tell(f"the client itself, {streams} streams of a server that does nothing")
+        sent.null = await overhead(streams, len(sent.run.paces))
+    if asked.traces is not None:
+        await _profile(point, asked, manner, sent, asked.traces, tell)
 
 
-async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Sequence[ServeRequest]) -> None:
-    """Short answers to prompts of the load's lengths, all at once. Raises WorkerError where all of them fail."""
-    generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
-    calls = []
-    for request in requests[: asked.warm_up]:
-        prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
-        output = min(request.output_tokens, WARM_UP_OUTPUT)
-        calls.append(
-            Call(
-                request.number,
-                manner.request(client, dataclasses.replace(request, prompt=prompt, output_tokens=output)),
-                output,
-            )
-        )
+async def _profile(
+    point: Point, asked: Asked, manner: Manner, sent: _Sent, folder: Path, tell: Callable[[str], None]
+) -> None:
+    """A few requests of the load again, with the server's profiler at work: never in the times, which stand without it."""
+    try:
+        async with Client(asked.target) as client:
+            calls = _short(client, manner, sent.requests[:PROFILED])
+            paths = await traced(client, calls, min(point.concurrency, PROFILED), folder, asked.traces_wait_s, tell)
+        sent.waits = await asyncio.to_thread(waits_in, paths)
+    except DcpbenchError as e:
+        sent.unprofiled = str(e)
+        say(f"{asked.target.url} was not profiled: {e}")
+
+
+def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: float | None) -> int:
+    """Client processes for the rate of chunks that is expected, within the cores that are there, one of which stays free.
+
+    That of an open loop is told by its requests; of a closed one by the ITL of the warm-up, which a loaded server does
+    not beat.
+    """
+    if point.clients is not None:
+        rate = point.clients / warm_itl_s if warm_itl_s else 0.0
+    else:
+        due = [r.arrival_s or 0.0 for r in requests]
+        span = max(due) - min(due)
+        rate = sum(r.output_tokens for r in requests) / span if span else 0.0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min(math.ceil(rate / CHUNKS_EACH), cores - 1), 1)
+
+
+async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Sequence[ServeRequest]) -> float | None:
+    """Short answers to prompts of the load's lengths, all at once; returns the median gap of their chunks in s.
+
+    Raises WorkerError where all of them fail.
+    """
+    calls = _short(client, manner, requests[: asked.warm_up])
     if not calls:
-        return
+        return None
     run = Run(client, calls, len(calls))
     await run.run()
     errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
     if len(errors) == len(calls):
         raise WorkerError(f"all {len(calls)} requests of the warm-up failed; the first one: {errors[0].sentence}")
+    gaps = [gap for o in run.outcomes if o.answer is not None for gap in np.diff(o.answer.chunk_s)]
+    return float(np.median(gaps)) if gaps else None
 
 
-async def _tell(run: Run, tell: Callable[[str], None]) -> None:
+def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> list[Call]:
+    """Requests like these, with other tokens and short answers."""
+    generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
+    calls = []
+    for request in requests:
+        prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
+        output = min(request.output_tokens, WARM_UP_OUTPUT)
+        changed = dataclasses.replace(request, prompt=prompt, output_tokens=output)
+        calls.append(Call(request.number, manner.request(client, changed), output))
+    return calls
+
+
+async def _tell(run: Run | Shares, tell: Callable[[str], None]) -> None:
     while True:
         await asyncio.sleep(TELL_S)
-        ended = [o for o in run.outcomes if o.ended]
-        chunks = sum(len(o.answer.chunk_s) for o in run.outcomes if o.answer is not None)
-        failed = sum(o.error is not None for o in ended)
-        rate = chunks / max(time.perf_counter() - run.start_s, 1e-9)
-        lost = f", {failed} failed" if failed else ""
-        tell(f"{len(ended) - failed}/{len(run.calls)} requests{lost}, {rate:,.0f} chunks/s")
+        told = run.told()
+        rate = told.chunks / max(time.perf_counter() - run.start_s, 1e-9)
+        lost = f", {told.failed} failed" if told.failed else ""
+        tell(f"{told.ended - told.failed}/{len(run.calls)} requests{lost}, {rate:,.0f} chunks/s")
 
 
 def _requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
@@ -284,7 +351,7 @@ def _record(
         ),
         measured_with=msgspec.to_builtins(settings),
         origin=info.origin,
-        server=_server(info, manner, asked, outcomes, sent.run.pace if sent.run else None),
+        server=_server(info, manner, asked, outcomes, sent),
     )
     if sent.run is None:
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
@@ -324,6 +391,8 @@ def _record(
         outcome="failed" if reason else "ok",
         reason=reason,
         marks=[*record.marks, *(mark for mark, holds in told.items() if holds), *marks(metrics)],
+        host_syncs_per_step=sent.waits[0] if sent.waits else None,
+        sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,
     )
 
@@ -353,7 +422,7 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
     return sample
 
 
-def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[Outcome], pace: Pace | None) -> Server:
+def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[Outcome], sent: _Sent) -> Server:
     errors = [o.error for o in outcomes if o.error is not None]
     kinds = collections.Counter(error.kind for error in errors)
     first = {error.kind: error.sentence for error in reversed(errors)}
@@ -367,18 +436,20 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
         counted=answered.counted_by if answered else BY_CHUNKS,
         retries=sum(o.retries for o in outcomes),
         failures=[Failed(kind=kind, requests=count, first=first[kind]) for kind, count in kinds.most_common()],
-        client=_client_load(outcomes, pace) if pace else None,
-        facts={**info.facts, **asked.facts},
+        client=_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
+        facts={**info.facts, **asked.facts, **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {})},
     )
 
 
-def _client_load(outcomes: Sequence[Outcome], pace: Pace) -> ClientLoad:
+def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]) -> ClientLoad:
     late = [(o.sent_s - o.submitted_s) * 1e3 for o in outcomes if o.sent_s is not None]
+    lags = [lag for pace in paces for lag in pace.lags_s]
     return ClientLoad(
-        processes=1,
-        cpu_share=pace.cpu_s / pace.wall_s if pace.wall_s else 0.0,
+        processes=len(paces),
+        cpu_share=max(pace.cpu_s / pace.wall_s if pace.wall_s else 0.0 for pace in paces),
         late_p99_ms=float(np.percentile(late, P99)) if late else None,
-        lag_p99_ms=float(np.percentile(pace.lags_s, P99)) * 1e3 if pace.lags_s else None,
+        lag_p99_ms=float(np.percentile(lags, P99)) * 1e3 if lags else None,
+        **null,  # type: ignore[arg-type]  # names of its fields
     )
 
 

@@ -1,10 +1,10 @@
-"""A server that does next to nothing: it answers each request with a token whenever GAP_S have passed.
+"""A server that does next to nothing: it answers each request with a token at once, and another whenever GAP_S have passed.
 
-What a client spends on its streams, and how late it is, is the client's own then: docs/servers.md.
+What a client spends on its streams, and how late it is, is the client's own then: overhead.py.
 
     python -m dcpbench.servers.null_server
 
-prints its port, and lives as long as the process that started it.
+prints its port, and lives until its standard input ends, as it does with the process that started it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class Streams:
 
     def add(self, transport: asyncio.Transport, tokens: int) -> None:
         """A stream of so many tokens."""
-        transport.write(HEAD)
+        if tokens <= 1:
+            transport.write(HEAD + CHUNK + END)
+            return
+        transport.write(HEAD + CHUNK)
         if not self.left:
             loop = asyncio.get_running_loop()
             self._due = loop.time() + GAP_S
             loop.call_at(self._due, self._tick)
-        self.left[transport] = tokens
+        self.left[transport] = tokens - 1
 
     def _tick(self) -> None:
         for transport, left in list(self.left.items()):
@@ -84,12 +87,14 @@ class Null(asyncio.Protocol):
 
 
 async def serve() -> None:
-    """At a free port of the loopback, for ever."""
-    streams = Streams()
-    server = await asyncio.get_running_loop().create_server(lambda: Null(streams), "127.0.0.1", 0, backlog=1024)
+    """At a free port of the loopback, until standard input ends."""
+    streams, ended, loop = Streams(), asyncio.Event(), asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Null(streams), "127.0.0.1", 0, backlog=1024)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
-    await server.serve_forever()
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    await ended.wait()
+    server.close()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,16 +14,23 @@ from dcpbench.servers import info as server_info
 from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, status_error
 from dcpbench.servers.load import Call, Run
 from dcpbench.servers.prompts import PATHS, find_manner
+from dcpbench.syncs.files import each_text_once
+from dcpbench.syncs.gating.gate import blind
+from dcpbench.syncs.recorded import WORST_SITES, sync_sites
+from dcpbench.syncs.scan import scan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.records.record import SyncSite
 
 START, STOP = "/start_profile", "/stop_profile"
 KINDS = (".json", ".json.gz")
 SETTLED_S = 2.0
 """A file that has not grown for so long is whole: ranks write one after the other."""
 POLL_S = 0.2
+FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")
+"""Environment variables that name the folder to a server that we start."""
 HOW = (
     'start vLLM with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "FOLDER"}\' (before 0.13: the environment variable '
     "VLLM_TORCH_PROFILER_DIR), SGLang with SGLANG_TORCH_PROFILER_DIR=FOLDER"
@@ -54,7 +62,6 @@ async def profile(
         raise UsageError(
             f"--traces {folder} is no folder on this machine; name the one into which the server writes its traces."
         )
-    before = await asyncio.to_thread(traces_in, folder)
     async with Client(target) as client:
         asked = await server_info.ask(client)
         manner = await find_manner(client, asked.model(None).id, endpoint)
@@ -67,20 +74,49 @@ async def profile(
             )
             for _ in range(requests)
         ]
-        run = Run(client, [Call(i, body, output_tokens) for i, body in enumerate(bodies)], concurrency)
-        warm = Run(client, [Call(0, bodies[0], output_tokens)], 1)
-        await warm.run()
-        await _switch(client, START)
-        tell("profiling")
-        try:
-            await run.run()
-        finally:
-            await _switch(client, STOP)
+        calls = [Call(i, body, output_tokens) for i, body in enumerate(bodies)]
+        return await traced(client, calls, concurrency, folder, wait_s, tell)
+
+
+async def traced(
+    client: Client,
+    calls: Sequence[Call],
+    concurrency: int,
+    folder: Path,
+    wait_s: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Path]:
+    """Traces of a server that served these calls, behind one as warm-up. Raises WorkerError where none comes."""
+    before = await asyncio.to_thread(traces_in, folder)
+    run = Run(client, calls, concurrency)
+    await Run(client, calls[:1], 1).run()
+    await _switch(client, START)
+    tell("profiling")
+    try:
+        await run.run()
+    finally:
+        await _switch(client, STOP)
     if failed := [outcome.error for outcome in run.outcomes if outcome.error is not None]:
         raise WorkerError(
-            f"{len(failed)} of {requests} requests failed while the server was profiled; the first one: {failed[0].sentence}"
+            f"{len(failed)} of {len(calls)} requests failed while the server was profiled; the first one: {failed[0].sentence}"
         )
     return await _written(folder, before, wait_s, tell)
+
+
+def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
+    """(host-blocking calls of a step, where they are) of the worst rank of a server's traces.
+
+    Raises WorkerError where they cannot say: without a GPU, damaged, or without marks of steps.
+    """
+    report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
+    if reasons := [reason for trace in report.traces if (reason := blind(trace))]:
+        raise WorkerError(reasons[0])
+    if not all(trace.steps for trace in report.traces):
+        raise WorkerError(
+            "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
+        )
+    sites = sync_sites(report.sites, "engine")
+    return sum(site.per_step for site in sites), sites[:WORST_SITES]
 
 
 async def _switch(client: Client, path: str) -> None:

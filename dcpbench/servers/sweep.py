@@ -18,6 +18,7 @@ from dcpbench.records.record import CPU, Record
 from dcpbench.servers.client import Target
 from dcpbench.servers.launch import Server, free_port
 from dcpbench.servers.measure import look, manner_of, measure
+from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import in_short
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def measure_started(
             device_count=left[0].tp,
             facts={"command": shlex.join(words), "log": str(log.relative_to(folder))},
         )
-        with Server(words, log, engine.env, port, engine.ready) as server:
+        profiling = {name: str(asked.traces.absolute()) for name in FOLDERS} if asked.traces else {}
+        with Server(words, log, profiling | engine.env, port, engine.ready) as server:
             why = ""
             try:
                 waited = server.wait(limit_s, told(left[0], "build"))

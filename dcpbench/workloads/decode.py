@@ -23,6 +23,7 @@ from dcpbench.points import floors, memory
 from dcpbench.points.machines import described
 from dcpbench.records import formulas
 from dcpbench.records.record import Emulated, Floor, Kv, Record
+from dcpbench.syncs.recorded import WORST_SITES
 from dcpbench.workloads.attention_error import attention_error, limit_of
 from dcpbench.workloads.choice import choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
@@ -43,8 +44,6 @@ MOST_DRIFT = 0.01
 MOST_IDLE = 0.03
 MOST_GRAPH_ERROR = 1e-3
 """Limits past which a point is marked; reports/explain.py says them in words."""
-WORST_SITES = 8
-"""Sites of synchronisation that a record keeps."""
 PLANS = 5
 """Plans timed for `host_plan_us`."""
 

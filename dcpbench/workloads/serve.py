@@ -13,7 +13,7 @@ from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
 from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
-from dcpbench.measuring.profiling import record, sync_sites
+from dcpbench.measuring.profiling import record
 from dcpbench.measuring.timing import compiled_kernels
 from dcpbench.points.floors import Sharding
 from dcpbench.records.record import Kv, Record
@@ -24,7 +24,8 @@ from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.show.terminal import now_and_then
-from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
+from dcpbench.syncs.recorded import WORST_SITES, sync_sites
+from dcpbench.workloads.decode import MOST_IDLE
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
 from dcpbench.workloads.served_floors import Shares, shares
 from dcpbench.workloads.serving_loop import Agreement, Loop

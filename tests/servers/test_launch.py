@@ -22,6 +22,7 @@ from dcpbench.servers.presets import PRESETS, Engine, engine
 ROOT = Path(__file__).parents[2]
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
 LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
+LOAD += ["--no-check-client"]
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +71,16 @@ def started(mark: str, *more: str) -> list[str]:
 def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two of four layouts nest and run, one is refused by the server; each configuration is started once."""
+    """Of four layouts two run, one is refused by the server, and one does not nest; each configuration is started once."""
     run = tmp_path / "run"
     words = ["serve", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
     words += ["--concurrency", "1,2", *LOAD, "-o", str(run)]
     code, _, err = dcpbench(capsys, *words)
     assert code == 4
     assert "decode context parallel size 2 is not supported" in err
-    records = {(str(r.point.layout), r.point.concurrency): r for r in read_run(run).records}
+    found = read_run(run).records
+    rejected = {r.reason for r in found if r.outcome == "rejected"}
+    records = {(str(r.point.layout), r.point.concurrency): r for r in found if r.outcome != "rejected"}
     assert {key: r.outcome for key, r in records.items()} == {
         ("tp1", 1): "ok",
         ("tp1", 2): "ok",
@@ -86,6 +89,8 @@ def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_othe
         ("tp2·dcp2", 1): "failed",
         ("tp2·dcp2", 2): "failed",
     }
+    assert "cannot run: tp1·dp1·dcp2" in err
+    assert rejected == {"--dcp 2 does not divide --tp 1; these do: 1."}
     why = records["tp2·dcp2", 1].reason or ""
     assert "AssertionError: decode context parallel size 2 is not supported by the attention backend CPU_ATTN" in why
     assert "servers/" in why

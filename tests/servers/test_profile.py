@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench import cli
+from dcpbench.errors import WorkerError
+from dcpbench.records.runs import read_run
+from dcpbench.servers.profile import waits_in
 from tools.client_accuracy import served
 
 if TYPE_CHECKING:
@@ -100,3 +103,82 @@ def test_mistakes_are_sentences(words: list[str], said: str, capsys: pytest.Capt
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_a_point_of_a_server_says_where_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the traces that its profiler writes behind the load; its times are those of the load alone."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
+    load = [
+        "--device",
+        "cpu",
+        "--num-requests",
+        "4",
+        "--concurrency",
+        "2",
+        "--input-tokens",
+        "20",
+        "--output-tokens",
+        "4",
+    ]
+    with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+        cli.main(
+            ["serve", "--url", url, *load, "--traces", str(folder), "-o", str(tmp_path / "run"), "--no-check-client"]
+        )
+    assert not end.value.code, capsys.readouterr().err
+    (record,) = read_run(tmp_path / "run").records
+    assert record.outcome == "ok"
+    assert record.serve is not None
+    assert record.serve.finished == 4
+    assert record.server
+    assert "not_profiled" not in record.server.facts
+    assert record.host_syncs_per_step
+    assert record.sync_sites
+    assert {site.found_in for site in record.sync_sites} == {"engine"}
+    assert record.host_syncs_per_step >= sum(site.per_step for site in record.sync_sites) - 1e-9
+    assert "Where the host waited" in (tmp_path / "run" / "report" / "report.html").read_text()
+
+
+def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not measured is null, and said."""
+    load = [
+        "--device",
+        "cpu",
+        "--num-requests",
+        "4",
+        "--concurrency",
+        "2",
+        "--input-tokens",
+        "20",
+        "--output-tokens",
+        "4",
+    ]
+    with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+        cli.main(
+            ["serve", "--url", url, *load, "--traces", str(tmp_path), "-o", str(tmp_path / "run"), "--no-check-client"]
+        )
+    err = capsys.readouterr().err
+    assert not end.value.code
+    assert "was not profiled" in err
+    (record,) = read_run(tmp_path / "run").records
+    assert record.outcome == "ok"
+    assert record.host_syncs_per_step is None
+    assert record.server
+    assert "It does not profile; start vLLM with" in record.server.facts["not_profiled"]
+
+
+def test_traces_without_a_gpu_are_no_count_of_waits(tmp_path: Path) -> None:
+    """Of an engine on a CPU."""
+    trace = tmp_path / "cpu.json"
+    trace.write_text(
+        json.dumps(
+            {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}]}
+        )
+    )
+    with pytest.raises(WorkerError, match="GPU"):
+        waits_in([trace])

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from dcpbench.measuring import profiling
-from dcpbench.measuring.profiling import _attribute, _label, profile_cpu_step, profile_step, sync_sites
+from dcpbench.measuring.profiling import _attribute, _label, profile_cpu_step, profile_step
 from dcpbench.measuring.ranges import phase
 from dcpbench.records.record import Phases, SyncSite
+from dcpbench.syncs.recorded import sync_sites
 
 
 class TraceBuilder:

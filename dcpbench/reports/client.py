@@ -1,0 +1,58 @@
+"""Of points that real servers served: what the client that sent the requests cost, and what its times have of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from dcpbench.reports.tables import Table, make_table
+from dcpbench.show.numbers import number, percent
+
+if TYPE_CHECKING:
+    from dcpbench.reports.frames import Frames
+
+HOW = (
+    "After each load the client read as many streams of a server that does nothing, which sends a first token at once and "
+    "the others at even gaps: TTFT alone is how long those first tokens took, ITL alone how much longer the gaps were at "
+    "p99. That server shares the machine, so that both are upper bounds of what the client adds."
+)
+
+
+def sentences(frames: Frames) -> list[str]:
+    """How it was measured, where it was."""
+    clients = (r.server.client for run in frames.runs for r in run.records if r.server and r.server.client)
+    return [HOW] if any(client.null_streams for client in clients) else []
+
+
+def table(frames: Frames) -> Table:
+    """One row for each point that a real server served."""
+    rows = [
+        {
+            "run": run.name,
+            "layout": record.point.layout_name,
+            "concurrency": record.point.concurrency,
+            **{name: getattr(record.server.client, name) for name in record.server.client.__struct_fields__},
+        }
+        for run in frames.runs
+        for record in run.records
+        if record.server and record.server.client
+    ]
+    return make_table(
+        "What the client took",
+        pd.DataFrame(rows),
+        [
+            ("layout", "layout"),
+            ("concurrency", lambda r: f"{r['concurrency']:,}"),
+            ("processes", lambda r: f"{r['processes']:,}"),
+            ("CPU of the busiest", lambda r: percent(r["cpu_share"])),
+            ("sent late p99 ms", lambda r: number(r["late_p99_ms"], 3)),
+            ("lag p99 ms", lambda r: number(r["lag_p99_ms"], 3)),
+            ("streams alone", lambda r: number(r["null_streams"], 3)),
+            ("CPU for an event alone µs", lambda r: number(r["null_event_us"], 3)),
+            ("TTFT alone p50 ms", lambda r: number(r["null_ttft_p50_ms"], 3)),
+            ("ITL alone p99 ms", lambda r: number(r["null_lag_p99_ms"], 3)),
+        ],
+        optional=("streams alone", "CPU for an event alone µs", "TTFT alone p50 ms", "ITL alone p99 ms"),
+        fold=True,
+    )

@@ -1,0 +1,84 @@
+"""`ab` over real servers: two addresses, or two configurations of an engine, in turn, in one comparison."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench import cli
+from dcpbench.records.runs import read_run
+from tests.servers.test_launch import ROOT
+from tools.client_accuracy import served
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOAD = "--device cpu --num-requests 8 --concurrency 4 --input-tokens 20 --output-tokens 8 --no-check-client --warm-up 1"
+
+
+def ab(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["ab", *words])
+    return int(end.value.code or 0), *capsys.readouterr()
+
+
+def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B takes twice as long for a token, and says that it runs otherwise; rounds begin with one and with the other."""
+    out = tmp_path / "out"
+    words = ["--workload", "serve", "--both", LOAD, "--rounds", "2", "--allow-cpu", "--json", "-o", str(out)]
+    with served("--gap-ms 20", tmp_path / "a") as a, served("--gap-ms 40", tmp_path / "b") as b:
+        code, told, err = ab(capsys, *words, "--a", f"--url {a} --tp 1", "--b", f"--url {b} --tp 2 --dcp 2")
+    assert code == 0, err
+    assert "Points are matched without tp, dcp" in err
+    assert f"{a}: vllm 0.32.0, model fake." in err
+    (point,) = json.loads(told)["points"]
+    (itl,) = (row for row in point["rows"] if row["metric"] == "itl_p50")
+    assert itl["ratio"] == pytest.approx(2, rel=0.3)
+    assert list(json.loads((out / "ab.json").read_text())["done"]) == [
+        "a/round-1",
+        "b/round-1",
+        "b/round-2",
+        "a/round-2",
+    ]
+    assert {str(r.point.layout) for r in read_run(out / "b" / "round-2").records} == {"tp2·dcp2"}
+
+
+def test_two_configurations_of_an_engine_are_started_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each launch starts its server, with --gpu as a fact of it, and ends it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    both = f"{LOAD.replace('--device cpu', '--gpu H200')} --model m --tp 2 --serve-cmd"
+    command = f"'{sys.executable} -m tests.servers.fake_server --port {{port}} --served-model-name {{model}} -dcp {{dcp}} --refuse 9,9'"
+    words = ["--workload", "serve", "--both", f"{both} {command}", "--rounds", "1", "-o", "out"]
+    _, _, err = ab(capsys, *words, "--a", "--dcp 1", "--b", "--dcp 2")
+    assert "Round 1 of 1: output throughput" in err
+    (record,) = read_run(tmp_path / "out" / "b" / "round-1").records
+    assert record.outcome == "ok"
+    assert record.environment is not None
+    assert record.environment.device == "H200"
+    assert record.server
+    assert "-dcp 2" in record.server.facts["command"]
+
+
+def test_a_server_without_the_workload_that_asks_servers_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what to add."""
+    code, _, err = ab(capsys, "--a", "--url http://127.0.0.1:9", "--b", "--url http://127.0.0.1:8")
+    assert code == 2
+    assert "No such option: --url" in err
+    assert "Add --workload serve." in err
+
+
+def test_a_server_that_is_not_there_names_its_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the other one has been asked for anything."""
+    words = ["--workload", "serve", "--both", LOAD, "-o", str(tmp_path / "out")]
+    with served("", tmp_path / "a") as a:
+        code, _, err = ab(capsys, *words, "--a", f"--url {a}", "--b", "--url http://127.0.0.1:9")
+    assert code
+    assert "--b " in err
+    assert "nothing answers at http://127.0.0.1:9" in err

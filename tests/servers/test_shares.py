@@ -1,0 +1,230 @@
+"""A load that several processes send: divided whole, timed by one clock, and nothing of it left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcpbench import cli
+from dcpbench.errors import WorkerError
+from dcpbench.records.runs import read_run
+from dcpbench.servers.client import Target
+from dcpbench.servers.load import Call
+from dcpbench.servers.measure import CHUNKS_EACH, processes_for
+from dcpbench.servers.prompts import EXACT, Manner
+from dcpbench.servers.shares import Shares, deal, divided, sending
+from dcpbench.serving.requests import ServeRequest
+from tests.servers.fake_server import Model, Running, Script
+from tools.client_accuracy import served
+
+MANNER = Manner(endpoint="completions", model="fake", extras=EXACT, vocab=1000)
+NOWHERE = Target.at("http://127.0.0.1:9")
+ROOT = Path(__file__).parents[2]
+
+
+def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None = None) -> list[Call]:
+    """Requests of 20 tokens, one every gap_s."""
+    return [
+        Call(
+            n,
+            target.request("POST", "/v1/completions", MANNER.body(np.arange(20) + n, tokens)),
+            tokens,
+            None if gap_s is None else n * gap_s,
+        )
+        for n in range(number)
+    ]
+
+
+@pytest.mark.parametrize(("number", "parts", "each"), [(7, 3, [3, 2, 2]), (2, 2, [1, 1]), (0, 2, [0, 0])])
+def test_numbers_are_divided_evenly(number: int, parts: int, each: list[int]) -> None:
+    """The larger parts first."""
+    assert divided(number, parts) == each
+
+
+def test_clients_are_divided_with_as_many_requests_each() -> None:
+    """5 clients over 2 processes: 3 and 2, and of 10 requests 6 and 4."""
+    shares = deal(NOWHERE, calls_to(NOWHERE, 10), 5, 2)
+    assert [share.clients for share in shares] == [3, 2]
+    assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
+
+
+def test_arrivals_are_divided_in_turn() -> None:
+    """With them the bound on what is at once."""
+    shares = deal(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), None, 2, at_once=3)
+    assert [share.at_once for share in shares] == [2, 1]
+    assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.parametrize(("requests", "clients", "processes", "expected"), [(1, 4, 4, 1), (9, 2, 4, 2), (9, 9, 1, 1)])
+def test_no_process_has_nothing_to_do(requests: int, clients: int, processes: int, expected: int) -> None:
+    """As many as have a request and a client."""
+    assert len(deal(NOWHERE, calls_to(NOWHERE, requests), clients, processes)) == expected
+
+
+async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_s: float | None = None) -> Shares:
+    async with Running(script, Model()) as server:
+        target = Target.at(server.url)
+        async with sending(target, calls_to(target, 12, gap_s=gap_s), clients, 2, limit_s=limit_s) as run:
+            assert isinstance(run, Shares)
+            await run.prepare(4)
+            await run.run()
+            return run
+
+
+@pytest.mark.parametrize(("clients", "gap_s"), [(4, None), (None, 0.02)])
+def test_what_two_processes_send_is_one_load(clients: int | None, gap_s: float | None) -> None:
+    """All requests, with times of one clock after one start; an open loop's are those at which they were due."""
+    run = asyncio.run(_sent(Script(gap_ms=20), clients, gap_s))
+    assert sorted(o.call.number for o in run.outcomes) == list(range(12))
+    assert all(o.ended and o.error is None and o.answer is not None and len(o.answer.tokens) == 5 for o in run.outcomes)
+    assert len(run.paces) == 2
+    submitted = [o.submitted_s - run.start_s for o in run.outcomes]
+    assert submitted == sorted(submitted)
+    assert min(submitted) >= 0
+    if gap_s is not None:
+        assert submitted == pytest.approx([n * gap_s for n in range(12)], abs=1e-6)
+    gaps = np.concatenate([np.diff(o.answer.chunk_s) for o in run.outcomes if o.answer is not None])
+    assert np.mean(gaps) == pytest.approx(0.02, rel=0.25)
+
+
+def test_failures_come_back_as_they_were() -> None:
+    """Kind, sentence and status."""
+    run = asyncio.run(_sent(Script(fault="500"), 4, None))
+    assert {(o.error.kind, o.error.status) for o in run.outcomes if o.error} == {("HTTP 500", 500)}
+    assert len([o for o in run.outcomes if o.error and "Internal Server Error" in o.error.sentence]) == 12
+
+
+def test_a_limit_ends_all_of_them() -> None:
+    """What has not ended is there, too."""
+    run = asyncio.run(_sent(Script(gap_ms=2000), 4, None, limit_s=0.5))
+    assert len(run.outcomes) == 4
+    assert not any(o.ended for o in run.outcomes)
+    assert all(o.answer is not None and len(o.answer.chunk_s) == 1 for o in run.outcomes)
+
+
+def test_a_process_that_dies_is_a_sentence() -> None:
+    """And the others end."""
+
+    async def main() -> None:
+        async with Running(Script(gap_ms=500)) as server:
+            target = Target.at(server.url)
+            async with sending(target, calls_to(target, 4), 4, 2) as run:
+                assert isinstance(run, Shares)
+                await run.prepare(4)
+                pid = run._processes[1].pid
+                assert pid is not None
+                asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGKILL)
+                await run.run()
+
+    with pytest.raises(WorkerError, match=r"a process of the client ended with exit code -9; try --client-processes 1"):
+        asyncio.run(main())
+
+
+def test_a_record_says_how_many_there_were_and_what_the_client_adds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured against a server that does nothing, with as many streams."""
+    load = "--device cpu --num-requests 12 --concurrency 6 --input-tokens 20 --output-tokens 8"
+    with served("--gap-ms 10", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--url", url, *load.split(), "--client-processes", "2", "-o", str(tmp_path / "run")])
+    assert not end.value.code, capsys.readouterr().err
+    (record,) = read_run(tmp_path / "run").records
+    assert record.server
+    client = record.server.client
+    assert client is not None
+    assert client.processes == 2
+    assert 4 <= (client.null_streams or 0) <= 6
+    assert client.null_event_us is not None
+    assert 1 < client.null_event_us < 5000
+    assert client.null_ttft_p50_ms is not None
+    assert 0 < client.null_ttft_p50_ms < 200
+    assert client.null_lag_p99_ms is not None
+    assert "TTFT alone p50 ms" in (tmp_path / "run" / "report" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "65"])
+def test_a_number_of_processes_that_cannot_be_is_a_sentence(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anybody is asked."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--url", "http://127.0.0.1:9", "--client-processes", number])
+    assert end.value.code == 2
+    assert f"--client-processes {number} cannot be; write 1 to 64" in capsys.readouterr().err
+
+
+def in_session(leader: int) -> list[int]:
+    """Processes of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_the_command(number: int, tmp_path: Path) -> None:
+    """In the middle of a load."""
+    with served("--gap-ms 200", tmp_path / "log") as url:
+        words = f"serve --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
+        command = [sys.executable, "-m", "dcpbench.cli", *words.split(), "--client-processes", "2"]
+        with subprocess.Popen(
+            [*command, "-o", str(tmp_path / "run")],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        ) as ours:
+            until = time.monotonic() + 30
+            while len(in_session(ours.pid)) < 3 and time.monotonic() < until:
+                time.sleep(0.05)
+            assert len(in_session(ours.pid)) >= 3
+            time.sleep(0.5)
+            os.killpg(ours.pid, number) if number == signal.SIGINT else ours.send_signal(number)
+            ours.wait(30)
+            until = time.monotonic() + 10
+            while in_session(ours.pid) and time.monotonic() < until:
+                time.sleep(0.1)
+            assert not in_session(ours.pid)
+
+
+def point(**load: object) -> object:
+    """A served point of an engine."""
+    from dcpbench.points.engines import engine_load, engine_point
+
+    clients = int(str(load.pop("clients", 200)))
+    said = engine_load(requests=400, input_tokens="1", output_tokens="100", **load)
+    layout = {"tp": 1, "dp": 1, "dcp": 1}
+    return engine_point(model="m", layout=layout, backend="vllm", load=said, concurrency=clients, context=101)
+
+
+@pytest.mark.parametrize(
+    ("clients", "itl_s", "cores", "expected"),
+    [(200, 0.05, 16, 1), (1000, 0.05, 16, 3), (1000, 0.05, 2, 1), (200, None, 16, 1)],
+)
+def test_processes_follow_from_the_expected_chunks(
+    clients: int, itl_s: float | None, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,000 clients with a chunk every 50 ms are 20,000 a second, of which a process takes 8,000; a core stays free."""
+    assert CHUNKS_EACH == 8000
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert processes_for(point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
+
+
+def test_processes_of_an_open_loop_follow_from_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """11 requests of 2,000 tokens in a second: 22,000 chunks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    prompt = np.arange(3, dtype=np.int32)
+    due = [ServeRequest(number=n, prompt=prompt, output_tokens=2000, arrival_s=n / 10) for n in range(11)]
+    assert processes_for(point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
