@@ -24,12 +24,8 @@ COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figur
     .map((mark) => getComputedStyle(mark).fill),
 ]))"""
 """The colour of each mark of each chart that has an outline."""
-
-
-DRAWN = """() => {
-  const charts = [...document.querySelectorAll("#charts .chart")];
-  return charts.length > 0 && charts.every((chart) => chart.querySelector(".main-svg .plot"));
-}"""
+MOST_LOOKS = 400
+"""At a page that is still drawing."""
 
 
 def rgb(hexadecimal: str) -> str:
@@ -66,7 +62,10 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
     page = visit(tmp_path / "site" / "index.html", fragment, color_scheme=scheme)
     wanted = {name: marks for name, marks in due.items() if marks}
     assert wanted
-    while not page.evaluate(DRAWN):
+    counted: dict[str, collections.Counter[str]] = {}
+    for _ in range(MOST_LOOKS):
+        counted = {name: collections.Counter(marks) for name, marks in page.evaluate(COUNT).items()}
+        if counted == wanted:
+            break
         page.wait_for_timeout(50)
-    counted = {name: collections.Counter(marks) for name, marks in page.evaluate(COUNT).items()}
     assert counted == wanted
