@@ -26,7 +26,7 @@ class Engine(Group):
         "Hardware, such as 'NVIDIA H200'. Default: as the file says, else unknown.", metavar="NAME"
     )
     dtype: str | None = LAYOUT(
-        "Precision, such as bf16 or fp8. Default: as the file says, else unknown.", metavar="NAME"
+        "Precision of weights, such as bf16 or fp8. Default: as the file says, else unknown.", metavar="NAME"
     )
     input_len: int | None = LAYOUT(
         "Tokens that prompts were asked to have. Default: as the file or its name says, else their average.",

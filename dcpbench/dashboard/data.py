@@ -4,7 +4,7 @@ Each file calls `dcpbenchData(name, data)`: pages opened from a disk may load sc
 a digest of its content, so that a page never reads half of an old site and half of a new one.
 
     index                    runs, lines, the latest changes, and the names of all other files; columns of lines are
-                             numbers of words
+                             numbers of words; `looks` has the colour and the marker of each word of the layout
     measure-ID               the newest value of every line that has one, and its latest change
     history-N                all entries and changes of some neighbouring lines
 """
@@ -23,6 +23,7 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
 from dcpbench.reports import uncollected
+from dcpbench.show.layouts import place_of_marker, themed
 from dcpbench.show.web import without_markup
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) ->
     return {
         "shared": shared,
         "words": words | {"outcome": outcomes},
+        "looks": [[themed(layout), place_of_marker(layout)] for layout in words["layout"]],
         "lines": columns,
         "starts": [start for start, _ in shards],
     }

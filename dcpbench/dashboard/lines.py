@@ -105,7 +105,7 @@ def described(line: Line) -> dict[str, str | int]:
         "workload": clip(f"{point.workload}{mode}"),
         "layout": point.layout_name,
         "exchange": clip(point.exchange_label() or "none"),
-        "how": clip(words.SEPARATOR.join(point.words(COMPUTES, but=Role.EXCHANGE) + load)),
+        "how": clip(words.SEPARATOR.join([*_experts(point), *_computed(point), *load])),
         "context": point.context,
         "concurrency": point.concurrency,
         "load": clip(words.served(point) if point.load else ""),
@@ -113,6 +113,17 @@ def described(line: Line) -> dict[str, str | int]:
         "driver": clip(line.driver),
         "conditions": clip(line.conditions),
     }
+
+
+def _experts(point: Point) -> list[str]:
+    """`ep 8` in every row: what goes without saying with attention data parallel does not go without it, and the page
+    says once what all rows share.
+    """
+    return [] if point.ep_degree is None else [f"ep {point.ep_degree}"]
+
+
+def _computed(point: Point) -> list[str]:
+    return [word for word in point.words(COMPUTES, but=Role.EXCHANGE) if word != point.ep_label]
 
 
 def shared(rows: list[dict[str, str | int]]) -> list[str]:

@@ -120,7 +120,9 @@ def _completed(
     several = len({Path(document.file).parent for document in kept}) > 1
     for result, document in zip(results, kept, strict=True):
         name = said.of_name(document.file)
-        changes: dict[str, object] = {"device": told.gpu or result.device, "dtype": told.dtype or result.dtype}
+        changes: dict[str, object] = {"device": told.gpu or result.device}
+        if told.dtype:
+            changes["precision"] = {**result.precision, "weights_dtype": told.dtype}
         asked = (told.input_len or result.nominal[0], told.output_len or result.nominal[1])
         if (told.input_len or told.output_len) and not result.plausible(asked):
             raise UsageError(
@@ -162,8 +164,8 @@ def _named_layout(name: said.Name, engine: str) -> dict[str, int]:
 
 def _server(result: Result) -> tuple[object, ...]:
     """What a result was measured on, as far as it says."""
-    parts = (result.layout.items(), result.settings.items())
-    return (result.model, result.backend, result.device, result.dtype, result.ep, *map(tuple, parts))
+    parts = (result.layout.items(), result.precision.items(), result.settings.items())
+    return (result.model, result.backend, result.device, result.ep, *map(tuple, parts))
 
 
 def _load(result: Result) -> tuple[object, ...]:
@@ -324,7 +326,7 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
         concurrency=result.concurrency or max(requests, 1),
         context=shape.most,
         backend=result.backend or engine,
-        dtype=result.dtype,
+        precision=result.precision,
         load=engine_load(
             requests=requests,
             arrival=result.arrival,

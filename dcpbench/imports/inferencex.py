@@ -94,7 +94,7 @@ def read(document: Document) -> Result:
         layout=layout,
         ep=str(result.integer(fields.get("ep")) or result.integer(fields.get("decode_ep")) or ""),
         device=said.hardware(fields),
-        dtype=said.precision(fields),
+        precision=said.precision(fields),
         settings={"spec": said.brief(speculates)} if speculates else {},
         facts={"date": row.date, "image": said.brief(row.image or "")},
         unread=[name for name in fields if name not in KNOWN and not _is_time(name) and fields[name] not in (None, "")],

@@ -118,7 +118,8 @@ class Result:
     nominal: tuple[int | None, int | None] = (None, None)
     """Of prompts and answers the length that was asked for, where nothing says whether all had it."""
     device: str | None = None
-    dtype: str = UNKNOWN
+    precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By the name of a point's field; `unknown`, or not there, where the file does not say."""
     summary: Mapping[str, Latencies]
     """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
     several_tokens: bool = False

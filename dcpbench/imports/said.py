@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 HARDWARE = ("hardware", "hw", "gpu", "gpu_name", "gpu_type", "gpu_model", "device_name", "accelerator")
-PRECISION = ("precision", "quantization", "quant", "weight_dtype", "dtype")
+PRECISION = {
+    "weights_dtype": ("precision", "quantization", "quant", "weight_dtype", "weights_dtype"),
+    "kv_dtype": ("kv_cache_dtype", "kv_dtype", "kv_precision"),
+    "dtype": ("dtype",),
+}
+"""Of a server's weights, of its KV cache, and of what it computes with: where only that is said, weights may be smaller."""
 DEGREES = {
     "tp": ("tensor_parallel_size", "tensor_parallel", "tp_size", "tp"),
     "dp": ("data_parallel_size", "data_parallel", "dp_size", "dp"),
@@ -34,11 +39,21 @@ LENGTHS = (
 )
 """Of prompts, and of answers."""
 SERVER = frozenset(
-    (*HARDWARE, *PRECISION, *EXPERTS, *SPREAD, *(name for names in (*DEGREES.values(), *LENGTHS) for name in names))
+    (
+        *(*HARDWARE, *EXPERTS, *SPREAD),
+        *(name for names in (*PRECISION.values(), *DEGREES.values(), *LENGTHS) for name in names),
+    )
 )
 LONGEST = 100
 """Characters of a piece of hardware, a precision, a label."""
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "torch.bfloat16": "bf16"}
+DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "fp8_e4m3": "fp8",
+}
 NOTHING = ("", "auto", "none", "null", "unknown", "false")
 VENDORS = {"NVIDIA": re.compile(r"(?:gb|gh|h|b|a|l)\d{1,3}s?"), "AMD": re.compile(r"mi\d{3}[a-z]?")}
 K = 1024
@@ -101,10 +116,10 @@ def device(name: str) -> str:
     return f"{vendor} {name.upper()}" if vendor else name
 
 
-def precision(fields: Mapping[str, Any]) -> str:
-    """`fp8`, `bf16`; `unknown` where nothing says it."""
-    found = (_text(fields, PRECISION) or UNKNOWN).lower()
-    return DTYPES.get(found, found)
+def precision(fields: Mapping[str, Any]) -> dict[str, str]:
+    """By our names `fp8`, `bf16`; `unknown` where nothing says it."""
+    found = {ours: (_text(fields, theirs) or UNKNOWN).lower() for ours, theirs in PRECISION.items()}
+    return {ours: DTYPES.get(text, text) for ours, text in found.items()}
 
 
 def _text(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:

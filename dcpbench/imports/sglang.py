@@ -43,7 +43,7 @@ class File(msgspec.Struct, kw_only=True):
 
 OTHERS = """
     request_rate server_info total_input total_output total_output_tokens_retokenized total_output_retokenized
-    total_input_text_tokens request_throughput input_throughput output_throughput output_throughput_retokenized
+    total_input_text_tokens total_input_vision_tokens request_throughput input_throughput output_throughput output_throughput_retokenized
     total_throughput total_throughput_retokenized concurrency sharegpt_output_len fixed_output_len generated_texts
     max_output_tokens_per_s max_concurrent_requests
 """
@@ -78,7 +78,7 @@ def read(document: Document) -> Result:
         layout=_layout(server),
         ep=experts_of(server),
         device=said.hardware({**server, **document.fields}),
-        dtype=said.precision({**server, **document.fields}),
+        precision=said.precision({**server, **document.fields}),
         hints={"tag": said.brief(found.tag.strip())} if found.tag and found.tag.strip() else {},
         facts={"backend": found.backend, "dataset": found.dataset_name, "tag": found.tag or ""},
         unread=result.unread(document, (*KNOWN, *said.SERVER), list(NAMES.values()), details),

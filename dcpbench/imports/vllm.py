@@ -76,8 +76,8 @@ def read(document: Document) -> Result:
     nominal = _nominal(told)
     hints = {} if varied else _hints(document, found.backend)
     slo = _objectives(found.goodput)
-    several = sum(name in varied for name in said.PRECISION) > 1
-    known = {*KNOWN, *hints, *(said.SERVER.difference(said.PRECISION) if several else said.SERVER)}
+    several = {name for names in said.PRECISION.values() if sum(name in varied for name in names) > 1 for name in names}
+    known = {*KNOWN, *hints, *said.SERVER.difference(several)}
     if not layout:
         known -= {name for names in said.DEGREES.values() for name in names}
     if not (ep := experts_of(told)):
@@ -110,7 +110,7 @@ def read(document: Document) -> Result:
         ep=ep,
         settings={name: value for name, value in sorted(varied.items()) if name not in known},
         device=said.hardware(told),
-        dtype=said.precision(told),
+        precision=said.precision(told),
         hints=hints,
         facts={"date": found.date, "backend": found.backend, **hints},
         unread=[

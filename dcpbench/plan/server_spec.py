@@ -77,7 +77,7 @@ class ServerSpec:
                         model=model,
                         layout=self.layout,
                         ep=self.ep,
-                        dtype=self.dtype,
+                        precision={"dtype": self.dtype} if self.dtype else {},
                         backend=engine,
                         concurrency=concurrency or load.requests,
                         context=extent(load, self.settings.trace_path).longest,

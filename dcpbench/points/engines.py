@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points.names import NO_EXCHANGE, UNKNOWN
+from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import SETTING, Load, Point
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ def engine_point(
     concurrency: int,
     context: int,
     ep: str = UNKNOWN,
-    dtype: str | None = None,
+    precision: Mapping[str, str],
     settings: Mapping[str, str] | None = None,
     repeat: int = 0,
 ) -> Point:
     """A served point of the engine `backend`; `layout` has 0 for each degree where nobody knows it.
 
+    `precision`: of what is computed with, of weights and of the KV cache, by the name of their fields, as far as
+    somebody says; without the last two they are as it is computed.
     `settings`: what was varied of the server and no other field says.
     """
     return Point(
@@ -43,7 +45,9 @@ def engine_point(
         exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN,
         all_reduce=UNKNOWN,
         backend=backend,
-        dtype=dtype or UNKNOWN,
+        dtype=precision.get("dtype", UNKNOWN),
+        weights_dtype=precision.get("weights_dtype", AS_COMPUTED),
+        kv_dtype=precision.get("kv_dtype", AS_COMPUTED),
         page_size=0,
         interleave=0,
         weights=UNKNOWN,

@@ -144,10 +144,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> str:
-        """Of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8 weights and KV`."""
+        """Of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8 weights and KV`.
+
+        Of an import what is known: `fp8 weights`; `computed in bf16`, where weights may be smaller.
+        """
         weights, kv = self.weights_precision, self.kv_precision
         if weights != kv:
-            return f"{weights} weights, {kv} KV"
+            stored = ((weights, "weights"), (kv, "KV"))
+            return ", ".join(f"{precision} {of}" for precision, of in stored if precision != names.UNKNOWN)
+        if weights == names.UNKNOWN:
+            return f"computed in {self.dtype}" if self.dtype != names.UNKNOWN else names.UNKNOWN
         return weights if weights == self.dtype else f"{weights} weights and KV"
 
     @property

@@ -519,9 +519,9 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
 
 
 def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:
-    """`fp8 KV` and `bf16 KV` of each point, where both are there."""
+    """`fp8 KV` and `bf16 KV` of each point, where both are there; of an import that does not say, nothing."""
     kept = table[axis.name]
-    if len(set(kept)) == 1:
+    if len({*kept} - {UNKNOWN}) == 1:
         return []
     return [axis.text(value or dtype) for value, dtype in zip(kept, table["dtype"], strict=True)]
 

@@ -43,6 +43,11 @@ def colours(name: str) -> tuple[str, str]:
     return _hex(lightness, chroma, hue), _hex(min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue)
 
 
+def themed(name: str) -> str:
+    """Both, as a page says them: `light-dark(#…, #…)`."""
+    return f"light-dark({', '.join(colours(name))})"
+
+
 def paled(name: str, share: float) -> str:
     """Its hue on light, from pale at 0 to dark at 1: for what is measured of one layout alone."""
     _, chroma, hue = _lch(name)

@@ -205,7 +205,7 @@ class TestPoint:
         assert found.output_tok_s_per_gpu == pytest.approx(10 / 8)
         assert record.environment
         assert (record.environment.device, record.environment.device_count) == ("NVIDIA H200", 8)
-        assert record.point.dtype == "fp8"
+        assert record.point.precision == "fp8 weights"
 
     def test_metadata_of_vllm_tell_it_too(self, tmp_path: Path) -> None:
         """vLLM's tp counts inside a replica: 4 in each of 2 are our tp8·dp2·dcp2."""
@@ -579,7 +579,7 @@ class TestCurves:
         record = read_records(tmp_path / "run")[0]
         assert record.marks == ["summary_only", "nominal_lengths"]
         assert record.environment
-        assert (record.environment.device, record.point.dtype) == ("Gaudi 3", "bf16")
+        assert (record.environment.device, record.point.precision) == ("Gaudi 3", "bf16 weights")
 
     def test_without_a_name_they_are_one_curve_all_the_same(self, tmp_path: Path) -> None:
         """(6,739 + 31,445 + 117,008 + 459,366) / 850 = 723; no number of clients is there twice."""
@@ -625,7 +625,7 @@ class TestCurves:
         metadata = {"gpu": "h200", "precision": "FP8", "tp": "8", "isl": "100", "osl": "4"}
         record, found = one(tmp_path, "vllm", files.without_details(files.vllm(**metadata)))
         assert record.environment
-        assert (record.environment.device, record.point.dtype) == ("NVIDIA H200", "fp8")
+        assert (record.environment.device, record.point.precision) == ("NVIDIA H200", "fp8 weights")
         assert record.point.load
         assert (record.point.load.input_tokens, record.point.load.output_tokens) == ("100", "4")
         assert found.output_tok_s_per_gpu == pytest.approx(8.75 / 8)
@@ -634,10 +634,18 @@ class TestCurves:
         """Without attention data parallel, dp are copies beside one another: 2 of 4 GPUs are our tp8·dp2."""
         server = {"model_path": "m", "tp_size": 4, "dp_size": 2, "quantization": None, "dtype": "bfloat16"}
         record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
-        assert (record.point.layout_name, record.point.dtype) == ("tp8·dp2", "bf16")
-        server |= {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True, "quantization": "fp8"}
+        assert (record.point.layout_name, record.point.precision) == ("tp8·dp2", "computed in bf16")
+        server |= {
+            "tp_size": 8,
+            "dp_size": 8,
+            "enable_dp_attention": True,
+            "quantization": "fp8",
+            "kv_cache_dtype": "auto",
+        }
         record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
-        assert (record.point.layout_name, record.point.dtype) == ("tp8·dp8", "fp8")
+        assert (record.point.layout_name, record.point.precision) == ("tp8·dp8", "fp8 weights")
+        record, _ = one(tmp_path, "sglang", files.sglang(server_info=server | {"kv_cache_dtype": "fp8_e4m3"}))
+        assert (record.point.precision, record.point.dtype) == ("fp8 weights and KV", "bf16")
 
     @pytest.mark.parametrize(
         ("engine", "said", "ep"),
@@ -724,7 +732,7 @@ class TestInferenceX:
         assert (serve.itl_ms.p50, serve.ttft_ms.p99) == (pytest.approx(20.895760972), pytest.approx(14481.789677))
         assert serve.tok_s_per_user == pytest.approx(1000 / 20.895760972)
         assert (serve.wall_s, serve.finished, serve.request_s, serve.input_tokens) == (None, None, None, None)
-        assert (record.origin, record.point.backend, record.point.dtype) == ("inferencex", "vllm", "fp8")
+        assert (record.origin, record.point.backend, record.point.precision) == ("inferencex", "vllm", "fp8 weights")
         assert record.environment
         assert record.environment.device == "tpuv7"
 

@@ -38,12 +38,24 @@
   function controls(histories) {
     const axis = dcp.select(AXES, state.x, (value) => { state.x = value; dash.save(); charts(histories); }, { name: "x" });
     const none = () => { for (const id of [...state.picked]) dash.pick(id, false); find("points").querySelector("input").focus(); };
+    const look = looks(histories);
     const rows = histories.map(({ line }, i) => el("li", {},
-      el("span", { class: "key", "aria-hidden": "true", style: `background: ${dcp.series(i)}` }),
+      dcp.sample(look[i]),
       el("span", {}, `${dash.name(line)} · ${dash.word("how", line)}`, el("span", { class: "note" }, ` — ${place(line)}`)),
       el("button", { type: "button", "aria-label": `Untick ${dash.name(line)}`, click: () => dash.pick(dash.columns.id[line], false) }, "Untick")));
     const clear = el("button", { type: "button", click: none }, "Untick all");
     find("picked").replaceChildren(el("ul", {}, ...rows), elsewhere(histories), el("div", { class: "controls" }, el("label", {}, "By", axis), clear));
+  }
+
+  /** How each history looks: by its layout, and the further ones of a layout by their dash and marker. */
+  function looks(histories) {
+    const seen = new Map();
+    return histories.map(({ line }) => {
+      const [colour, marker] = dash.index.looks[dash.columns.layout[line]];
+      const nth = seen.get(colour) ?? 0;
+      seen.set(colour, nth + 1);
+      return { colour, symbol: dcp.symbol(marker + nth), dash: dcp.dash(nth) };
+    });
   }
 
   const place = (line) => [dash.word("hardware", line), ...dash.under(line)].filter(Boolean).join(", ");
@@ -99,6 +111,7 @@
 
   function figure(measure, histories) {
     const axis = axisOf(histories);
+    const look = looks(histories);
     const traces = [];
     const shapes = [];
     const labels = [];
@@ -110,13 +123,13 @@
       const known = history.run.map((_, k) => k).filter((k) => values[0][k] !== null);
       const placed = known.filter((k) => axis.at(history.run[k]) !== null);
       undated += known.length - placed.length;
-      traces.push(trace(measure, history, placed, axis, i));
+      traces.push(trace(measure, history, placed, axis, look[i]));
       for (const change of history.changes[measure.id] ?? []) {
         const [before, after] = change.map((k) => history.run[k]);
         said.push(sentence(measure, history.line, before, after, change, histories.length > 1));
         const x = axis.between(before, after);
         if (x === null) continue;
-        shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: dcp.series(i), width: 1.5, dash: "dash" } });
+        shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: look[i].colour, width: 1.5, dash: "dash" } });
         labels.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", yshift: 0, showarrow: false, text: dcp.text(dash.changed("", change).text), font: { size: LABEL.size, color: "var(--ink)" } });
       }
     });
@@ -166,14 +179,14 @@
     Plotly.relayout(chart, changed); // not drawn anew: what a reader zoomed to stays
   }
 
-  function trace(measure, history, placed, axis, i) {
+  function trace(measure, history, placed, axis, { colour, symbol, dash: dashes }) {
     const [median, low, high] = history.values[measure.id].map((values) => placed.map((k) => values[k]));
     const { name, date, commit } = dash.index.runs;
     return {
       type: "scatter", mode: placed.length > 1 ? "lines+markers" : "markers", name: dcp.text(dash.name(history.line)),
       x: placed.map((k) => axis.at(history.run[k])), y: median,
-      line: { color: dcp.series(i), width: 1.5, dash: dcp.dash(i) }, marker: { color: dcp.series(i), symbol: dcp.symbol(i), size: 7 },
-      error_y: low ? dcp.spread(median, low, high, { thickness: 1.2, width: 3, color: dcp.series(i) }) : { visible: false },
+      line: { color: colour, width: 1.5, dash: dashes }, marker: { color: colour, symbol, size: 7 },
+      error_y: low ? dcp.spread(median, low, high, { thickness: 1.2, width: 3, color: colour }) : { visible: false },
       tip: (j) => {
         const run = history.run[placed[j]];
         return [`${dash.name(history.line)}, ${place(history.line)}`, [

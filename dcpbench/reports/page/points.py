@@ -19,7 +19,7 @@ from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
 from dcpbench.show import figures
-from dcpbench.show.layouts import colours
+from dcpbench.show.layouts import themed
 from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
@@ -297,9 +297,8 @@ class _Series:
             several = f", {run}" if len(look.runs) > 1 else ""
             name = brief(f"{label}{several}", LONGEST_NAME)
             dash, symbol = look.places(layout, variant, run)
-            light, dark = colours(layout)
             self._places[key] = len(self.looks)
-            self.looks.append({"name": name, "colour": f"light-dark({light}, {dark})", "dash": dash, "symbol": symbol})
+            self.looks.append({"name": name, "colour": themed(layout), "dash": dash, "symbol": symbol})
         return [self._places[key] for key in keys]
 
 

@@ -12,6 +12,7 @@
    trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: says all of its i-th mark when a pointer
                                       comes over it, however much that is; Plotly's own labels must be shorter than a chart
    dcp.watermark(text)                a layout annotation across the whole chart, with its line breaks
+   dcp.sample({colour, symbol, dash}) the line and the marker of a series, as a small picture
    dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
                                       change(i, on) is called when one is pressed, by mouse or keyboard */
 "use strict";
@@ -225,5 +226,5 @@
   addEventListener("beforeprint", () => { root.dataset.print = ""; redraw(); });
   addEventListener("afterprint", () => { delete root.dataset.print; redraw(); });
 
-  Object.assign(dcp, { plotly, draw, undrawn, series, symbol, dash, spread, text, watermark, switches });
+  Object.assign(dcp, { plotly, draw, undrawn, series, symbol, dash, spread, text, watermark, sample, switches });
 })();

@@ -1,0 +1,71 @@
+"""Charts of the dashboard over real runs: a mark for each value that records have, in the colour of the layout."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.dashboard import finding, site
+from dcpbench.records.metrics import DASHBOARD
+from dcpbench.show.layouts import colours
+
+if TYPE_CHECKING:
+    from tests.browser.conftest import Visit
+
+pytestmark = pytest.mark.browser
+RUNS = Path(__file__).parents[2] / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+MOST_PICKED = 8
+COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figure")].map((figure) => [
+  figure.dataset.measure,
+  [...figure.querySelectorAll(".scatterlayer .point")].filter((mark) => mark.getAttribute("d").length > 5)
+    .map((mark) => getComputedStyle(mark).fill),
+]))"""
+"""The colour of each mark of each chart that has an outline."""
+MOST_LOOKS = 400
+"""At a page that is still drawing."""
+
+
+def rgb(hexadecimal: str) -> str:
+    """As a browser says it."""
+    return f"rgb({', '.join(str(int(hexadecimal[i : i + 2], 16)) for i in (1, 3, 5))})"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
+    scheme: str, tmp_path: Path, visit: Visit
+) -> None:
+    """Two histories of each of four layouts, all metrics: counted in records, not in what the page loads."""
+    site.build(RUNS, tmp_path / "site", wanted=lambda _: False)
+    entries = collections.defaultdict(list)
+    for run in finding.find(RUNS, {}, lambda _: None).runs:
+        for line, entry in run.entries.items():
+            entries[line].append(entry)
+    by_layout = collections.defaultdict(list)
+    for line, found in entries.items():
+        if any(entry.values for entry in found):
+            by_layout[line.example.layout_name].append(line)
+    picked = [line for lines in by_layout.values() for line in lines[:2]]
+    assert len(picked) == MOST_PICKED
+    due = {
+        metric.shown_name: collections.Counter(
+            rgb(colours(line.example.layout_name)[scheme == "dark"])
+            for line in picked
+            for entry in entries[line]
+            if metric.shown_name in entry.values
+        )
+        for metric in DASHBOARD
+    }
+    fragment = "#all=true&" + "&".join(f"p={line.id}" for line in picked)
+    page = visit(tmp_path / "site" / "index.html", fragment, color_scheme=scheme)
+    wanted = {name: marks for name, marks in due.items() if marks}
+    assert wanted
+    counted: dict[str, collections.Counter[str]] = {}
+    for _ in range(MOST_LOOKS):
+        counted = {name: collections.Counter(marks) for name, marks in page.evaluate(COUNT).items()}
+        if counted == wanted:
+            break
+        page.wait_for_timeout(50)
+    assert counted == wanted
