@@ -94,14 +94,15 @@ def rivals(frames: Frames) -> pd.DataFrame:
 
 
 def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """The layout with the highest throughput of each load that at least two layouts ran, of those that meet its SLO.
+    """The layout with the highest throughput of each load that at least two layouts of as many GPUs ran, of those that meet
+    its SLO.
 
     `clear` is False where its interval overlaps the next one's or it leads by no more than repeats may differ; `level`
     lists it and all that it does not clearly lead. `next` is missing where no other meets the SLO. Where none does,
     `meets` is False, and `label` is the one that comes nearest to it.
     """
     if len(points):
-        points = points[points.groupby(LOAD)["label"].transform("size") > 1]
+        points = points[points.groupby([*LOAD, "tp"])["label"].transform("size") > 1]
     if points.empty:
         return pd.DataFrame()
     points = points.assign(place=points.groupby(LOAD, sort=False).ngroup())

@@ -28,6 +28,8 @@ BOTH: tuple[Lch, ...] = (
 """2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which stands for all further ones."""
 SHADES = (0.0, -0.10, 0.06)
 """Added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16."""
+ALONE = 0.17
+"""Of tp1."""
 ON_DARK = 0.13
 DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36
@@ -77,7 +79,7 @@ def _lch(name: str) -> Lch:
     tp, dp, dcp = found
     family = BOTH if dp > 1 and dcp > 1 else DCP if dcp > 1 else DP if dp > 1 else (PLAIN,)
     lightness, chroma, hue = family[_step(dp, dcp) if family[1:] else 0]
-    return lightness + SHADES[(round(math.log2(tp)) - 2) % 3], chroma, hue
+    return lightness + (ALONE if tp == 1 else SHADES[(round(math.log2(tp)) - 2) % 3]), chroma, hue
 
 
 def _step(dp: int, dcp: int) -> int:
