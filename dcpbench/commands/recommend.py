@@ -87,6 +87,7 @@ def recommend(
     from dcpbench.recommend import answer
     from dcpbench.recommend.advise import advise
     from dcpbench.recommend.estimate import published
+    from dcpbench.servers import presets
 
     steps = published()
     if score is not None:
@@ -96,13 +97,17 @@ def recommend(
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
     choices, notes = advise(ask, known, steps)
-    found = answer.as_json(ask, choices, notes, steps)
+    launched = {
+        f.who: presets.launched(f.point, -(-f.point.tp // ask.machine.gpus_per_host))
+        for f in answer.recommended(choices)
+    }
+    found = answer.as_json(ask, choices, notes, steps, launched)
     if output is not None:
         import json
 
         try:
             output.mkdir(parents=True, exist_ok=True)
-            (output / names[0]).write_text(answer.markdown(ask, choices, notes, steps))
+            (output / names[0]).write_text(answer.markdown(ask, choices, notes, steps, launched))
             (output / names[1]).write_text(json.dumps(found, indent=1) + "\n")
             answer.picture(ask, choices, output / names[2])
         except OSError as e:
@@ -110,7 +115,7 @@ def recommend(
     if as_json:
         print_json(found)
     else:
-        answer.show(ask, choices, notes, steps, console())
+        answer.show(ask, choices, notes, steps, launched, console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
     return 0 if any(choice.best for choice in choices) else 3

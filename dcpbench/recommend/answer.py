@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.points.names import CLOSED, SGLANG, VLLM
+from dcpbench.points.names import CLOSED
 from dcpbench.recommend.advise import ahead, break_even, dollars, margin, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
-from dcpbench.servers.presets import PRESETS
 from dcpbench.show.numbers import number, percent
 from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
@@ -25,15 +23,9 @@ if TYPE_CHECKING:
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
 
-CHECKPOINTS = {
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
-    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-}
-"""Where engines find the weights of models that we know by name."""
-PORT = 8000
+    Launched = Mapping[str, Mapping[str, str]]
+    """Command lines by layout and engine."""
+
 MOST_NAMED = 4
 """Layouts in a clause of the sentence."""
 COLUMNS = ("load", "best", "tok/s", "per GPU", "ITL p50", "TTFT p50", "runner-up", "ahead by", "from")
@@ -155,13 +147,6 @@ def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
     )
 
 
-def commands(ask: Ask, of: Forecast) -> dict[str, str]:
-    """How SGLang and vLLM are started in this layout."""
-    model = CHECKPOINTS.get(ask.model, ask.model)
-    nnodes = -(-of.point.tp // ask.machine.gpus_per_host)
-    return {name: shlex.join(PRESETS[name].words(of.point, {}, model, PORT, nnodes=nnodes)) for name in (SGLANG, VLLM)}
-
-
 def recommended(choices: Sequence[Choice]) -> list[Forecast]:
     """The best of each load, each layout once."""
     return list({c.best.who: c.best for c in choices if c.best}.values())
@@ -216,7 +201,9 @@ def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
     }
 
 
-def as_json(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps) -> dict[str, Any]:
+def as_json(
+    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched
+) -> dict[str, Any]:
     """All of it; numbers in tok/s, ms and dollars."""
     return {
         "answer": sentence(ask, choices),
@@ -237,7 +224,7 @@ def as_json(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: St
             }
             for choice in choices
         ],
-        "commands": {f.who: commands(ask, f) for f in recommended(choices)},
+        "commands": launched,
         "unknown": [*notes, *unknown(ask, choices, steps)],
     }
 
@@ -259,7 +246,9 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
     }
 
 
-def show(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, terminal: Console) -> None:
+def show(
+    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched, terminal: Console
+) -> None:
     """On a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -273,27 +262,27 @@ def show(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps
     for row in rows(ask, choices):
         table.add_row(*row)
     terminal.print(table)
-    for reason, who in refused(choices).items():
-        terminal.print(f"Not {listed(who)}: {reason}.".replace("..", "."), soft_wrap=True)
-    for f in recommended(choices):
-        terminal.print(f"\n{f.who}:", soft_wrap=True)
-        for command in commands(ask, f).values():
+    for reason, those in refused(choices).items():
+        terminal.print(f"Not {listed(those)}: {reason.rstrip('.')}.", soft_wrap=True)
+    for who, commands in launched.items():
+        terminal.print(f"\n{who}:", soft_wrap=True)
+        for command in commands.values():
             terminal.print(f"  {command}", soft_wrap=True)
     terminal.print("\nWhat this does not know:")
     for text in (*notes, *unknown(ask, choices, steps)):
         terminal.print(f"- {text}", soft_wrap=True)
 
 
-def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps) -> str:
+def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched) -> str:
     """A page, with the picture beside it."""
     names = columns(ask)
     lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
     lines += ["![Output tokens a second and GPU of each layout](recommendation.png)", ""]
     lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(ask, choices)]
-    lines += ["", *(f"- Not {listed(who)}: {reason}." for reason, who in refused(choices).items())]
-    for f in recommended(choices):
-        lines += ["", f"## {f.who}", "", "```", *commands(ask, f).values(), "```"]
+    lines += ["", *(f"- Not {listed(those)}: {reason.rstrip('.')}." for reason, those in refused(choices).items())]
+    for who, commands in launched.items():
+        lines += ["", f"## {who}", "", "```", *commands.values(), "```"]
     lines += ["", "## What this does not know", "", *(f"- {text}" for text in (*notes, *unknown(ask, choices, steps)))]
     return "\n".join(lines) + "\n"
 

@@ -141,6 +141,22 @@ PRESETS = {
 }
 """By --engine. vLLM's tensor parallel degree is that of a replica, ours and SGLang's counts all GPUs."""
 
+CHECKPOINTS = {
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+}
+"""Where engines find the weights of models that we know by name."""
+PORT = 8000
+
+
+def launched(point: Point, nnodes: int) -> dict[str, str]:
+    """What starts each preset's server in the layout of a point of ours, by engine; on the first of several machines."""
+    model = CHECKPOINTS.get(point.model, point.model)
+    return {name: shlex.join(PRESETS[name].words(point, {}, model, PORT, nnodes=nnodes)) for name in (SGLANG, VLLM)}
+
 
 def engine(named: str | None, command: str | None) -> Engine:
     """That of --engine, a preset or a file, or of --serve-cmd. Raises UsageError that says what to type."""
