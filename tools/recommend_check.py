@@ -98,8 +98,8 @@ def main() -> int:
         unit = (
             "µs a layer" if name == estimate.LAUNCH else "× alone" if name == estimate.WIRE else "of the floor's rate"
         )
-        share = factor if name in (estimate.LAUNCH, estimate.WIRE) else 1 / factor if factor else float("nan")
-        say(f"  {name}: {share:.3g} {unit}")
+        share = factor if name in (estimate.LAUNCH, estimate.WIRE) or not factor else 1 / factor
+        say(f"  {name}: {share:.3g} {unit}" if factor else f"  {name}: not told apart from others")
     machine, probe = described(MEASURED_ON), planned(MEASURED_ON, 4)
     ratios: list[float] = []
     all_errors: list[float] = []
