@@ -1,5 +1,6 @@
 """`dcpbench recommend`: which layout to take on a machine that may not be here."""
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +28,8 @@ class Wanted(Group):
         metavar="NAME",
     )
     machine: str | None = opt.MACHINES(
-        "A GPU of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench calibrate`.",
+        "A GPU of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench calibrate`. "
+        "Default: this machine's GPUs.",
         metavar="MACHINE",
     )
     gpus: str | None = opt.MACHINES(
@@ -132,11 +134,8 @@ def _ask(wanted: Wanted) -> "Ask":
     from dcpbench.recommend.advise import Ask
     from dcpbench.serving.load_words import parse_slo
 
-    if wanted.machine is None:
-        raise UsageError(
-            "recommend needs a machine: --machine H200, another name of `dcpbench machines`, or a file of `dcpbench calibrate`."
-        )
-    machine = described(wanted.machine)
+    named, here = (wanted.machine, 0) if wanted.machine is not None else _here()
+    machine = described(named)
     shape = load_shape(wanted.model)
     weights = shape.published if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
     for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
@@ -149,11 +148,11 @@ def _ask(wanted: Wanted) -> "Ask":
         )
     if wanted.price is not None and not 0 < wanted.price < math.inf:
         raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
-    gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus else (machine.gpus_per_host,)
+    gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus else (here or machine.gpus_per_host,)
     return Ask(
         model=wanted.model,
         machine=machine,
-        named=wanted.machine,
+        named=named,
         gpus=gpus,
         loads=tuple(_loads(wanted)),
         weights_dtype=weights,
@@ -163,6 +162,23 @@ def _ask(wanted: Wanted) -> "Ask":
         price=wanted.price,
         kv_memory_bytes=read.parse_bytes("kv_memory", wanted.kv_memory) if wanted.kv_memory else None,
         cycled=wanted.cycled,
+    )
+
+
+def _here() -> tuple[str, int]:
+    """The GPU of this machine by its name in the table, and how many there are. Raises UsageError without one."""
+    from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
+    from dcpbench.launch import launcher
+    from dcpbench.points.gpus import GPUS
+
+    probe = launcher.probe(runs.WORKER)
+    for gpu in GPUS:
+        if probe.device == "cuda" and gpu.name in re.split(r"[\s-]", probe.name):
+            return gpu.name, probe.count
+    raise UsageError(
+        "recommend needs a machine, and this one has no GPU that is known: --machine H200, another name of `dcpbench machines`, "
+        "or a file of `dcpbench calibrate`."
     )
 
 

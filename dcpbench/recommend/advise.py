@@ -308,6 +308,8 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
                 why = f"stand for {point.emulate}"
             elif not point.emulate and ask.machine.card.name not in re.split(r"[\s-]", device):
                 why = f"ran on {device}, not on {ask.machine.card.device}"
+            elif point.load is not None and _pool(record) != ask.kv_memory_bytes:
+                why = f"had {_gib(_pool(record))} of KV on each GPU, not {_gib(ask.kv_memory_bytes)}"
             elif (point.weights_precision, point.kv_precision) != (ask.weights_dtype, ask.kv_dtype):
                 why = f"are of {point.precision}"
             else:
@@ -321,6 +323,16 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
     return found, notes
 
 
+def _pool(record: Record) -> int | None:
+    """--kv-memory of its run."""
+    found = record.measured_with.get("kv_memory_bytes")
+    return found if isinstance(found, int) else None
+
+
+def _gib(size: int | None) -> str:
+    return "all that was left" if size is None else f"{size / GIB:g} GiB"
+
+
 def _same(seen: Point, wanted: Point) -> bool:
     """Whether a record's point is this layout under this load, computed however."""
     if seen.layout_name != wanted.layout_name or seen.concurrency != wanted.concurrency:
@@ -329,7 +341,7 @@ def _same(seen: Point, wanted: Point) -> bool:
         return seen.load is wanted.load and seen.context == wanted.context
     return all(
         getattr(seen.load, name) == getattr(wanted.load, name)
-        for name in ("input_tokens", "output_tokens", "arrival", "request_rate", "trace_sha256")
+        for name in ("input_tokens", "output_tokens", "arrival", "request_rate", "trace_sha256", "chunk")
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.points.names import CLOSED
-from dcpbench.recommend.advise import ahead, break_even, dollars, margin, per_gpu
+from dcpbench.recommend.advise import break_even, dollars, margin, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
 from dcpbench.show.numbers import number, percent
 from dcpbench.show.text import capital, listed
@@ -163,7 +163,7 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
         by = "alone"
         if behind is not None:
             lead, needed = per_gpu(best) / per_gpu(behind) - 1, margin(best, behind)
-            by = f"{percent(lead)} ± {percent(needed)}" + ("" if ahead(best, behind) else ", undecided")
+            by = f"{percent(lead)} ± {percent(needed)}" + _open(choice)
         who = best.who if choice.meets else f"{best.who}, misses {', '.join(choice.misses[best.who])}"
         row = [
             choice.name,
@@ -181,6 +181,14 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
             row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
         found.append(row)
     return found
+
+
+def _open(choice: Choice) -> str:
+    """What is not decided: against the runner-up, or only against others behind it, of which less is known."""
+    rest = choice.level[1:]
+    if not rest:
+        return ""
+    return ", undecided" if choice.next in rest else f", undecided against {rest[0].who}"
 
 
 def columns(ask: Ask) -> list[str]:

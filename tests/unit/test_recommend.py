@@ -207,6 +207,27 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     assert any("not on NVIDIA H20" in text for text in found["unknown"])
 
 
+def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
+    """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
+    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    asked = advise.Ask(
+        model="deepseek-v3",
+        machine=described("H200"),
+        named="H200",
+        gpus=(4,),
+        loads=(),
+        weights_dtype="bf16",
+        kv_dtype="bf16",
+        exchanges=("a2a",),
+        slo={},
+    )
+    none, notes = advise._records(asked, advise.Known(runs=[run]))
+    assert none == []
+    assert "had 8 GiB of KV on each GPU, not all that was left" in notes[0]
+    same, _ = advise._records(dataclasses.replace(asked, kv_memory_bytes=8 << 30), advise.Known(runs=[run]))
+    assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
+
+
 def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """With latencies, against an SLO that nothing meets."""
     asked = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
