@@ -304,7 +304,7 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
             device = record.environment.device if record.environment else ""
             if functional(record):
                 why = "ran on a CPU, whose times say nothing about speed"
-            elif point.emulate and point.emulate.partition("+")[0] not in (ask.machine.gpu, ask.machine.name):
+            elif point.emulate and not _stands_for(point, ask):
                 why = f"stand for {point.emulate}"
             elif not point.emulate and ask.machine.card.name not in re.split(r"[\s-]", device):
                 why = f"ran on {device}, not on {ask.machine.card.device}"
@@ -321,6 +321,12 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
     notes = [f"{counted(n, 'record')} {why}, and {'was' if n == 1 else 'were'} left out." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
     return found, notes
+
+
+def _stands_for(point: Point, ask: Ask) -> bool:
+    """Whether an emulated point is of this machine; inside a host, of its GPU."""
+    inside = point.tp <= ask.machine.gpus_per_host
+    return point.emulate in (ask.machine.name, ask.named) or (inside and point.emulate == ask.machine.gpu)
 
 
 def _pool(record: Record) -> int | None:

@@ -17,7 +17,7 @@ from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import advise, estimate
-from dcpbench.recommend.forecast import ESTIMATED, MEASURED, Estimator, Forecast, anchored
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, anchored, of_record
 from dcpbench.recommend.score import Load, Score, score
 from dcpbench.records.runs import read_run
 from dcpbench.servers.presets import PRESETS
@@ -207,13 +207,12 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     assert any("not on NVIDIA H20" in text for text in found["unknown"])
 
 
-def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
-    """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
-    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    asked = advise.Ask(
+def ask(machine: str) -> advise.Ask:
+    """For DeepSeek-V3 in bf16 on four GPUs, without a load."""
+    return advise.Ask(
         model="deepseek-v3",
-        machine=described("H200"),
-        named="H200",
+        machine=described(machine),
+        named=machine,
         gpus=(4,),
         loads=(),
         weights_dtype="bf16",
@@ -221,6 +220,27 @@ def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> Non
         exchanges=("a2a",),
         slo={},
     )
+
+
+def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
+    """As emulated, never as measured; over two hosts only with the same link."""
+    run = read_run(DECODED)
+    first = next(r for r in run.records if r.outcome == "ok")
+
+    def known(emulate: str, tp: int = 4) -> advise.Known:
+        of = msgspec.structs.replace(first.point, emulate=emulate, tp=tp)
+        return advise.Known(runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=of)])])
+
+    ((record, name),), _ = advise._records(ask("H200+rdma-400"), known("H200"))
+    assert of_record(record, name).source == EMULATED
+    assert advise._records(ask("H200+rdma-400"), known("H200", tp=16))[0] == []
+    assert advise._records(ask("H20"), known("H200"))[0] == []
+
+
+def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
+    """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
+    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    asked = ask("H200")
     none, notes = advise._records(asked, advise.Known(runs=[run]))
     assert none == []
     assert "had 8 GiB of KV on each GPU, not all that was left" in notes[0]
