@@ -20,6 +20,7 @@ from dcpbench.commands.env import env
 from dcpbench.commands.export import export
 from dcpbench.commands.import_ import import_
 from dcpbench.commands.machines import machines
+from dcpbench.commands.recommend import recommend
 from dcpbench.commands.report import report
 from dcpbench.commands.serve import serve
 from dcpbench.commands.show import show
@@ -44,7 +45,7 @@ app = typer.Typer(
 MEASURE, READ, CHECK = "Measure", "Read results", "Check"
 COMMANDS = {
     MEASURE: (sweep, serve, ab, calibrate),
-    READ: (compare, report, show, top, export, import_),
+    READ: (recommend, compare, report, show, top, export, import_),
     CHECK: (verify, env, machines),
 }
 for title, members in COMMANDS.items():

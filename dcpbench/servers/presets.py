@@ -26,16 +26,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import CUT, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
+from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpbench.points.point import Point
 
-KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange")
+KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")
 """What may stand in braces."""
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
+LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "interleave", "kv", "nodes")
+"""What of a layout has flags."""
 Value = str | int | float | bool
 
 
@@ -47,7 +49,9 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ready: str = "/health"
     """Path that answers 200 once requests are taken."""
     layout: dict[str, str] = {}
-    """By `tp`, `dp`, `dcp`, `ep` and `exchange`."""
+    """By LAYOUT."""
+    exchanges: list[str] = []
+    """Of ours, those that it has; empty: nobody says."""
     flags: dict[str, Value | list[Value]] = {}
     """Further flags, without their dashes; a list is an axis."""
     env: dict[str, str] = {}
@@ -58,9 +62,16 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [dict(zip(axes, map(str, values), strict=True)) for values in itertools.product(*axes.values())]
 
     def words(
-        self, point: Point, settings: Mapping[str, str], model: str, port: int, host: str = "127.0.0.1"
+        self,
+        point: Point,
+        settings: Mapping[str, str],
+        model: str,
+        port: int,
+        host: str = "127.0.0.1",
+        *,
+        nnodes: int = 1,
     ) -> list[str]:
-        """The command line of the server for a point."""
+        """The command line of the server for a point; of several machines that of the first."""
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
@@ -71,13 +82,18 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "dcp": point.dcp or 1,
             "attn_tp": max(point.tp, 1) // max(point.dp, 1),
             "exchange": exchange,
+            "interleave": point.interleave,
+            "nnodes": nnodes,
         }
         said = {
             "tp": max(point.tp, 1) > 1,
             "dp": point.dp > 1,
             "dcp": point.dcp > 1,
             "ep": point.ep not in (CUT, UNKNOWN),
-            "exchange": bool(exchange) and point.dcp > 1,
+            "exchange": bool(exchange) and point.dcp > 1 and (not self.exchanges or exchange in self.exchanges),
+            "interleave": point.interleave > 1 and point.dcp > 1,
+            "kv": point.kv_dtype == FP8,
+            "nodes": nnodes > 1,
         }
         words = shlex.split(self.command)
         for name, text in self.layout.items():
@@ -102,7 +118,11 @@ PRESETS = {
             "dcp": "--decode-context-parallel-size {dcp}",
             "ep": "--enable-expert-parallel",
             "exchange": "--dcp-comm-backend {exchange}",
+            "interleave": "--cp-kv-cache-interleave-size {interleave}",
+            "kv": "--kv-cache-dtype fp8",
+            "nodes": "--nnodes {nnodes} --node-rank 0 --master-addr NODE0",
         },
+        exchanges=["ag_rs", "a2a"],
     ),
     SGLANG: Engine(
         name=SGLANG,
@@ -113,10 +133,29 @@ PRESETS = {
             "dcp": "--dcp-size {dcp}",
             "ep": "--ep-size {tp}",
             "exchange": "--dcp-comm-backend {exchange}",
+            "kv": "--kv-cache-dtype fp8_e4m3",
+            "nodes": "--nnodes {nnodes} --node-rank 0 --dist-init-addr NODE0:29500",
         },
+        exchanges=["ag_rs", "a2a"],
     ),
 }
 """By --engine. vLLM's tensor parallel degree is that of a replica, ours and SGLang's counts all GPUs."""
+
+CHECKPOINTS = {
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+}
+"""Where engines find the weights of models that we know by name."""
+PORT = 8000
+
+
+def launched(point: Point, nnodes: int) -> dict[str, str]:
+    """What starts each preset's server in the layout of a point of ours, by engine; on the first of several machines."""
+    model = CHECKPOINTS.get(point.model, point.model)
+    return {name: shlex.join(PRESETS[name].words(point, {}, model, PORT, nnodes=nnodes)) for name in (SGLANG, VLLM)}
 
 
 def engine(named: str | None, command: str | None) -> Engine:
@@ -161,8 +200,8 @@ def _check(found: Engine, where: str) -> None:
             raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(KNOWN)}.")
     if "{port}" not in found.command:
         raise UsageError(f"{where}: the command has no {{port}}, which dcpbench chooses; write for example {EXAMPLE}.")
-    if wrong := [name for name in found.layout if name not in ("tp", "dp", "dcp", "ep", "exchange")]:
-        raise UsageError(f"{where}: layout.{wrong[0]} is none of tp, dp, dcp, ep and exchange.")
+    if wrong := [name for name in found.layout if name not in LAYOUT]:
+        raise UsageError(f"{where}: layout.{wrong[0]} is none of {', '.join(LAYOUT)}.")
     if empty := [name for name, value in found.flags.items() if value == []]:
         raise UsageError(f"{where}: flags.{empty[0]} is empty; write its values, or leave it out.")
     if not found.ready.startswith("/"):

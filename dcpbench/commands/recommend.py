@@ -1,0 +1,284 @@
+"""`dcpbench recommend`: which layout to take on a machine that may not be here."""
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import Group
+from dcpbench.show.terminal import console
+
+if TYPE_CHECKING:
+    from dcpbench.points.point import Load
+    from dcpbench.recommend.advise import Ask, Known
+
+CLIENTS = "1,8,16,32,64"
+"""Where nobody types a concurrency."""
+
+
+class Wanted(Group):
+    """The model, the machine and the load."""
+
+    model: str = opt.LOAD(
+        "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, or a folder with a config.json.",
+        default="deepseek-v3",
+        metavar="NAME",
+    )
+    machine: str | None = opt.MACHINES(
+        "A GPU of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench calibrate`. "
+        "Default: this machine's GPUs.",
+        metavar="MACHINE",
+    )
+    gpus: str | None = opt.MACHINES(
+        "GPUs of a layout; several are compared by what each GPU does. Default: those of one host.", metavar="N,…"
+    )
+    concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
+    context: str | None = opt.LOAD("Decode steps alone, with so many tokens of each request.", metavar="N,…")
+    input_tokens: str = opt.LOAD("Prompt tokens of a request, as of serve.", default="4000", metavar="N")
+    output_tokens: str = opt.LOAD("Output tokens of a request, as of serve.", default="1500", metavar="N")
+    request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency.", metavar="R,…")
+    num_requests: int = opt.LOAD("Requests of a load at a rate.", default=200, metavar="N")
+    chunk: int = opt.LOAD("Prompt tokens of a step, over all replicas.", default=8192, metavar="N")
+    weights_dtype: str = opt.HOW("fp8 or bf16, or published: as the model is.", default="published", metavar="NAME")
+    kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
+    exchange: str = opt.HOW("Those in question for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
+    kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: what is left beside the weights.", metavar="SIZE")
+    cycled: bool = opt.HOW(
+        "Also layouts whose weights do not fit whole, of which sweep holds some layers in turn.", default=False
+    )
+    slo: str | None = opt.OPTION("ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60.", metavar="NAME=MS,…")
+    price: float | None = opt.OPTION("Of a GPU for an hour, for $ a million output tokens.", metavar="DOLLARS")
+
+
+def recommend(
+    wanted: Wanted,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Runs whose records stand for their layouts (measured, replayed, emulated), or files of step times.",
+        ),
+    ] = None,
+    score: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Instead: how often estimates would have picked the best of this run's layouts."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder for a page, its picture and JSON.")
+    ] = None,
+    force: bool = opt.FORCE,
+    as_json: bool = opt.JSON,
+) -> int:
+    """Say which layout to take, how sure that is, what it costs, and how SGLang and vLLM are started in it.
+
+    Layouts without a record are estimated: floors of their steps, by the shares of them that published steps reached.
+
+    For example:
+
+      dcpbench recommend --model deepseek-v3 --machine H200 --concurrency 8,32,64 --price 3.5 --slo itl=60
+
+      dcpbench recommend --machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000 runs/measured
+    """
+    from dcpbench.commands.runs import print_json
+    from dcpbench.errors import OutputError
+    from dcpbench.recommend import answer
+    from dcpbench.recommend.advise import advise
+    from dcpbench.recommend.estimate import published
+    from dcpbench.servers import presets
+
+    steps = published()
+    if score is not None:
+        return _score(score, wanted)
+    ask, known = _ask(wanted), _known(runs or [])
+    names = ("recommendation.md", "recommendation.json", "recommendation.png")
+    if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
+        raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
+    choices, notes = advise(ask, known, steps)
+    launched = {
+        f.who: presets.launched(f.point, -(-f.point.tp // ask.machine.gpus_per_host))
+        for f in answer.recommended(choices)
+    }
+    found = answer.as_json(ask, choices, notes, steps, launched)
+    if output is not None:
+        import json
+
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / names[0]).write_text(answer.markdown(ask, choices, notes, steps, launched))
+            (output / names[1]).write_text(json.dumps(found, indent=1) + "\n")
+            answer.picture(ask, choices, output / names[2])
+        except OSError as e:
+            raise OutputError(f"cannot write into {output}: {e.strerror}; name another folder with -o.") from e
+    if as_json:
+        print_json(found)
+    else:
+        answer.show(ask, choices, notes, steps, launched, console())
+        if output is not None:
+            sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
+    return 0 if any(choice.best for choice in choices) else 3
+
+
+def _ask(wanted: Wanted) -> "Ask":
+    import math
+
+    from dcpbench.errors import UsageError
+    from dcpbench.plan import options as read
+    from dcpbench.points.machines import described
+    from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
+    from dcpbench.points.shapes import load_shape
+    from dcpbench.recommend.advise import Ask
+    from dcpbench.serving.load_words import parse_slo
+
+    named, here = (wanted.machine, 0) if wanted.machine is not None else _here()
+    machine = described(named)
+    shape = load_shape(wanted.model)
+    weights = shape.published if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
+    for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
+        if value not in ("bf16", FP8):
+            raise UsageError(f"{option} {value} is neither bf16 nor fp8; write one of them.")
+    exchanges = tuple(map(str, read.items("exchange", wanted.exchange)))
+    if unknown := [name for name in exchanges if name not in AUTO_EXCHANGES]:
+        raise UsageError(
+            f"--exchange {unknown[0]} is none of {', '.join(AUTO_EXCHANGES)}; write for example --exchange a2a."
+        )
+    if wanted.price is not None and not 0 < wanted.price < math.inf:
+        raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
+    gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus else (here or machine.gpus_per_host,)
+    return Ask(
+        model=wanted.model,
+        machine=machine,
+        named=named,
+        gpus=gpus,
+        loads=tuple(_loads(wanted)),
+        weights_dtype=weights,
+        kv_dtype=wanted.kv_dtype,
+        exchanges=exchanges,
+        slo=parse_slo(wanted.slo) if wanted.slo else {},
+        price=wanted.price,
+        kv_memory_bytes=read.parse_bytes("kv_memory", wanted.kv_memory) if wanted.kv_memory else None,
+        cycled=wanted.cycled,
+    )
+
+
+def _here() -> tuple[str, int]:
+    """The GPU of this machine by its name in the table, and how many there are. Raises UsageError without one."""
+    from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
+    from dcpbench.launch import launcher
+    from dcpbench.points.gpus import GPUS
+
+    probe = launcher.probe(runs.WORKER)
+    for gpu in GPUS:
+        if probe.device == "cuda" and gpu.name in re.split(r"[\s-]", probe.name):
+            return gpu.name, probe.count
+    raise UsageError(
+        "recommend needs a machine, and this one has no GPU that is known: --machine H200, another name of `dcpbench machines`, "
+        "or a file of `dcpbench calibrate`."
+    )
+
+
+def _positive(name: str, typed: str, example: str) -> tuple[int, ...]:
+    from dcpbench.errors import UsageError
+    from dcpbench.plan import options as read
+
+    found = read.ints(name, typed)
+    if wrong := [n for n in found if n < 1]:
+        raise UsageError(f"--{name} {wrong[0]} is not a positive number; write for example --{name} {example}.")
+    return found
+
+
+def _loads(wanted: Wanted) -> "list[tuple[int, int, Load | None]]":
+    from dcpbench.errors import UsageError
+    from dcpbench.points.names import CLOSED, GAMMA
+    from dcpbench.points.point import Load
+    from dcpbench.recommend.forecast import ROUNDS
+    from dcpbench.serving.load_words import parse_lengths
+    from dcpbench.serving.loads import extent
+
+    clients = _positive("concurrency", wanted.concurrency or CLIENTS, "8,32")
+    if wanted.context is not None:
+        if wanted.request_rate is not None:
+            raise UsageError(
+                "--context asks for decode steps alone, which have no --request-rate; leave one of them out."
+            )
+        return [(n, length, None) for length in _positive("context", wanted.context, "32000") for n in clients]
+    for option, value in (("input", wanted.input_tokens), ("output", wanted.output_tokens)):
+        parse_lengths(option, value)
+
+    def load(requests: int, rate: float | None = None) -> Load:
+        return Load(
+            mode="replay",
+            requests=requests,
+            arrival=CLOSED if rate is None else GAMMA,
+            request_rate=rate,
+            input_tokens=wanted.input_tokens,
+            output_tokens=wanted.output_tokens,
+            chunk=wanted.chunk,
+            prefill="flashinfer",
+        )
+
+    if wanted.request_rate is None:
+        loads = [(n, load(ROUNDS * n)) for n in clients]
+        return [(n, extent(of).longest, of) for n, of in loads]
+    rates = _rates(wanted.request_rate)
+    if wanted.concurrency is not None:
+        raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
+    at_once = min(wanted.num_requests, 512)
+    return [(at_once, extent(of).longest, of) for of in (load(wanted.num_requests, rate) for rate in rates)]
+
+
+def _rates(typed: str) -> list[float]:
+    import math
+
+    from dcpbench.errors import UsageError
+    from dcpbench.plan import options as read
+
+    try:
+        rates = [float(str(item)) for item in read.items("request_rate", typed)]
+    except ValueError:
+        rates = []
+    if not rates or any(not 0 < rate < math.inf for rate in rates):
+        raise UsageError(f"--request-rate {typed} is no rate; write for example --request-rate 0.5,2.")
+    return rates
+
+
+def _known(paths: list[Path]) -> "Known":
+    from dcpbench.recommend.advise import Known
+    from dcpbench.records.runs import read_run
+    from dcpbench.serving.step_times import read_step_times
+
+    files = [path for path in paths if path.suffix == ".json"]
+    runs = [read_run(path) for path in paths if path not in files]
+    return Known(runs=runs, times={str(path): read_step_times(path) for path in files})
+
+
+def _score(run: Path, wanted: Wanted) -> int:
+    from dcpbench.errors import UsageError
+    from dcpbench.plan.spec import planned
+    from dcpbench.points.machines import described
+    from dcpbench.recommend.estimate import published
+    from dcpbench.recommend.score import score
+    from dcpbench.records.record import functional
+    from dcpbench.records.runs import read_run
+
+    steps = published()
+    machine = described(wanted.machine or steps.machine)
+    records = [r for r in read_run(run).records if r.outcome == "ok" and not functional(r)]
+    found = score(records, machine, planned(machine.gpu, machine.gpus_per_host), steps)
+    if not found.loads:
+        raise UsageError(f"{run} has no load that two layouts ran on a GPU; name a run with several layouts.")
+    terminal = console()
+    terminal.print(found.words(), soft_wrap=True)
+    for load in found.loads:
+        if not load.right(load.picked):
+            behind = 1 - load.measured[load.picked] / load.measured[load.best]
+            terminal.print(f"Wrong at {load.name}: {load.picked} for {load.best}, {behind:.1%} behind.", soft_wrap=True)
+    seen = sorted({r.point.model for r in records} & set(steps.without))
+    if seen:
+        terminal.print(f"The shares were fitted without the steps of {', '.join(seen)}.", soft_wrap=True)
+    return 0

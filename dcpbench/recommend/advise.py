@@ -1,0 +1,382 @@
+"""From what is asked to an answer: layouts that fit, the forecast of each under each load, and the best of each load. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import statistics
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import LayoutError, NoRoomError, UsageError
+from dcpbench.plan.spec import planned
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.layout import experts_placed, valid_layouts
+from dcpbench.points.memory import GIB, RESERVE_BYTES
+from dcpbench.points.names import BY_LAYOUT, CLOSED, NO_EXCHANGE
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.recommend import forecast
+from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
+from dcpbench.records.record import functional
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.show.text import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dcpbench.points.layout import Layout
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.machines import Machine
+    from dcpbench.points.point import Load
+    from dcpbench.recommend.estimate import Steps
+    from dcpbench.records.record import Record
+    from dcpbench.records.runs import Run
+    from dcpbench.serving.step_times import StepTimes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is wanted."""
+
+    model: str
+    machine: Machine
+    named: str
+    """The machine as it was typed: a name, or a file."""
+    gpus: tuple[int, ...]
+    """Of a layout; several are set against each other."""
+    loads: tuple[tuple[int, int, Load | None], ...]
+    """(requests in flight, tokens of each at most, its load or None: decode steps alone)."""
+    weights_dtype: str
+    kv_dtype: str
+    exchanges: tuple[str, ...]
+    slo: Mapping[str, float]
+    price: float | None = None
+    """Of a GPU for an hour."""
+    kv_memory_bytes: int | None = None
+    cycled: bool = False
+    """Whether layouts count whose weights do not fit whole, as `sweep` measures them."""
+
+    @property
+    def settings(self) -> Settings:
+        """For plans and replays."""
+        return Settings(kv_memory_bytes=self.kv_memory_bytes, slo=dict(self.slo))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Known:
+    """What there is to go by, besides estimates."""
+
+    runs: Sequence[Run] = ()
+    times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
+    """By file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The best of one load, and what else was in question."""
+
+    name: str
+    concurrency: int
+    forecasts: list[Forecast]
+    """One of each layout that fits, those that meet the SLO first, then the fastest first."""
+    misses: dict[str, list[str]]
+    """Objectives that a layout misses."""
+    refused: dict[str, str]
+    """Layouts that do not fit, or of which nothing is known, with the reason."""
+
+    @property
+    def best(self) -> Forecast | None:
+        """None where no layout fits."""
+        return self.forecasts[0] if self.forecasts else None
+
+    @property
+    def meets(self) -> bool:
+        """Whether the best is within the SLO."""
+        return self.best is not None and not self.misses.get(self.best.who)
+
+    @property
+    def next(self) -> Forecast | None:
+        """The runner-up: of those within the SLO, or of all where none is."""
+        rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
+        return rest[0] if rest else None
+
+    @property
+    def level(self) -> list[Forecast]:
+        """The best, and all of which nobody can say that they are slower."""
+        if self.best is None:
+            return []
+        rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
+        return [self.best, *(f for f in rest if not ahead(self.best, f))]
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is one best."""
+        return len(self.level) == 1
+
+
+def per_gpu(of: Forecast) -> float:
+    """What layouts of different size are compared by."""
+    return of.tok_s / of.point.tp
+
+
+def margin(a: Forecast, b: Forecast) -> float:
+    """How far ahead a must be of b at least, as a share, for it to count.
+
+    Of two estimates, or one set right by records, what ratios are off by, and what their calls between
+    ranks are: a kind of call errs the same way in both, and one kind whatever another does; else both bands; and never less than repeats differ.
+    """
+    if all(f.source == ESTIMATED for f in (a, b)) or a.anchored or b.anchored:
+        kinds = a.wire_errors.keys() | b.wire_errors.keys()
+        wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
+        return max(max(a.ratio_error, b.ratio_error) + wire, REPEATS_AGREE_WITHIN)
+    return max((a.tok_s / a.low) * (b.high / b.tok_s) - 1, REPEATS_AGREE_WITHIN)
+
+
+def ahead(a: Forecast, b: Forecast) -> bool:
+    """Whether a is clearly faster than b, per GPU."""
+    return per_gpu(a) > per_gpu(b) * (1 + margin(a, b))
+
+
+def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
+    """(mean, low, high) of a million output tokens, at a price for a GPU's hour: price · GPUs / (3600 · tok/s) · 10⁶."""
+
+    def at(tok_s: float) -> float:
+        return price * of.point.tp / 3600 / tok_s * 1e6
+
+    return at(of.tok_s), at(of.high), at(of.low)
+
+
+def advise(ask: Ask, known: Known, steps: Steps) -> tuple[list[Choice], list[str]]:
+    """A choice for each load, and what was left out of what is known, in sentences.
+
+    Raises UsageError where no layout can be at all.
+    """
+    records, notes = _records(ask, known)
+    shape = load_shape(ask.model)
+    layouts: list[Layout] = []
+    for tp in ask.gpus:
+        found = valid_layouts(shape, tp, BY_LAYOUT)
+        if not found:
+            raise UsageError(f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; name another number with --gpus.")
+        layouts += found
+    return [_choice(ask, known, steps, records, layouts, *load) for load in ask.loads], notes
+
+
+def _choice(
+    ask: Ask,
+    known: Known,
+    steps: Steps,
+    records: Sequence[tuple[Record, str]],
+    layouts: Sequence[Layout],
+    concurrency: int,
+    context: int,
+    load: Load | None,
+) -> Choice:
+    best: dict[str, Forecast] = {}
+    refused: dict[str, str] = {}
+    for layout in layouts:
+        found: list[Forecast] = []
+        exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
+        points = [_point(ask, layout, exchange, concurrency, context, load) for exchange in exchanges]
+        reason = _no_room(ask, points[0])
+        if reason:
+            refused[str(layout)] = reason
+            continue
+        found += [forecast.of_record(r, run) for r, run in records if _same(r.point, points[0])]
+        found += [f for times in known.times.items() if (f := _replayed(ask, points[0], *times, refused))]
+        if found:
+            refused.pop(str(layout), None)
+            surest = min(SOURCES.index(f.source) for f in found)
+            best[str(layout)] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
+            continue
+        try:
+            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps)
+        except UsageError as e:
+            refused[str(layout)] = str(e)
+    best = _anchored(ask, best, steps)
+    misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
+    ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
+    name = _name(concurrency, context, load)
+    return Choice(name=name, concurrency=concurrency, forecasts=ordered, misses=misses, refused=refused)
+
+
+def _estimated(ask: Ask, point: Point, steps: Steps) -> Forecast:
+    plan = plan_engine([point], ask.settings, load_shape(ask.model), _probe(ask))
+    return forecast.estimated(point, plan, ask.machine, ask.settings, steps, steps.terms)
+
+
+def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
+    """Of a layout's exchanges that with the shortest decode step. Raises UsageError where nothing is known of any."""
+    known: dict[float, Point] = {}
+    said = ""
+    for point in points:
+        try:
+            of = forecast.Estimator(point, ask.machine, steps.terms)
+            known[of.ms(of.decode_rows(point.concurrency, point.context))] = point
+        except UsageError as e:
+            said = str(e)
+    if not known:
+        raise UsageError(said)
+    return known[min(known)]
+
+
+def _anchored(ask: Ask, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
+    """With estimates set right by records: times the geometric mean of what these are of their own estimates."""
+    there = [f for f in found.values() if f.source != ESTIMATED]
+    if not there or len(there) == len(found):
+        return found
+    ratios = []
+    for f in there:
+        try:
+            ratios.append(f.tok_s / _estimated(ask, f.point, steps).tok_s)
+        except UsageError:
+            continue
+    if not ratios:
+        return found
+    factor = statistics.geometric_mean(ratios)
+    return {who: forecast.anchored(f, factor) if f.source == ESTIMATED else f for who, f in found.items()}
+
+
+def _name(concurrency: int, context: int, load: Load | None) -> str:
+    """`32 × 4,000 → 1,500 tokens`."""
+    if load is None:
+        return f"{concurrency} × {context:,} tokens"
+    what = f"{load.input_tokens} → {load.output_tokens} tokens"
+    return f"{concurrency} × {what}" if load.arrival == CLOSED else f"{load.request_rate:g} req/s × {what}"
+
+
+def _point(ask: Ask, layout: Layout, exchange: str, concurrency: int, context: int, load: Load | None) -> Point:
+    return Point(
+        model=ask.model,
+        tp=layout.tp,
+        dp=layout.dp,
+        dcp=layout.dcp,
+        ep=experts_placed(BY_LAYOUT, layout.tp, layout.dp),
+        workload="decode" if load is None else "serve",
+        concurrency=concurrency,
+        context=context,
+        exchange=exchange,
+        backend="flashinfer",
+        dtype="bf16",
+        weights_dtype=ask.weights_dtype if ask.weights_dtype != "bf16" else "",
+        kv_dtype=ask.kv_dtype if ask.kv_dtype != "bf16" else "",
+        page_size=64,
+        load=load,
+    )
+
+
+def _probe(ask: Ask) -> Probe:
+    return planned(ask.machine.gpu, ask.machine.gpus_per_host)
+
+
+def _no_room(ask: Ask, point: Point) -> str:
+    """Why a layout does not fit; empty: it does."""
+    shape, probe = load_shape(ask.model), _probe(ask)
+    try:
+        point.layout.check_model(shape, point.ep)
+        plan = plan_engine([point], ask.settings, shape, probe)
+    except (LayoutError, NoRoomError) as e:
+        return str(e)
+    if ask.cycled or plan.layers_held == plan.layers:
+        return ""
+    weights, room = plan.full_weight_bytes, (probe.memory_bytes or 0) - RESERVE_BYTES
+    each = f"its weights take {weights / GIB:,.1f} GiB of each GPU"
+    if weights > room:
+        return f"{each}, which has {room / GIB:,.1f} for weights and KV"
+    return f"{each}, and {plan.kv_bytes / GIB:,.1f} GiB of KV do not fit beside them"
+
+
+def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str]]:
+    """Records that say something of this machine and model, and what was left out."""
+    found: list[tuple[Record, str]] = []
+    left: dict[str, int] = {}
+    held: set[str] = set()
+    for run in known.runs:
+        for record in run.records:
+            point = record.point
+            if record.outcome != "ok" or point.model != ask.model:
+                continue
+            device = record.environment.device if record.environment else ""
+            if functional(record):
+                why = "ran on a CPU, whose times say nothing about speed"
+            elif point.emulate and not _stands_for(point, ask):
+                why = f"stand for {point.emulate}"
+            elif not point.emulate and ask.machine.card.name not in re.split(r"[\s-]", device):
+                why = f"ran on {device}, not on {ask.machine.card.device}"
+            elif point.load is not None and _pool(record) != ask.kv_memory_bytes:
+                why = f"had {_gib(_pool(record))} of KV on each GPU, not {_gib(ask.kv_memory_bytes)}"
+            elif (point.weights_precision, point.kv_precision) != (ask.weights_dtype, ask.kv_dtype):
+                why = f"are of {point.precision}"
+            else:
+                found.append((record, run.name))
+                if record.honesty and record.honesty.layers_held < record.honesty.layers:
+                    held.add(run.name)
+                continue
+            left[why] = left.get(why, 0) + 1
+    notes = [f"{counted(n, 'record')} {why}, and {'was' if n == 1 else 'were'} left out." for why, n in left.items()]
+    notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
+    return found, notes
+
+
+def _stands_for(point: Point, ask: Ask) -> bool:
+    """Whether an emulated point is of this machine; inside a host, of its GPU."""
+    inside = point.tp <= ask.machine.gpus_per_host
+    return point.emulate in (ask.machine.name, ask.named) or (inside and point.emulate == ask.machine.gpu)
+
+
+def _pool(record: Record) -> int | None:
+    """--kv-memory of its run."""
+    found = record.measured_with.get("kv_memory_bytes")
+    return found if isinstance(found, int) else None
+
+
+def _gib(size: int | None) -> str:
+    return "all that was left" if size is None else f"{size / GIB:g} GiB"
+
+
+def _same(seen: Point, wanted: Point) -> bool:
+    """Whether a record's point is this layout under this load, computed however."""
+    if seen.layout_name != wanted.layout_name or seen.concurrency != wanted.concurrency:
+        return False
+    if seen.load is None or wanted.load is None:
+        return seen.load is wanted.load and seen.context == wanted.context
+    return all(
+        getattr(seen.load, name) == getattr(wanted.load, name)
+        for name in ("input_tokens", "output_tokens", "arrival", "request_rate", "trace_sha256", "chunk")
+    )
+
+
+def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, refused: dict[str, str]) -> Forecast | None:
+    """By a file of step times, where it is of this layout; where it does not reach, that is the reason to refuse."""
+    path = times.path
+    if point.load is None or any(path[name] != getattr(point, name) for name in ("model", "tp", "dp", "dcp")):
+        return None
+    own = {name: path[name] for name in Point.__struct_fields__ if name in path}
+    load = msgspec.structs.replace(point.load, mode="replay", prefill=str(path["prefill"]))
+    of = msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own), load=load)
+    if (of.weights_precision, of.kv_precision) != (ask.weights_dtype, ask.kv_dtype):
+        return None
+    try:
+        plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
+        return forecast.replayed(of, plan, times, ask.settings, file)
+    except UsageError as e:
+        refused[str(point.layout)] = f"{file}: {e}"
+        return None
+
+
+def break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
+    """(least concurrency from which on a layout with DCP is clearly ahead of all without, whether both were compared)."""
+    compared = []
+    for choice in sorted(choices, key=lambda c: c.concurrency):
+        with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]
+        others = [f for f in choice.forecasts if f.point.dcp == 1]
+        if with_dcp and (others or choice.refused):
+            best = max(with_dcp, key=per_gpu)
+            compared.append((choice.concurrency, all(ahead(best, other) for other in others)))
+    pays = list(itertools.takewhile(lambda pair: pair[1], reversed(compared)))
+    return (pays[-1][0] if pays else None), bool(compared)

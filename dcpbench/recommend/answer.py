@@ -1,0 +1,331 @@
+"""An answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands to copy. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.points.names import CLOSED
+from dcpbench.recommend.advise import break_even, dollars, margin, per_gpu
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
+from dcpbench.show.numbers import number, percent
+from dcpbench.show.text import capital, listed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+    from dcpbench.recommend.advise import Ask, Choice
+    from dcpbench.recommend.estimate import Steps
+    from dcpbench.recommend.forecast import Forecast
+
+    Launched = Mapping[str, Mapping[str, str]]
+    """Command lines by layout and engine."""
+
+MOST_NAMED = 4
+"""Layouts in a clause of the sentence."""
+COLUMNS = ("load", "best", "tok/s", "per GPU", "ITL p50", "TTFT p50", "runner-up", "ahead by", "from")
+
+
+def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
+    """What to take, from which load on, on what machine, and how sure that is."""
+    able = [choice for choice in choices if choice.best]
+    if not able:
+        reasons = dict.fromkeys(reason for choice in choices for reason in choice.refused.values())
+        return (
+            f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {next(iter(reasons))}; give more GPUs with --gpus, "
+            "--weights-dtype fp8, or --cycled to compare layouts of which only some layers are held."
+        )
+    runs = []
+    for said, group in itertools.groupby(able, key=_taken):
+        loads = list(group)
+        first, last = loads[0].name, loads[-1].name
+        if len(loads) == 1:
+            names = first
+        elif first.partition(" × ")[2] == last.partition(" × ")[2]:
+            names = f"{first.partition(' × ')[0]} to {last}"
+        else:
+            names = f"{first} to {last}"
+        runs.append(f"{said} at {names}")
+    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)})."
+
+
+def _gpus(ask: Ask) -> str:
+    return f"{listed([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.name}"
+
+
+def _taken(choice: Choice) -> str:
+    """`take tp8·dcp8 (a2a)`, `undecided between …`, or that none is within the SLO."""
+    level = [f.who for f in choice.level]
+    if not choice.meets:
+        level = level[:MOST_NAMED]
+        return (
+            f"none within the SLO, nearest {level[0]}"
+            if len(level) == 1
+            else f"none within the SLO, nearest {listed(level, 'or')}"
+        )
+    if len(level) == 1:
+        return f"take {level[0]}"
+    if len(level) > MOST_NAMED:
+        return f"undecided, {level[0]} first of {len(level)} layouts that nothing tells apart"
+    return f"undecided between {listed(level)}"
+
+
+def _basis(choices: Sequence[Choice]) -> str:
+    used = dict.fromkeys(f.source for choice in choices for f in choice.forecasts)
+    said = [name for name in SOURCES if name in used]
+    estimates = [f for choice in choices for f in choice.forecasts if f.source == ESTIMATED]
+    band = f", with bands of up to {percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+    return f"{listed(said)}{band}"
+
+
+def pays(choices: Sequence[Choice]) -> str:
+    """Where the break-even of DCP lies."""
+    closed = [
+        c for c in choices if c.forecasts and (f := c.forecasts[0].point.load) is not None and f.arrival == CLOSED
+    ]
+    steps = [c for c in choices if c.forecasts and c.forecasts[0].point.load is None]
+    said = []
+    groups: dict[str, list[Choice]] = {}
+    for choice in (*steps, *closed):
+        groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
+    for of, group in groups.items():
+        least, compared = break_even(group)
+        if not compared:
+            continue
+        tried = f"{min(c.concurrency for c in group)} to {max(c.concurrency for c in group)}"
+        where = "at no concurrency" if least is None else f"from concurrency {least} on"
+        said.append(f"{of}: {where} (tried: {tried})")
+    return f"A layout with DCP is clearly ahead of all without, {'; '.join(said)}." if said else ""
+
+
+def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
+    """What the answer does not know, in sentences."""
+    used = [f for choice in choices for f in choice.forecasts]
+    said = []
+    if any(f.source == ESTIMATED for f in used):
+        said.append(
+            f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
+            f"{listed([Path(source).name for source in steps.sources])} of results/ ({Path(steps.sources[0]).parent.name}). They are not measured."
+        )
+        if ask.weights_dtype != "bf16" or ask.kv_dtype != "bf16":
+            said.append("Those steps were in bf16: that fp8 reaches the same shares of its floors was not checked.")
+        if ask.machine.gpu != steps.machine:
+            said.append(f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}.")
+        if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
+            said.append(
+                "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
+            )
+        if any(f.source == ESTIMATED and f.point.load is None for f in used):
+            said.append(f"Measured steps replace estimates: {emulate_command(ask, choices)}, then name its run here.")
+    if ask.cycled:
+        said.append("With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs.")
+    if any(f.source == EMULATED for f in used):
+        said.append(
+            "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
+        )
+    said.append("Joules a token: no record that was given has energy from NVML.")
+    said.append("SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine.")
+    return said
+
+
+def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
+    """What measures one rank of each layout, on a machine with a GPU."""
+    points = [f.point for choice in choices for f in choice.forecasts]
+
+    def values(name: str) -> str:
+        return ",".join(str(n) for n in sorted({getattr(p, name) for p in points}))
+
+    exchanges = ",".join(ask.exchanges)
+    return (
+        f"dcpbench sweep --model {ask.model} --tp {values('tp')} --dp {values('dp')} --dcp {values('dcp')} --concurrency {values('concurrency')} "
+        f"--context {values('context')} --exchange {exchanges} --weights-dtype {ask.weights_dtype} --kv-dtype {ask.kv_dtype} --emulate {ask.named} -o runs/emulated"
+    )
+
+
+def recommended(choices: Sequence[Choice]) -> list[Forecast]:
+    """The best of each load, each layout once."""
+    return list({c.best.who: c.best for c in choices if c.best}.values())
+
+
+def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
+    """A table row a load, in COLUMNS; with a price one column more."""
+    found = []
+    for choice in choices:
+        best, behind = choice.best, choice.next
+        if best is None:
+            found.append([choice.name, "none fits", *[""] * (len(COLUMNS) - 2 + (ask.price is not None))])
+            continue
+        by = "alone"
+        if behind is not None:
+            lead, needed = per_gpu(best) / per_gpu(behind) - 1, margin(best, behind)
+            by = f"{percent(lead)} ± {percent(needed)}" + _open(choice)
+        who = best.who if choice.meets else f"{best.who}, misses {', '.join(choice.misses[best.who])}"
+        row = [
+            choice.name,
+            who,
+            f"{number(best.tok_s, 3)} [{number(best.low, 3)}–{number(best.high, 3)}]",
+            number(per_gpu(best), 3),
+            number(best.itl_ms.p50, 3),
+            number(best.ttft_ms.p50, 3),
+            behind.who if behind else "",
+            by,
+            best.source,
+        ]
+        if ask.price is not None:
+            cost, low, high = dollars(ask.price, best)
+            row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
+        found.append(row)
+    return found
+
+
+def _open(choice: Choice) -> str:
+    """What is not decided: against the runner-up, or only against others behind it, of which less is known."""
+    rest = choice.level[1:]
+    if not rest:
+        return ""
+    return ", undecided" if choice.next in rest else f", undecided against {rest[0].who}"
+
+
+def columns(ask: Ask) -> list[str]:
+    """Those of `rows`."""
+    return [*COLUMNS, *(["$/M output tokens"] if ask.price is not None else [])]
+
+
+def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
+    """Reasons, with the layouts of which they are told and the loads, each once: `tp4 at 48 × 32,000 tokens`."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for choice in choices:
+        for who, reason in choice.refused.items():
+            found.setdefault(reason, {}).setdefault(who, []).append(choice.name)
+    every = len(choices)
+    return {
+        reason: [who if len(loads) == every else f"{who} at {listed(loads)}" for who, loads in of.items()]
+        for reason, of in found.items()
+    }
+
+
+def as_json(
+    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched
+) -> dict[str, Any]:
+    """All of it; numbers in tok/s, ms and dollars."""
+    return {
+        "answer": sentence(ask, choices),
+        "break_even": pays(choices),
+        "machine": ask.machine.name,
+        "gpus": list(ask.gpus),
+        "model": ask.model,
+        "loads": [
+            {
+                "load": choice.name,
+                "concurrency": choice.concurrency,
+                "best": choice.best.who if choice.best else None,
+                "decided": choice.decided,
+                "level": [f.who for f in choice.level],
+                "meets_slo": choice.meets,
+                "layouts": [_layout(ask, choice, f) for f in choice.forecasts],
+                "refused": choice.refused,
+            }
+            for choice in choices
+        ],
+        "commands": launched,
+        "unknown": [*notes, *unknown(ask, choices, steps)],
+    }
+
+
+def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
+    cost = dollars(ask.price, f) if ask.price is not None else None
+    return {
+        "layout": f.who,
+        "gpus": f.point.tp,
+        "source": f.source,
+        "whence": f.whence,
+        "output_tok_s": {"mean": f.tok_s, "low": f.low, "high": f.high},
+        "output_tok_s_per_gpu": per_gpu(f),
+        **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},
+        "misses": choice.misses.get(f.who, []),
+        "dollars_per_million_output_tokens": None
+        if cost is None
+        else dict(zip(("mean", "low", "high"), cost, strict=True)),
+    }
+
+
+def show(
+    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched, terminal: Console
+) -> None:
+    """On a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    terminal.print(sentence(ask, choices), soft_wrap=True)
+    if told := pays(choices):
+        terminal.print(told, soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD)
+    for name in columns(ask):
+        table.add_column(name, overflow="fold")
+    for row in rows(ask, choices):
+        table.add_row(*row)
+    terminal.print(table)
+    for reason, those in refused(choices).items():
+        terminal.print(f"Not {listed(those)}: {reason.rstrip('.')}.", soft_wrap=True)
+    for who, commands in launched.items():
+        terminal.print(f"\n{who}:", soft_wrap=True)
+        for command in commands.values():
+            terminal.print(f"  {command}", soft_wrap=True)
+    terminal.print("\nWhat this does not know:")
+    for text in (*notes, *unknown(ask, choices, steps)):
+        terminal.print(f"- {text}", soft_wrap=True)
+
+
+def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched) -> str:
+    """A page, with the picture beside it."""
+    names = columns(ask)
+    lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
+    lines += ["![Output tokens a second and GPU of each layout](recommendation.png)", ""]
+    lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(ask, choices)]
+    lines += ["", *(f"- Not {listed(those)}: {reason.rstrip('.')}." for reason, those in refused(choices).items())]
+    for who, commands in launched.items():
+        lines += ["", f"## {who}", "", "```", *commands.values(), "```"]
+    lines += ["", "## What this does not know", "", *(f"- {text}" for text in (*notes, *unknown(ask, choices, steps)))]
+    return "\n".join(lines) + "\n"
+
+
+def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
+    """Output tok/s and GPU over concurrency, a line a layout with its band; a panel for each length of requests."""
+    from matplotlib.figure import Figure
+
+    from dcpbench.show.figures import columns_for, drawing, headline, legend_below, marker, measured_ticks, save
+    from dcpbench.show.layouts import colours, place_of_marker
+
+    groups: dict[str, list[Choice]] = {}
+    for choice in choices:
+        if choice.forecasts:
+            groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
+    columns = columns_for(len(groups))
+    with drawing():
+        figure = Figure(figsize=(5.5 * columns, 3.6 * -(-len(groups) // columns)), layout="constrained")
+        panels = figure.subplots(-(-len(groups) // columns), columns, squeeze=False).ravel()
+        handles: dict[str, Any] = {}
+        for ax in panels[len(groups) :]:
+            ax.set_visible(False)
+        for ax, (name, group) in zip(panels, groups.items(), strict=False):
+            for who in dict.fromkeys(f.point.layout_name for choice in group for f in choice.forecasts):
+                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.point.layout_name == who]
+                xs = [x for x, _ in seen]
+                look = {"color": colours(who)[0], "marker": marker(place_of_marker(who)), "label": who}
+                (handles[who],) = ax.plot(xs, [per_gpu(f) for _, f in seen], **look)
+                ends = ([f.low / f.point.tp for _, f in seen], [f.high / f.point.tp for _, f in seen])
+                ax.fill_between(xs, *ends, color=look["color"], alpha=0.08, linewidth=0)
+            measured_ticks(ax, [c.concurrency for c in group])
+            ax.set_title(name)
+            ax.set_xlabel("requests in flight")
+            ax.set_ylabel("output tok/s a GPU")
+            ax.set_ylim(bottom=0)
+        headline(figure, f"{ask.model} on {_gpus(ask)}: {_basis([c for g in groups.values() for c in g])}")
+        legend_below(figure, list(handles.values()))
+        save(figure, path.with_suffix(""), "png")

@@ -1,0 +1,162 @@
+"""What a step takes where nobody has measured it: floors of its parts, each by the share of it that published steps reach.
+
+    seconds(step) = layers · launch + Σ over parts (floor of the part / share) + more · calls of the wire
+
+Parts are groups of the phases of points/floors.py, without what ranks send each other: of that points/wire.py has measurements,
+not floors. Launch, shares and `more` are fitted to published step times, none negative, by least squares of relative errors
+(`fit`); `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
+a machine, shares do not: a band beside the estimate says how far it was off for a model that the fit had not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from dcpbench.points.batches import batch_rows
+from dcpbench.points.floors import LSE_BYTES, floor_us, phase_works
+from dcpbench.points.machines import MEASURED_ON, RATES
+from dcpbench.points.wire import Seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dcpbench.points.floors import Sharding, StepRows
+    from dcpbench.points.machines import Machine
+    from dcpbench.points.wire import Wire
+
+LAUNCH, WIRE = "launch", "wire"
+PARTS: dict[str, tuple[str, ...]] = {
+    "experts": ("moe",),
+    "attention": ("attention",),
+    "linear": ("qkv_proj", "o_proj", "dense_mlp", "lm_head"),
+    "rows": ("embed", "norm", "kv_write"),
+    "prefill": ("prefill",),
+}
+"""Phases of points/floors.py, by the part that they belong to; all others are calls between ranks."""
+TERMS = (LAUNCH, *PARTS, WIRE)
+EXCHANGED_IN_FP32 = "ag_rs"
+"""The exchange whose partial outputs travel in fp32."""
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What published steps say of steps that nobody ran; a file of its own."""
+
+    terms: dict[str, float]
+    """Of LAUNCH µs a layer, of a part 1 / share, of WIRE what calls take inside steps over what they take alone."""
+    without: dict[str, dict[str, float]]
+    """The same without the steps of a model, by its name: for scores, which must not have seen what they judge."""
+    band: float
+    """90th percentile of |estimate / measured − 1|, of a model that the fit had not seen."""
+    ratio_band: float
+    """The same of the ratio of two layouts at one load: what they err by together cancels."""
+    machine: str
+    """Where they ran; a GPU of points/gpus.py."""
+    sources: list[str]
+    """Folders of results/."""
+    steps: int
+    """So many were fitted."""
+
+
+@functools.cache
+def published() -> Steps:
+    """Those of the package."""
+    file = resources.files("dcpbench.points.measured") / f"steps-{MEASURED_ON.lower()}.json"
+    return msgspec.json.decode(file.read_bytes(), type=Steps)
+
+
+def limits(machine: Machine) -> dict[str, float]:
+    """Rates of its GPU on paper, by the names of points/floors.py."""
+    found = {name: getattr(machine.card, field) for name, field in RATES.items()}
+    return {name: rate for name, rate in found.items() if rate is not None}
+
+
+def padded(rows: StepRows, replicas: int) -> StepRows:
+    """The step as it runs: decode rows padded to a captured graph's, each of which goes through experts as others do."""
+    decodes = len(rows.decodes)
+    more = batch_rows(decodes) - decodes if decodes else 0
+    return dataclasses.replace(rows, decodes=rows.decodes + (1,) * more, tokens=replicas * (rows.rows + more))
+
+
+def terms(
+    sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
+) -> dict[str, float] | None:
+    """µs of each of TERMS, before what is fitted; None where `rates` lack one that the step takes. Raises as `calls`."""
+    found = dict.fromkeys(TERMS, 0.0)
+    part_of = {phase: part for part, phases in PARTS.items() for phase in phases}
+    for phase, times, work in phase_works(sharding, rows):
+        if work.nothing or work.barriers:
+            continue
+        us = floor_us(work, rates)
+        if us is None:
+            return None
+        found[part_of[phase]] += times * us
+    found[LAUNCH] = float(sharding.shape.layers)
+    found[WIRE] = sum(each.mean for each in calls(sharding, rows, known, exchange).values()) * 1e6
+    return found
+
+
+def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
+    """Calls between ranks of a step, as the engine makes them, by their kind; those of a kind err the same way.
+
+    Raises UsageError where one is not known there.
+    """
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    hidden = s.hidden * itemsize
+    decodes = len(rows.decodes)
+    n, dp = layout.attn_tp, layout.dp
+    reduced = ("all-reduce", n, 2 * (n - 1) / n * rows.rows * hidden, 1)
+    made = [
+        reduced,
+        reduced,
+        ("all-gather", dp, (dp - 1) / dp * rows.tokens * hidden, 1),
+        ("reduce-scatter", dp, (dp - 1) / dp * rows.tokens * hidden, 1),
+    ]
+    if layout.dcp > 1:
+        ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
+        others = (ranks - 1) / ranks * decodes * heads
+        numbers = 4 if exchange == EXCHANGED_IN_FP32 else itemsize
+        lse = LSE_BYTES * (ranks if exchange == EXCHANGED_IN_FP32 else 1)
+        made.append((exchange, ranks, others * (s.kv_width * itemsize + s.latent * numbers + lse), 2))
+        stored = sum(prefix for _, prefix in rows.chunks)
+        made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
+    found: dict[str, Seconds] = {}
+    for what, over, received, meetings in made:
+        if over > 1 and received:
+            each = known.seconds(what, over, math.ceil(received), meetings)
+            before = found.get(what, Seconds(mean=0.0, low=0.0, high=0.0))
+            found[what] = Seconds(
+                mean=before.mean + s.layers * each.mean,
+                low=before.low + s.layers * each.low,
+                high=before.high + s.layers * each.high,
+            )
+    return found
+
+
+def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Least squares of relative errors over (terms, measured µs); a term that would be negative is 0."""
+    table = np.array([[terms[name] for name in TERMS] for terms, _ in found])
+    table /= np.array([[us] for _, us in found])
+    best, solved = math.inf, np.zeros(len(TERMS))
+    present = [i for i in range(len(TERMS)) if table[:, i].any()]
+    for count in range(1, len(present) + 1):
+        for kept in map(list, itertools.combinations(present, count)):
+            scale = np.abs(table[:, kept]).max(axis=0)
+            numbers = np.linalg.lstsq(table[:, kept] / scale, np.ones(len(found)), rcond=None)[0] / scale
+            error = float(((table[:, kept] @ numbers - 1) ** 2).sum())
+            if (numbers >= 0).all() and error < best * (1 - 1e-9):
+                best, solved = error, np.zeros(len(TERMS))
+                solved[kept] = numbers
+    return dict(zip(TERMS, map(float, solved), strict=True))
+
+
+def us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:
+    """The estimate."""
+    return sum(fitted[name] * amount for name, amount in terms_us.items())

@@ -1,0 +1,290 @@
+"""The forecast of a load: by a record, by measured step times in virtual time, or by an estimate of its steps. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.points.floors import Sharding, StepRows
+from dcpbench.points.gpus import GPUS
+from dcpbench.points.shapes import load_shape
+from dcpbench.recommend import estimate
+from dcpbench.records.record import Percentiles
+from dcpbench.serving import step_cases
+from dcpbench.serving.loads import requests_of
+from dcpbench.serving.outcome import serve_metrics
+from dcpbench.serving.replay import replay
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.step_model import StepModel, step_works
+from dcpbench.serving.step_times import GATHER, LINE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.machines import Machine
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.recommend.estimate import Steps
+    from dcpbench.records.record import Record
+    from dcpbench.serving.requests import Step
+    from dcpbench.serving.step_times import StepTimes
+
+ROUNDS = 4
+"""Requests of each client, where an estimate is served in virtual time: more change it by no more than its band."""
+MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
+"""Where a figure comes from, the best first."""
+
+
+NONE = Percentiles()
+"""Of what nobody measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a layout would do under a load, and where that is from."""
+
+    point: Point
+    source: str
+    """Of SOURCES."""
+    whence: str
+    """The run, the file, or what the estimate was made of."""
+    tok_s: float
+    low: float
+    high: float
+    """Output tokens a second; of a record its interval, of an estimate its band."""
+    wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What of the band is that of calls between ranks, by the kind of call."""
+    ratio_error: float = 0.0
+    """What the ratio of two such figures is off by, besides that."""
+    anchored: bool = False
+    """Whether an estimate was set right by what records of other layouts under the same load are of their estimates."""
+    ttft_ms: Percentiles = NONE
+    itl_ms: Percentiles = NONE
+    tpot_ms: Percentiles = NONE
+    e2el_ms: Percentiles = NONE
+    preemptions: int | None = None
+
+    @property
+    def who(self) -> str:
+        """`tp8·dcp8 (a2a)`."""
+        exchange = self.point.exchange_label()
+        return self.point.layout_name + (f" ({exchange})" if self.point.dcp > 1 else "")
+
+    def objective(self, name: str) -> tuple[str, float] | None:
+        """(percentile, ms) that an objective is held against: p99 where there are samples enough, else the next."""
+        latencies: Percentiles = getattr(self, f"{name}_ms")
+        for percentile in ("p99", "p95", "p90", "p50"):
+            value = getattr(latencies, percentile)
+            if value is not None:
+                return percentile, value
+        return None
+
+    def misses(self, slo: Mapping[str, float]) -> list[str]:
+        """`ITL p99 414 ms` of each objective that is not met. What is not known misses nothing."""
+        found = ((name, limit, self.objective(name)) for name, limit in slo.items())
+        return [
+            f"{name.upper()} {known[0]} {known[1]:,.0f} ms"
+            for name, limit, known in found
+            if known and known[1] > limit
+        ]
+
+
+def of_record(record: Record, run: str) -> Forecast:
+    """A point that ran. Raises UsageError for one without a rate of output."""
+    point, metrics, serve = record.point, record.metrics, record.serve
+    source = EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED
+    if metrics is not None:
+        rate = metrics.output_tok_s
+        itl = metrics.itl_ms
+        return Forecast(
+            point=point, source=source, whence=run, tok_s=rate.median, low=rate.low, high=rate.high, itl_ms=itl
+        )
+    if serve is None:
+        raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
+    tok_s = serve.output_tok_s
+    return Forecast(
+        point=point,
+        source=source,
+        whence=run,
+        tok_s=tok_s,
+        low=tok_s,
+        high=tok_s,
+        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},  # type: ignore[arg-type]
+        preemptions=serve.preemptions,
+    )
+
+
+def _percentiles(of: Percentiles) -> Percentiles:
+    return Percentiles(p50=of.p50, p90=of.p90, p95=of.p95, p99=of.p99, samples=of.samples)
+
+
+def estimated(
+    point: Point, plan: EnginePlan, machine: Machine, settings: Settings, steps: Steps, fitted: Mapping[str, float]
+) -> Forecast:
+    """By the floors of its steps; `fitted` are terms of `steps`.
+
+    Raises UsageError where a rate or a call of the machine is not known.
+    """
+    point = _cut(point)
+    of = Estimator(point, machine, fitted)
+    error = steps.band + _scaled(machine, steps)
+    whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
+    if point.load is None:
+        rows = of.decode_rows(point.concurrency, point.context)
+        ms = of.ms(rows)
+        own = of.wire_errors(rows)
+        return _banded(point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms))
+    times = EstimatedTimes(of, point, plan)
+    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
+    vocab = load_shape(point.model).vocab
+    found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
+    serve = serve_metrics(found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
+    own = of.wire_errors(of.decode_rows(point.concurrency, point.context))
+    return _banded(
+        point,
+        whence,
+        serve.output_tok_s,
+        error,
+        own,
+        steps,
+        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},
+        preemptions=serve.preemptions,
+    )
+
+
+def anchored(found: Forecast, factor: float) -> Forecast:
+    """The estimate times what others' figures are of their own estimates; its band is then that of ratios."""
+    tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.wire_errors.values())
+    itl = found.itl_ms
+    if found.point.load is None and itl.p50 is not None:
+        itl = Percentiles(p50=itl.p50 / factor)
+    whence = f"{found.whence}, set right by records of other layouts"
+    return dataclasses.replace(
+        found, tok_s=tok_s, low=tok_s / high, high=tok_s * high, itl_ms=itl, anchored=True, whence=whence
+    )
+
+
+def replayed(point: Point, plan: EnginePlan, times: StepTimes, settings: Settings, whence: str) -> Forecast:
+    """By step times that were measured. Raises UsageError where they do not reach as far as the load."""
+    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
+    vocab = load_shape(point.model).vocab
+    found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)
+    serve = serve_metrics(found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
+    tok_s = serve.output_tok_s
+    return Forecast(
+        point=point,
+        source=REPLAYED,
+        whence=whence,
+        tok_s=tok_s,
+        low=tok_s,
+        high=tok_s,
+        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},  # type: ignore[arg-type]
+        preemptions=serve.preemptions,
+    )
+
+
+def _banded(
+    point: Point, whence: str, tok_s: float, error: float, own: dict[str, float], steps: Steps, **more: object
+) -> Forecast:
+    high = 1 + error + sum(own.values())
+    return Forecast(
+        point=point,
+        source=ESTIMATED,
+        whence=whence,
+        tok_s=tok_s,
+        low=tok_s / high,
+        high=tok_s * high,
+        wire_errors=own,
+        ratio_error=steps.ratio_band,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _cut(point: Point) -> Point:
+    """With ROUNDS requests of each client at most; an open loop as it is."""
+    if point.load is None or point.clients is None:
+        return point
+    few = min(point.load.requests, ROUNDS * point.concurrency)
+    return msgspec.structs.replace(point, load=msgspec.structs.replace(point.load, requests=few))
+
+
+def _scaled(machine: Machine, steps: Steps) -> float:
+    """More error on another GPU than the one whose shares these are: the worst of its rates'."""
+    there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
+    if machine.gpu == there.name:
+        return 0.0
+    return max(machine.scale(rate, there)[1] for rate in ("read", "matmul"))
+
+
+class Estimator:
+    """Steps of one layout on one machine."""
+
+    def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float]) -> None:
+        self.point, self.machine, self.fitted = point, machine, fitted
+        self.rates, self.wire = estimate.limits(machine), machine.wire
+        layout, host = point.layout, machine.gpus_per_host
+        if layout.tp > host and machine.link is None:
+            raise UsageError(
+                f"{layout.tp} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
+                f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
+            )
+        if layout.tp > host and 1 < layout.dp <= host:
+            raise UsageError(
+                "its attention replicas lie on several hosts, and what calls between a few ranks of different hosts take is not known"
+            )
+        self.sharding = Sharding.of(point, load_shape(point.model))
+
+    def decode_rows(self, requests: int, context: int) -> StepRows:
+        """A step of requests that each have so many tokens, of the fullest replica."""
+        each = -(-requests // self.point.dp)
+        return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
+
+    def ms(self, rows: StepRows) -> float:
+        """Of a step, padded. Raises UsageError where nothing says what it takes."""
+        rows = estimate.padded(rows, self.point.dp)
+        found = estimate.terms(self.sharding, rows, self.rates, self.wire, self.point.exchange)
+        if found is None:
+            precision = self.point.precision
+            raise UsageError(
+                f"{self.machine.gpu} has no rate for {precision} in the table of GPUs, so nothing says how long a step takes there; "
+                "use --weights-dtype bf16, or another machine."
+            )
+        return estimate.us(found, self.fitted) / 1e3
+
+    def wire_errors(self, rows: StepRows) -> dict[str, float]:
+        """What the step may be off by for each kind of call between ranks, as a share of it."""
+        padded = estimate.padded(rows, self.point.dp)
+        calls = estimate.calls(self.sharding, padded, self.wire, self.point.exchange)
+        step_us = self.ms(rows) * 1e3
+        return {
+            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.WIRE] / step_us for what, each in calls.items()
+        }
+
+
+class EstimatedTimes:
+    """Stands for serving.step_times.StepTimes in a replay: the same cases, each estimated."""
+
+    blocking = False
+    launch_ms = 0.0
+
+    def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
+        extent = step_cases.Extent.of([point], pages=plan.pages, max_context=plan.max_context)
+        cases = [case for case in step_cases.grid(extent) if case.use in (LINE, GATHER)]
+
+        def samples(use: str) -> list[tuple[object, float]]:
+            return [(case.work(), of.ms(case.rows(point.dp))) for case in cases if case.use == use]
+
+        self.model = StepModel(samples(LINE), samples(GATHER))  # type: ignore[arg-type]
+
+    def duration_ms(self, step: Step) -> float:
+        """As StepTimes'."""
+        return self.model.step_ms(step_works(step))
+
+    def host_ms(self, step: Step) -> float:
+        """A step with chunks fills the device's queue, so that launching it takes the host as long as the device runs it."""
+        works = step_works(step)
+        return self.model.step_ms(works) if any(work.tokens for work in works) else 0.0

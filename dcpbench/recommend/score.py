@@ -1,0 +1,150 @@
+"""How often a forecast would have picked the best layout that was measured, beside the best answer that is always the same."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.names import CLOSED, REPLAY
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.recommend import forecast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.machines import Machine
+    from dcpbench.recommend.estimate import Steps
+    from dcpbench.records.record import Record
+
+NEAR = 0.03
+"""A pick this close to the best is as good."""
+SPREAD = 0.1
+"""A load in which it matters what is picked: the best is ahead of the worst by more than this."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """One load that several layouts ran: output tok/s by layout, measured and forecast."""
+
+    name: str
+    measured: Mapping[str, float]
+    forecast: Mapping[str, float]
+    latency_errors: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
+    """forecast / measured − 1 of the medians of `ttft` and `itl`, of each point."""
+
+    @property
+    def best(self) -> str:
+        """What was the fastest."""
+        return max(self.measured, key=lambda who: self.measured[who])
+
+    @property
+    def picked(self) -> str:
+        """What the forecast would have taken."""
+        return max(self.forecast, key=lambda who: self.forecast[who])
+
+    def right(self, who: str) -> bool:
+        """Whether a layout is the best, or within NEAR of it. One that did not run is not."""
+        return self.measured.get(who, 0.0) >= (1 - NEAR) * self.measured[self.best]
+
+    @property
+    def matters(self) -> bool:
+        """Whether the layouts lie more than SPREAD apart."""
+        return self.measured[self.best] > (1 + SPREAD) * min(self.measured.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """Of all loads."""
+
+    loads: list[Load]
+
+    @property
+    def right(self) -> int:
+        """Loads in which the pick is right."""
+        return sum(load.right(load.picked) for load in self.loads)
+
+    @property
+    def constant(self) -> tuple[str, int]:
+        """The layout that is right most often, and in how many loads."""
+        names = dict.fromkeys(who for load in self.loads for who in load.measured)
+        return max(((who, sum(load.right(who) for load in self.loads)) for who in names), key=lambda pair: pair[1])
+
+    @property
+    def winners(self) -> collections.Counter[str]:
+        """How often each layout was the best."""
+        return collections.Counter(load.best for load in self.loads)
+
+    @property
+    def errors(self) -> list[float]:
+        """forecast / measured − 1 of each point."""
+        return [load.forecast[who] / tok_s - 1 for load in self.loads for who, tok_s in load.measured.items()]
+
+    @property
+    def ratio_errors(self) -> list[float]:
+        """The same of the ratio of each two layouts of a load."""
+        return [
+            (load.forecast[a] / load.forecast[b]) / (load.measured[a] / load.measured[b]) - 1
+            for load in self.loads
+            for a, b in itertools.combinations(load.measured, 2)
+        ]
+
+    def words(self) -> str:
+        """The sentence."""
+        who, constant = self.constant
+        n = len(self.loads)
+        return (
+            f"The best or one within {NEAR:.0%} of it in {self.right} of {n} loads, of which {sum(load.matters for load in self.loads)} have more than "
+            f"{SPREAD:.0%} between best and worst, and {len(self.winners)} different winners; always {who} would be right in {constant} of {n}."
+        )
+
+
+def score(records: Iterable[Record], machine: Machine, probe: Probe, steps: Steps, *, every: int = 1) -> Score:
+    """Forecast each load that at least two layouts ran, by estimates whose shares have not seen the model where `steps` can.
+
+    A layout that ran in several variants counts with its best one. `every`: only each n-th load.
+    """
+    groups: dict[str, list[Record]] = collections.defaultdict(list)
+    for record in records:
+        if record.outcome == "ok" and not record.point.emulate and (record.metrics or record.serve):
+            groups[_load(record)].append(record)
+    loads = []
+    several = [(name, of) for name, of in groups.items() if len({r.point.layout_name for r in of}) > 1]
+    for name, of in several[::every]:
+        measured: dict[str, float] = {}
+        expected: dict[str, float] = {}
+        latency: dict[str, list[float]] = {"ttft": [], "itl": []}
+        for record in of:
+            point = record.point
+            who = point.layout_name
+            settings = Settings(kv_memory_bytes=record.measured_with.get("kv_memory_bytes"))  # type: ignore[arg-type]
+            plan = plan_engine([point], settings, load_shape(point.model), probe)
+            fitted = steps.without.get(point.model, steps.terms)
+            found = forecast.estimated(point, plan, machine, settings, steps, fitted)
+            true = forecast.of_record(record, "")
+            measured[who] = max(measured.get(who, 0.0), true.tok_s)
+            for metric, errors in latency.items():
+                seen, said = (getattr(f, f"{metric}_ms").p50 for f in (true, found))
+                if seen and said:
+                    errors.append(said / seen - 1)
+            expected[who] = max(expected.get(who, 0.0), found.tok_s)
+        loads.append(Load(name=name, measured=measured, forecast=expected, latency_errors=latency))
+    return Score(loads=loads)
+
+
+def _load(record: Record) -> str:
+    """Whom a point competes with: the same model, precision, load and KV memory."""
+    point = record.point
+    of = f"{point.model}, {point.precision}, {point.tp} GPUs, {point.concurrency} × "
+    if point.load is None:
+        return f"{of}{point.context:,} tokens"
+    arrival = "" if point.load.arrival == CLOSED else f", {point.load.arrival} {point.load.request_rate}"
+    kv = record.measured_with.get("kv_memory_bytes")
+    return (
+        f"{of}{point.load.input_tokens} → {point.load.output_tokens}{arrival}{', replayed' if point.load.mode == REPLAY else ''}"
+        f"{f', {kv} bytes of KV' if kv else ''}"
+    )

@@ -1,0 +1,316 @@
+"""`dcpbench recommend`: estimates, what counts as ahead, scores, the command and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench.cli import main
+from dcpbench.plan.spec import planned
+from dcpbench.points.layout import Layout
+from dcpbench.points.machines import described
+from dcpbench.points.point import Point
+from dcpbench.points.shapes import load_shape
+from dcpbench.recommend import advise, estimate
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, anchored, of_record
+from dcpbench.recommend.score import Load, Score, score
+from dcpbench.records.runs import read_run
+from dcpbench.servers.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
+
+
+def point(**given: object) -> Point:
+    """A decode point of DeepSeek-V3."""
+    usual = {
+        "model": "deepseek-v3",
+        "tp": 4,
+        "ep": "1",
+        "concurrency": 32,
+        "context": 4000,
+        "backend": "flashinfer",
+        "dtype": "bf16",
+        "page_size": 64,
+    }
+    return Point(**(usual | given))  # type: ignore[arg-type]
+
+
+def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | None = None, **of: object) -> Forecast:
+    """With a band of 10 %, and 4 % of ratios."""
+    return Forecast(
+        point=point(**of),
+        source=source,
+        whence="",
+        tok_s=tok_s,
+        low=tok_s / 1.1,
+        high=tok_s * 1.1,
+        ratio_error=0.04,
+        wire_errors=wire or {},
+    )
+
+
+def test_the_fit_finds_what_steps_were_made_of() -> None:
+    """Steps of 3 µs a layer, a share of 0.5 of experts and 0.8 of attention: 3 · n, times 2 and 1.25."""
+    true = {"launch": 3.0, "experts": 2.0, "attention": 1.25}
+    seen = [
+        dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "attention": attention}
+        for experts, attention in ((100.0, 10.0), (500.0, 40.0), (900.0, 800.0), (50.0, 300.0))
+    ]
+    fitted = estimate.fit([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
+    assert {name: round(value, 6) for name, value in fitted.items() if value} == true
+
+
+def test_padding_rows_go_through_the_experts() -> None:
+    """Six requests of each of four replicas run as eight: 32 rows, not 24, and take as long."""
+    of = Estimator(point(dp=4, ep="tp"), described("H200"), estimate.published().terms)
+    six, eight = (estimate.padded(of.decode_rows(n, 4000), 4) for n in (24, 32))
+    assert six.tokens == eight.tokens == 32
+    assert len(six.decodes) == 8
+    assert of.ms(of.decode_rows(24, 4000)) == pytest.approx(of.ms(of.decode_rows(32, 4000)), rel=0.02)
+
+
+def test_calls_of_a_layout_are_those_of_its_groups() -> None:
+    """tp4·dcp4 has two all-reduces and an exchange, tp4·dp4 an all-gather and a reduce-scatter; tp1 none."""
+    machine, shape = described("H200"), load_shape("deepseek-v3")
+
+    def kinds(**degrees: int) -> set[str]:
+        of = Estimator(point(**degrees, exchange="a2a"), machine, estimate.published().terms)
+        assert of.sharding.shape == shape
+        return set(estimate.calls(of.sharding, of.decode_rows(8, 4000), of.wire, "a2a"))
+
+    assert kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
+    assert kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
+    assert kinds(tp=1) == set()
+
+
+def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
+    """4 % of ratios, and what is left where both have 5 and 8 % of the same calls: 3 %; of different ones √(25 + 64)."""
+    a = forecast(100, wire={"all-reduce": 0.05})
+    assert advise.margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
+    assert advise.margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(0.04 + (0.05**2 + 0.08**2) ** 0.5)
+
+
+def test_an_estimate_is_undecided_against_a_record_within_both_bands() -> None:
+    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; set right by the record, the 4 % of ratios count."""
+    seen, guess = forecast(115, MEASURED), forecast(100)
+    assert not advise.ahead(seen, guess)
+    assert advise.ahead(dataclasses.replace(seen, low=115, high=115), anchored(guess, 1.0))
+
+
+def test_a_price_is_of_all_gpus_of_a_layout() -> None:
+    """3.6 $ · 4 GPUs an hour at 1,000 tok/s: 14.4 / 3.6 million tokens, 4 $ a million."""
+    mean, low, high = advise.dollars(3.6, forecast(1000))
+    assert (round(mean, 6), low < mean < high) == (4.0, True)
+
+
+def test_a_score_counts_picks_within_three_percent_and_the_best_constant() -> None:
+    """Two loads: the first is picked 2 % behind the best, the second 20 %; always b is right in both."""
+    found = Score(
+        loads=[
+            Load(name="x", measured={"a": 98, "b": 100}, forecast={"a": 2, "b": 1}),
+            Load(name="y", measured={"a": 80, "b": 100}, forecast={"a": 2, "b": 1}),
+        ]
+    )
+    assert (found.right, found.constant, found.winners["b"]) == (1, ("b", 2), 2)
+    assert [load.matters for load in found.loads] == [False, True]
+
+
+def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() -> None:
+    """At least nine of ten loads on 4 × H200, and more than the best constant answer."""
+    found = score(read_run(DECODED).records, described("H200"), planned("H200", 4), estimate.published())
+    assert len(found.loads) == 18
+    assert found.right >= 0.9 * len(found.loads)
+    assert found.right > found.constant[1]
+    assert sum(load.matters for load in found.loads) >= 4
+    assert len(found.winners) >= 2
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
+    """Every flag stands in the engine's own list, and every value where that lists them."""
+    listed = tomllib.loads((ROOT / "tests" / "data" / "engine_flags.toml").read_text())[name]
+    assert listed["source"]
+    layouts = [Layout(tp=8), Layout(tp=8, dcp=8), Layout(tp=8, dp=2, dcp=4), Layout(tp=8, dp=8)]
+    seen = set()
+    for layout in layouts:
+        for exchange in ("ag_rs", "a2a", "symm"):
+            for ep, kv, interleave in (("1", "", 1), ("tp", "fp8", 64)):
+                of = point(
+                    tp=layout.tp,
+                    dp=layout.dp,
+                    dcp=layout.dcp,
+                    exchange=exchange,
+                    ep=ep,
+                    kv_dtype=kv,
+                    interleave=interleave,
+                )
+                words = PRESETS[name].words(of, {}, "m", 7, nnodes=nnodes)
+                seen |= {word for word in words if word.startswith("--")}
+                for flag, values in listed["values"].items():
+                    assert flag not in words or words[words.index(flag) + 1] in values
+    assert seen <= set(listed["flags"])
+    assert "--dcp-comm-backend" in seen
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """The command's exit code, and what it said."""
+    with pytest.raises(SystemExit) as ended:
+        main(["recommend", *words])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_the_command_answers_with_a_band_costs_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is called measured; what does not fit says why; a folder gets the page."""
+    words = "--machine H200 --context 32000 --concurrency 8,64 --price 3.6 --json -o"
+    code, out, _ = run(capsys, *words.split(), str(tmp_path))
+    found = json.loads(out)
+    assert code == 0
+    light, heavy = found["loads"]
+    assert {layout["source"] for layout in light["layouts"]} == {"estimated"}
+    for layout in light["layouts"]:
+        tok_s, cost = layout["output_tok_s"], layout["dollars_per_million_output_tokens"]
+        assert tok_s["low"] < tok_s["mean"] < tok_s["high"]
+        assert cost["mean"] == pytest.approx(3.6 * 8 / 3600 / tok_s["mean"] * 1e6)
+    assert "KV" in heavy["refused"]["tp8"]
+    assert "--tp-size 8" in found["commands"][light["best"]]["sglang"]
+    assert any("Joules" in text for text in found["unknown"])
+    assert {path.name for path in tmp_path.iterdir()} == {f"recommendation.{kind}" for kind in ("md", "json", "png")}
+    assert run(capsys, *words.split(), str(tmp_path))[0] == 2
+
+
+def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """tp4 as measured, tp4·dp2, which nobody ran, as an estimate; records of another GPU are left out and named."""
+    asked = ["--gpus", "4", "--weights-dtype", "bf16", "--cycled", "--context", "4000", "--concurrency", "32", "--json"]
+    code, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
+    layouts = {layout["layout"]: layout for layout in json.loads(out)["loads"][0]["layouts"]}
+    tp4 = next(
+        r
+        for r in read_run(DECODED).records
+        if (r.point.model, r.point.concurrency, r.point.context, r.point.dp, r.point.dcp)
+        == ("deepseek-v3", 32, 4000, 1, 1)
+    )
+    assert tp4.metrics is not None
+    assert (code, layouts["tp4"]["source"]) == (0, "measured")
+    assert layouts["tp4"]["output_tok_s"]["mean"] == tp4.metrics.output_tok_s.median
+    assert "set right by records" in layouts["tp4·dp2"]["whence"]
+    _, out, _ = run(capsys, "--machine", "H20", *asked, str(DECODED))
+    found = json.loads(out)
+    assert {layout["source"] for layout in found["loads"][0]["layouts"]} == {"estimated"}
+    assert any("not on NVIDIA H20" in text for text in found["unknown"])
+
+
+def ask(machine: str) -> advise.Ask:
+    """For DeepSeek-V3 in bf16 on four GPUs, without a load."""
+    return advise.Ask(
+        model="deepseek-v3",
+        machine=described(machine),
+        named=machine,
+        gpus=(4,),
+        loads=(),
+        weights_dtype="bf16",
+        kv_dtype="bf16",
+        exchanges=("a2a",),
+        slo={},
+    )
+
+
+def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
+    """As emulated, never as measured; over two hosts only with the same link."""
+    run = read_run(DECODED)
+    first = next(r for r in run.records if r.outcome == "ok")
+
+    def known(emulate: str, tp: int = 4) -> advise.Known:
+        of = msgspec.structs.replace(first.point, emulate=emulate, tp=tp)
+        return advise.Known(runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=of)])])
+
+    ((record, name),), _ = advise._records(ask("H200+rdma-400"), known("H200"))
+    assert of_record(record, name).source == EMULATED
+    assert advise._records(ask("H200+rdma-400"), known("H200", tp=16))[0] == []
+    assert advise._records(ask("H20"), known("H200"))[0] == []
+
+
+def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
+    """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
+    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    asked = ask("H200")
+    none, notes = advise._records(asked, advise.Known(runs=[run]))
+    assert none == []
+    assert "had 8 GiB of KV on each GPU, not all that was left" in notes[0]
+    same, _ = advise._records(dataclasses.replace(asked, kv_memory_bytes=8 << 30), advise.Known(runs=[run]))
+    assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
+
+
+def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """With latencies, against an SLO that nothing meets."""
+    asked = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
+    code, out, _ = run(capsys, *asked.split())
+    load = json.loads(out)["loads"][0]
+    assert code == 0
+    assert not load["meets_slo"]
+    assert all(layout["ttft_ms"]["p50"] > layout["itl_ms"]["p50"] > 0 for layout in load["layouts"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "--machine H200"),
+        ("--machine nope", "is no machine that is known"),
+        ("--machine H200 --context 4000 --concurrency 0", "--concurrency 0 is not a positive number"),
+        ("--machine H200 --request-rate x", "--request-rate x is no rate"),
+        ("--machine H200 --request-rate 1 --concurrency 2", "contradict each other"),
+        ("--machine H200 --exchange foo", "--exchange foo is none of"),
+        ("--machine H200 --price -1", "--price -1 is no price"),
+        ("--machine H200 --weights-dtype int4", "--weights-dtype int4 is neither"),
+    ],
+)
+def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Naming the option."""
+    code, _, err = run(capsys, *words.split())
+    assert (code, said in err, "Traceback" in err) == (2, True, False)
+
+
+def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file without `gpu` is refused; one without all-gather refuses the layouts that need it, and no other."""
+    partial = tmp_path / "m.toml"
+    partial.write_text('name = "ours"\n')
+    asked = ["--context", "4000", "--concurrency", "8", "--json"]
+    code, _, err = run(capsys, "--machine", str(partial), *asked)
+    assert (code, "`gpu`" in err) == (2, True)
+    calls = "".join(f"    [{ranks}, 1, 100000, 20.0],\n" for ranks in (2, 8))
+    partial.write_text(f'name = "ours"\ngpu = "H200"\n[calls]\nall-reduce = [\n{calls}]\n')
+    code, out, _ = run(capsys, "--machine", str(partial), *asked)
+    load = json.loads(out)["loads"][0]
+    assert code == 0
+    assert [layout["layout"] for layout in load["layouts"]] == ["tp8"]
+    assert "all-gather was not measured" in load["refused"]["tp8·dp8"]
+
+
+def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing that fits nothing ends well."""
+    code, out, _ = run(
+        capsys, *["--machine", "H200", "--gpus", "16", "--context", "4000", "--concurrency", "8", "--json"]
+    )
+    refused = json.loads(out)["loads"][0]["refused"]
+    assert code == 3
+    assert "no link between hosts" in refused["tp16"]
+    assert "H200+rdma-400" in refused["tp16"]
+
+
+def test_the_shares_in_the_package_say_what_they_are_of() -> None:
+    """Every source is a folder of results/, and both models can be left out."""
+    steps = estimate.published()
+    assert steps.sources
+    assert all((ROOT / source).is_dir() for source in steps.sources)
+    assert steps.without.keys() == {"deepseek-v3", "kimi-k2"}
+    assert 0 < steps.ratio_band < steps.band < 1
+    assert msgspec.json.decode(msgspec.json.encode(steps), type=estimate.Steps) == steps
