@@ -354,7 +354,7 @@ def _record(
         origin=info.origin,
         server=_server(info, manner, asked, outcomes, sent),
     )
-    if sent.run is None:
+    if sent.run is None or (stopped and not outcomes):
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
     samples = [_sample(o, sent) for o in outcomes]
     try:
