@@ -68,7 +68,7 @@ def run(asked: argparse.Namespace, folder: Path, number: int) -> None:
         process.wait()
 
 
-def of_guidellm(said: dict[str, Any]) -> dict[str, float]:
+def of_guidellm(said: dict[str, Any]) -> dict[str, Any]:
     """What it says of a load that it sent."""
     (benchmark,) = said["benchmarks"]
     metrics = benchmark["metrics"]
@@ -81,7 +81,7 @@ def of_guidellm(said: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def of_vllm(said: dict[str, Any]) -> dict[str, float]:
+def of_vllm(said: dict[str, Any]) -> dict[str, Any]:
     """The same of `vllm bench serve`."""
     return (
         {name: said[name] for name in COUNTS}
@@ -97,7 +97,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
         said = json.loads(path.read_text())
         (record,) = read_run(path.with_name(path.stem.replace("theirs", "ours"))).records
         assert record.serve is not None
-        ours = {"output tok/s": record.serve.output_tok_s}
+        ours: dict[str, Any] = {"output tok/s": record.serve.output_tok_s}
         ours |= {"completed": record.serve.finished, "failed": record.serve.failed}
         for name in NAMES:
             latency = getattr(record.serve, f"{name}_ms")

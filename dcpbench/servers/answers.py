@@ -134,10 +134,13 @@ class Streamed:
             raise StreamError(f"it sent {len(self.chunk_s):,} chunks for {self._asked:,} tokens and did not end")
 
     def _count(self, choice: Choice, told: int | None) -> int:
-        """Tokens of a chunk; UNKNOWN where there are some; 0 where it brought none, as the one with a chat's role."""
+        """Tokens of a chunk; UNKNOWN where there are some; 0 where it brought none, as the one with a chat's role.
+
+        Usage that comes with the last chunk alone is of all of them, and says nothing of one.
+        """
         if choice.token_ids:
             return len(choice.token_ids)
-        if told is not None:
+        if told is not None and UNKNOWN not in self._chunk_tokens[:1]:
             new, self._counted = told - self._counted, max(told, self._counted)
             return max(new, 0)
         return UNKNOWN if choice.new_text else 0

@@ -133,7 +133,8 @@ class Run:
             except TimeoutError:
                 pass
             finally:
-                self.pace.cpu_s, self.pace.wall_s = time.process_time() - cpu, time.perf_counter() - self.start_s
+                self.pace.cpu_s = time.process_time() - cpu
+                self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began
                 beat.cancel()
                 await self._give_up()
 

@@ -121,12 +121,13 @@ def judged(points: Sequence[Point], max_model_len: int | None) -> list[Candidate
     found = []
     for point in points:
         assert point.load is not None
-        short = max_model_len is not None and point.load.trace == "" and point.context > max_model_len
-        error = CapacityError(
-            f"its requests have up to {point.context:,} tokens, and the server takes {max_model_len:,} (max_model_len); "
-            "lower --input-tokens or --output-tokens, or start it with more."
-        )
-        found.append(Candidate(point=point, error=error if short else None))
+        error = None
+        if max_model_len is not None and point.load.trace == "" and point.context > max_model_len:
+            error = CapacityError(
+                f"its requests have up to {point.context:,} tokens, and the server takes {max_model_len:,} "
+                "(max_model_len); lower --input-tokens or --output-tokens, or start it with more."
+            )
+        found.append(Candidate(point=point, error=error))
     return found
 
 
@@ -353,7 +354,7 @@ def _record(
         origin=info.origin,
         server=_server(info, manner, asked, outcomes, sent),
     )
-    if sent.run is None:
+    if sent.run is None or (stopped and not outcomes):
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
     samples = [_sample(o, sent) for o in outcomes]
     try:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TOKENS = 40
 """Of each stream: 0.8 s."""
+BEGIN_S = 0.4
+"""Within which they begin, one after the other: all at once would measure how long it takes to send them."""
 MOST_STREAMS = 512
 """Files that a process may have open by default are a thousand."""
 P99 = 99
@@ -56,8 +58,8 @@ async def overhead(streams: int, processes: int) -> dict[str, float | int]:
     streams = max(min(streams, MOST_STREAMS), 1)
     with null() as target:
         data = target.request("POST", "/v1/completions", b'{"max_tokens": %d}' % TOKENS)
-        calls = [Call(number, data, TOKENS) for number in range(streams)]
-        async with sending(target, calls, streams, processes) as run:
+        calls = [Call(number, data, TOKENS, number * BEGIN_S / streams) for number in range(streams)]
+        async with sending(target, calls, None, processes) as run:
             await run.prepare(streams)
             await run.run()
     answers = [o.answer for o in run.outcomes if o.error is None and o.answer is not None]

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from dcpbench import cli
+from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.runs import read_run
+from dcpbench.servers.measure import judged
 from dcpbench.serving.samples import read_samples
 from tools.client_accuracy import QUICK, check, served, truth
 
@@ -179,3 +181,14 @@ def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest
     assert code == 0
     assert [point["concurrency"] for point in json.loads(out)] == [1, 2]
     assert not truth(tmp_path / "log", 9)
+
+
+@pytest.mark.parametrize(("longest", "refused"), [(None, False), (30, False), (29, True)])
+def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: int | None, refused: bool) -> None:
+    """20 → 10 tokens are 30; a server that does not say what it takes is asked."""
+    load = engine_load(requests=4, input_tokens="20", output_tokens="10")
+    layout = dict.fromkeys(("tp", "dp", "dcp"), 0)
+    point = engine_point(model="m", layout=layout, backend="openai", load=load, concurrency=2, context=30)
+    (candidate,) = judged([point], longest)
+    assert (candidate.error is not None) == refused
+    assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused

@@ -173,9 +173,9 @@ def in_session(leader: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_the_command(number: int, tmp_path: Path) -> None:
-    """In the middle of a load."""
+@pytest.mark.parametrize(("number", "wait_s"), [(signal.SIGKILL, 1.0), (signal.SIGINT, 0.3), (signal.SIGINT, 2.0)])
+def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: Path) -> None:
+    """In the middle of a load, and before it begins."""
     with served("--gap-ms 200", tmp_path / "log") as url:
         words = f"serve --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
         command = [sys.executable, "-m", "dcpbench.cli", *words.split(), "--client-processes", "2"]
@@ -190,13 +190,17 @@ def test_no_process_outlives_the_command(number: int, tmp_path: Path) -> None:
             while len(in_session(ours.pid)) < 3 and time.monotonic() < until:
                 time.sleep(0.05)
             assert len(in_session(ours.pid)) >= 3
-            time.sleep(0.5)
+            time.sleep(wait_s)
             os.killpg(ours.pid, number) if number == signal.SIGINT else ours.send_signal(number)
             ours.wait(30)
             until = time.monotonic() + 10
             while in_session(ours.pid) and time.monotonic() < until:
                 time.sleep(0.1)
             assert not in_session(ours.pid)
+    if number == signal.SIGINT:
+        (record,) = read_run(tmp_path / "run").records
+        assert record.outcome == "failed"
+        assert (record.reason or "").startswith("interrupted")
 
 
 def point(**load: object) -> object:

@@ -1,0 +1,52 @@
+"""How many tokens each chunk of a stream brought, as servers tell it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dcpbench.servers.answers import BY_IDS, BY_USAGE, Streamed
+
+
+def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, end: bool = False) -> dict[str, object]:
+    """One event of a completion."""
+    choice = {"index": 0, "text": text, "finish_reason": "length" if end else None}
+    said: dict[str, object] = {"choices": [choice | ({"token_ids": ids} if ids is not None else {})]}
+    return said if usage is None else said | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
+
+
+def streamed(*events: dict[str, object]) -> Streamed:
+    """The answer that these events make, one every second."""
+    answer = Streamed(4)
+    answer.head(200, {b"content-type": b"text/event-stream"})
+    for second, said in enumerate(events):
+        answer.body(b"data: " + json.dumps(said).encode() + b"\n\n", float(second))
+    answer.body(b"data: [DONE]\n\n", float(len(events)))
+    answer.end()
+    return answer
+
+
+LAST = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 3}}
+
+
+@pytest.mark.parametrize(
+    ("events", "counts", "by"),
+    [
+        ([event("a"), event("b"), event("c"), event("d", end=True), LAST], [1, 1, 1, 1], BY_USAGE),
+        # transformers serve tells usage in the chunk that ends an answer, which has no text of its own
+        ([event("a"), event("b"), event("c"), event("d"), event("", usage=4, end=True)], [1, 1, 1, 1], BY_USAGE),
+        ([event("a"), event("b c d", usage=4, end=True)], [2, 2], BY_USAGE),
+        ([event("a"), event("b c d", end=True), LAST], [2, 2], BY_USAGE),
+        ([event("a", usage=1), event("b c d", usage=4, end=True)], [1, 3], BY_USAGE),
+        ([event("a", ids=[1]), event("b c d", ids=[2, 3, 4], end=True), LAST], [1, 3], BY_IDS),
+    ],
+)
+def test_tokens_of_chunks_add_up_to_what_the_server_counted(
+    events: list[dict[str, object]], counts: list[int], by: str
+) -> None:
+    """Four tokens, however they are told; evenly where nobody says which chunk has how many."""
+    answer = streamed(*events)
+    assert answer.chunk_tokens() == counts
+    assert answer.counted_by == by
+    assert answer.chunk_s == [float(n) for n in range(len(counts))]
