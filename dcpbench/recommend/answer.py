@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.points.names import CLOSED
+from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.recommend.advise import break_even, dollars, margin, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
 from dcpbench.show.numbers import number, percent
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from dcpbench.points.point import Load, Point
     from dcpbench.recommend.advise import Ask, Choice
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
@@ -120,7 +121,7 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             said.append(
                 "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
             )
-        if any(f.source == ESTIMATED and f.point.load is None for f in used):
+        if any(f.source == ESTIMATED for f in used):
             said.append(f"Measured steps replace estimates: {emulate_command(ask, choices)}, then name its run here.")
     if ask.cycled:
         said.append("With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs.")
@@ -136,15 +137,25 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
 def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
     """What measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts]
+    loads = [p.load for p in points if p.load is not None]
 
-    def values(name: str) -> str:
-        return ",".join(str(n) for n in sorted({getattr(p, name) for p in points}))
+    def values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
+        return f"--{name.replace('_', '-')} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
 
-    exchanges = ",".join(ask.exchanges)
-    return (
-        f"dcpbench sweep --model {ask.model} --tp {values('tp')} --dp {values('dp')} --dcp {values('dcp')} --concurrency {values('concurrency')} "
-        f"--context {values('context')} --exchange {exchanges} --weights-dtype {ask.weights_dtype} --kv-dtype {ask.kv_dtype} --emulate {ask.named} -o runs/emulated"
-    )
+    names = ["model", "tp", "dp", "dcp"]
+    if not loads:
+        words = ["sweep", *map(values, [*names, "concurrency", "context"])]
+    else:
+        when = values("request_rate", loads) if loads[0].arrival == GAMMA else values("concurrency")
+        words = ["serve --mode replay", *map(values, names), when]
+        words += [values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
+        words.append(f"--num-requests {max(load.requests for load in loads)}")
+    words += [
+        "--exchange " + ",".join(ask.exchanges),
+        f"--weights-dtype {ask.weights_dtype}",
+        f"--kv-dtype {ask.kv_dtype}",
+    ]
+    return f"dcpbench {' '.join(words)} --emulate {ask.named} -o runs/emulated"
 
 
 def recommended(choices: Sequence[Choice]) -> list[Forecast]:
