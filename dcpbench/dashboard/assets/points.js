@@ -223,16 +223,17 @@ globalThis.dash = (() => {
     const word = (name, label, kind, more = () => "") => ({ name, label, class: kind, key: (line) => self.word(name, line), cell: (line) => [self.word(name, line), more(line)] });
     const number = (name, label, kind, more = {}) => ({ name, label, class: kind, key: (line) => self.columns[name][line], cell: (line) => given(self.columns[name][line]), ...more });
     const functional = (line) => self.functional(self.columns.cpu[line]);
+    const how = (line) => [self.word("load", line), ...ownSettings(line)].filter(Boolean).join(" · ");
     const size = (line) => { const found = self.measure?.change.get(line); return found ? Math.abs(Math.log(found[2] ?? 2)) : NaN; };
     return [
       { label: el("span", { class: "unseen" }, "Show history"), cell: box },
-      { ...word("model", "Point", "narrow"), cell: (line) => [shortName(line), functional(line)] },
+      { ...word("model", "Point", "narrow"), cell: (line) => [shortName(line), functional(line), el("div", { class: "note" }, how(line))] },
       word("model", "Model", "roomy of-model"), word("workload", "Workload", "w roomy of-workload"), word("layout", "Layout", "w roomy", functional), word("exchange", "Exchange", "roomy of-exchange"),
       number("context", "Context", "n roomy"), number("concurrency", "Conc.", "n roomy"),
       { name: "value", label: () => (self.measure ? dcp.measured(self.measure) : "Value"), class: "n", down: true, key: (line) => self.measure?.value[line], cell: shownValue },
       { name: "change", label: "Last change", class: "n", down: true, key: size, cell: latestChange },
       number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "w", { down: true, cell: newestRun }), word("hardware", "Hardware", "w of-hardware"),
-      { ...word("how", "How", "wide"), cell: (line) => [self.word("load", line), ...ownSettings(line)].filter(Boolean).join(" · ") },
+      { ...word("how", "How", "wide"), cell: how },
     ];
   }
 
