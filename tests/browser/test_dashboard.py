@@ -249,7 +249,7 @@ class TestSharedSettings:
         page = opened(visit, tmp_path / "site" / "index.html")
         said = page.locator("#shared").inner_text().splitlines()
         assert said[0].endswith("NCCL_ALGO=Ring")
-        assert said[1:] == ["Unless a decode row says otherwise: page 64 · NCCL_NVLS_ENABLE=0"]
+        assert said[1:] == ["Unless a decode row says otherwise: ep 1 · page 64 · NCCL_NVLS_ENABLE=0"]
         how = page.locator("#table tbody td:last-child").all_inner_texts()
         assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
 
