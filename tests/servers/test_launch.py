@@ -199,7 +199,9 @@ def words_of(name: str, **layout: int) -> str:
     """The command line of a preset for a layout."""
     degrees = {"tp": 1, "dp": 1, "dcp": 1} | layout
     load = engine_load(requests=1, input_tokens="1", output_tokens="1")
-    point = engine_point(model="m", layout=degrees, backend=name, load=load, concurrency=1, context=2)
+    point = engine_point(
+        model="m", layout=degrees, backend=name, load=load, concurrency=1, context=2, precision={"dtype": "unknown"}
+    )
     return " ".join(PRESETS[name].words(point, {"max-num-seqs": "4", "enforce-eager": "True"}, "m", 7))
 
 

@@ -188,7 +188,9 @@ def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: i
     """20 → 10 tokens are 30; a server that does not say what it takes is asked."""
     load = engine_load(requests=4, input_tokens="20", output_tokens="10")
     layout = dict.fromkeys(("tp", "dp", "dcp"), 0)
-    point = engine_point(model="m", layout=layout, backend="openai", load=load, concurrency=2, context=30)
+    point = engine_point(
+        model="m", layout=layout, backend="openai", load=load, concurrency=2, context=30, precision={"dtype": "unknown"}
+    )
     (candidate,) = judged([point], longest)
     assert (candidate.error is not None) == refused
     assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused

@@ -210,7 +210,15 @@ def point(**load: object) -> object:
     clients = int(str(load.pop("clients", 200)))
     said = engine_load(requests=400, input_tokens="1", output_tokens="100", **load)
     layout = {"tp": 1, "dp": 1, "dcp": 1}
-    return engine_point(model="m", layout=layout, backend="vllm", load=said, concurrency=clients, context=101)
+    return engine_point(
+        model="m",
+        layout=layout,
+        backend="vllm",
+        load=said,
+        concurrency=clients,
+        context=101,
+        precision={"dtype": "unknown"},
+    )
 
 
 @pytest.mark.parametrize(
