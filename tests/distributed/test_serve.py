@@ -134,6 +134,7 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
+@pytest.mark.long
 def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, truth):
     """40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
     load, record, folder = served("forty")
@@ -151,6 +152,7 @@ def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
     assert streams(record, folder) == truth(load)
 
 
+@pytest.mark.long
 def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth, tmp_path):
     """A pool of 11 pages of 2 · 2 tokens under requests that grow by five pages each: they are preempted, and those
     that need more than all 44 tokens are rejected with their size and the limit.
@@ -170,6 +172,7 @@ def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth
     assert all(not found[i] for i in rejected)
 
 
+@pytest.mark.long
 def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint, tmp_path):
     """Requests that come once in a thousand seconds: one is served, and the limit of a second ends the run."""
     load = msgspec.structs.replace(LOAD, arrival="gamma", request_rate=0.001, output_tokens="2")

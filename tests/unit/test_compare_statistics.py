@@ -297,6 +297,7 @@ class TestGuarantees:
         found = [verdicts(rng, model, 6, faster=1.03).get("FASTER", 0) for _ in range(100)]
         assert sum(found) >= 0.95 * 4 * 100
 
+    @pytest.mark.long
     def test_eight_rounds_of_pairs_find_3_percent_too_and_keep_the_promise(self) -> None:
         rng = np.random.default_rng(10)
         options = Options(metrics=("step_time",), paired=True)
