@@ -279,6 +279,7 @@ class TestGuarantees:
             yield
 
     @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.long
     def test_of_200_comparisons_of_the_same_at_most_5_percent_show_a_difference(self, model: str) -> None:
         """5 launches of each side. Ten of 200 are 5 %."""
         rng = np.random.default_rng(6)
