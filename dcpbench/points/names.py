@@ -58,6 +58,8 @@ TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX:
 """What writes the results that are imported."""
 UNKNOWN = "unknown"
 """What a point of an import has where nobody says."""
+ONE_TURN = "1"
+"""What --turns is where each request stands alone."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
 """When requests come: as others are answered, at random with a rate, or as a file says."""
 
