@@ -180,3 +180,26 @@ def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint,
     assert record.outcome == "ok"
     assert (record.serve.submitted, record.serve.finished) == (1, 1)
     assert record.serve.steady_tok_s is None
+
+
+@pytest.mark.long
+def test_sessions_are_answered_as_by_transformers_and_find_what_was_said(checkpoint, tmp_path):
+    """Two replicas of two ranks: each prompt holds what was really answered before, some of it from the cache, and what
+    is found is what replay finds of the same load.
+    """
+    load = msgspec.structs.replace(
+        LOAD, turns="3", turn_tokens="5", input_tokens="9", output_tokens="7", prefix_share=0.0
+    )
+    asked = point(checkpoint, Layout(4, dp=2, dcp=2), load, 4, **A2A_WIDE)
+    (record,) = serve([asked], tmp_path)
+    rows = sorted(read_samples(tmp_path / record.serve.samples_file), key=lambda row: row.number)
+    requests = make_requests(load, VOCAB)
+    prompts: list[tuple[int, ...]] = []
+    for request, row in zip(requests, rows, strict=True):
+        own = request.prompt[len(request.prompt) - (5 if request.turn else 9) :].tolist()
+        before = (*prompts[-1], *rows[request.number - 1].tokens) if request.turn else ()
+        prompts.append((*before, *own))
+        stored = len(before) - 1 if request.turn else 0
+        assert row.cached_tokens == stored // 4 * 4
+    found = oracle.greedy(checkpoint, tuple(prompts), 7)
+    assert [row.tokens for row in rows] == [answer.tokens for answer in found]
