@@ -16,7 +16,7 @@ import msgspec
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.floors import StepRows
-from dcpbench.points.machine import Probe
+from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import AUTO, flag
 from dcpbench.points.point import load_axes, point_axes
 from dcpbench.records.checks import LARGEST
@@ -176,6 +176,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             name=seen.device,
             memory_bytes=seen.device_memory_bytes,
             l2_bytes=seen.l2_bytes,
+            capability=HOPPER if self.path["backend"] == "flashmla" else None,  # it ran
         )
 
     @functools.cached_property
