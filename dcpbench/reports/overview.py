@@ -41,6 +41,7 @@ def title(frames: Frames) -> str:
         _few([kept.replace(", ", " + ") for kept in words.unique(table["precision"])], "precisions"),
         _few(words.unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
         _dates(frames),
+        rule.forecast(table),
     ]
     return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
 

@@ -55,8 +55,14 @@ def where(rows: pd.DataFrame) -> str:
     return f"on {gpus}{basis}, "
 
 
+def forecast(rows: pd.DataFrame) -> str:
+    """`a forecast`, `partly a forecast`, or nothing: whether points were emulated."""
+    emulated = rows["emulate"].fillna("").astype(bool)
+    return "" if not emulated.any() else "a forecast" if emulated.all() else "partly a forecast"
+
+
 def _rests_on(rows: pd.DataFrame) -> list[str]:
-    said = []
+    said = [emulated] if (emulated := forecast(rows)) else []
     replayed = rows["mode"].eq(REPLAY)
     if replayed.any():
         said.append("replayed, not served live" if replayed.all() else "partly replayed")

@@ -330,6 +330,7 @@ def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: py
     assert record["emulated"]["calls"] == calls(Layout(8, dcp=8), "ag_rs")
     page = (run / "report" / "report.html").read_text()
     assert "forecast: one rank ran, its wire modelled as of H200" in page
+    assert "· a forecast" in page
     code, _, _ = dcpbench("export", str(run), "--to", "inferencex", "-o", str(tmp_path / "x"))
     assert code != 0
     code, _, _ = dcpbench("export", str(run), "--to", "csv", "-o", str(tmp_path / "x.csv"))
