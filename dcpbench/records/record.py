@@ -295,6 +295,21 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
 
 
+class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that were the n-th turn of a session."""
+
+    turn: int
+    """From 1."""
+    requests: int
+    """Of which a token came, as in the sums here."""
+    input_tokens: int
+    """Of prompts, with all that was said before."""
+    cached_tokens: int | None
+    """Of these, what the prefix cache had; null where a server does not say."""
+    ttft_ms: Latencies
+    """Of those that finished."""
+
+
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What the workload `serve` measured, or computed in replay; definitions in formulas.py."""
 
@@ -355,6 +370,8 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Operations of these steps over what the machine's matrix rate would do in their time."""
     decode_floor_share: float | None = None
     """As the first, of steps without chunks."""
+    turns: list[TurnMetrics] = []
+    """Empty where requests stand alone."""
     samples_file: str = ""
     """Parquet file beside the records: a row per request."""
 

@@ -376,9 +376,11 @@ def _record(
         )
     except UsageError as e:
         return msgspec.structs.replace(record, reason=failed or str(e))
-    since = (
+    since: Mapping[str, int | None] = (
         sent.after.since(sent.before) if sent.after and sent.before else {"preemptions": None, "cached_tokens": None}
     )
+    if since["cached_tokens"] is None and all(s.cached is not None for s in samples if s.token_s):
+        since = {**since, "cached_tokens": sum(s.cached or 0 for s in samples)}
     metrics = msgspec.structs.replace(
         metrics, steps=None, decode_steps=None, eager_decode_steps=None, decode_batch=None, **since
     )
@@ -429,6 +431,8 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
         session=request.session,
         turn=request.turn,
     )
+    if answer.usage and answer.usage.prompt_tokens_details:
+        sample.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
     return sample
 
 

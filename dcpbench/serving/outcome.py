@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.records import formulas
-from dcpbench.records.record import ServeMetrics
+from dcpbench.records.record import ServeMetrics, TurnMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -98,7 +98,7 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
                 end_s=s.token_s[-1] if s.finished and not s.rejected else None,
                 input_tokens=len(s.request.prompt),
                 output_tokens=len(s.token_s),
-                cached_tokens=admitted.cached if admitted else None,
+                cached_tokens=s.cached,
                 preemptions=s.sequence.preemptions if s.sequence else None,
                 replica=admitted.replica if admitted else None,
                 session=s.request.session,
@@ -178,8 +178,31 @@ def serve_metrics(
         decode_batch=steps.decode_rows / steps.decode_steps if steps.decode_steps else None,
         idle_fraction=idle_fraction,
         **floor_shares,
+        turns=_by_turn(served),
         samples_file=samples_file,
     )
+
+
+def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
+    """Of requests of which a token came; empty where they stand alone."""
+    by_turn: dict[int, list[Sample]] = {}
+    for sample in served:
+        if sample.request.session is not None:
+            by_turn.setdefault(sample.request.turn, []).append(sample)
+    found = []
+    for turn, samples in sorted(by_turn.items()):
+        done = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=True) for s in samples if s.finished]
+        cached = [s.cached for s in samples]
+        found.append(
+            TurnMetrics(
+                turn=turn + 1,
+                requests=len(samples),
+                input_tokens=sum(len(s.request.prompt) for s in samples),
+                cached_tokens=None if None in cached else sum(c for c in cached if c is not None),
+                ttft_ms=formulas.latencies([formulas.ttft_ms(times) for times in done]),
+            )
+        )
+    return found
 
 
 def outcome_of(sample: Sample) -> str:

@@ -7,7 +7,8 @@ A decision is final when it is made: `next_step` counts its tokens as computed a
 request held, because steps run in order on the device. So step k + 1 can be decided while step k runs.
 
 Who is served: first come, first served; a new request goes to the replica with the fewest requests of those that have
-room. Room: its prompt, and a page for each request that already runs there. When a running request finds no page for
+room, and a later turn of a session to the one that had the turns before: where that has no room, it waits there, and with it
+what comes later and would go there. Room: its prompt, and a page for each request that already runs there. When a running request finds no page for
 its next token, the prefix cache gives up what nobody reads, then the request that came last loses its KV, waits in
 front of all others of its replica, and computes prompt and generated tokens anew. The one that came first is never
 preempted by another, and fits alone (`submit` rejects what does not), so every request finishes.
@@ -237,24 +238,32 @@ class Scheduler:
             while replica.preempted and self._room(replica, replica.preempted[0], budgets[replica.number]):
                 sequence = replica.preempted.pop(0)
                 budgets[replica.number] -= self._admit(replica, sequence, todo, budgets[replica.number])
-        while self.waiting:
-            best = self._replica_for(self.waiting[0], budgets)
-            if best is None:
-                return
+        kept: list[Sequence] = []
+        taking = list(self.replicas)
+        while self.waiting and taking:
+            home = self._home(self.waiting[0])
+            among = taking if home is None else [r for r in taking if r.number == home]
+            best = self._replica_for(self.waiting[0], budgets, among)
+            if best is None and home is None:
+                break
             sequence = self.waiting.popleft()
+            if best is None:
+                kept.append(sequence)
+                taking = [r for r in taking if r.number != home]
+                continue
             sequence.slot, sequence.replica = best.slots.pop(), best.number
             if sequence.request.session is not None:
                 self.homes[sequence.request.session] = best.number
             budgets[best.number] -= self._admit(best, sequence, step.replicas[best.number], budgets[best.number])
+        self.waiting.extendleft(reversed(kept))
 
-    def _replica_for(self, sequence: Sequence, budgets: list[int]) -> Replica | None:
-        """The replica with the fewest requests of those that can take this one now; those who preempted wait first.
+    def _home(self, sequence: Sequence) -> int | None:
+        """Where a later turn of a session has to go."""
+        return None if sequence.request.session is None else self.homes.get(sequence.request.session)
 
-        A later turn of a session goes where the one before was.
-        """
-        home = None if sequence.request.session is None else self.homes.get(sequence.request.session)
-        replicas = self.replicas if home is None else [self.replicas[home]]
-        able = [r for r in replicas if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
+    def _replica_for(self, sequence: Sequence, budgets: list[int], among: list[Replica]) -> Replica | None:
+        """The replica with the fewest requests of those that can take this one now; those who preempted wait first."""
+        able = [r for r in among if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
         return min(able, key=lambda r: (len(r.running), -r.available, r.number), default=None)
 
     def _room(self, replica: Replica, sequence: Sequence, budget: int) -> bool:

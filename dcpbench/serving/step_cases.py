@@ -92,7 +92,7 @@ class Extent:
             virtual_page=one.page_size * one.dcp,
             chunk=max(x.chunk for x in loads) // one.dp,
             prompts=tuple(sorted({x.low for x in lengths if x.kind == FIXED})),
-            shared=any(x.prefix_cache and (x.prefix_share or x.trace) for x in loads),
+            shared=any(x.prefix_cache and (x.prefix_share or x.trace or x.sessions) for x in loads),
         )
 
     def fits(self, case: Case) -> bool:

@@ -45,8 +45,15 @@ class Sample:
     """Why it can never be served."""
     failed: str = ""
     """Why a real server did not answer it to its end."""
+    cached_tokens: int | None = None
+    """Prompt tokens that a real server's prefix cache had, where it says so; ours are of `sequence`."""
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)
     """Tokens of each chunk of a stream that brought several at once; empty where each brought one."""
+
+    @property
+    def cached(self) -> int | None:
+        """Prompt tokens that the prefix cache had, here or elsewhere; None where nobody knows."""
+        return self.sequence.cached if self.sequence is not None and self.sequence.replica >= 0 else self.cached_tokens
 
     @property
     def finished(self) -> bool:

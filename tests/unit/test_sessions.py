@@ -21,7 +21,7 @@ from dcpbench.workloads import serving_loop
 from dcpbench.workloads.serving_loop import Agreement, Loop
 from tests.unit.test_replay import Fixed
 from tests.unit.test_replay_loop import Clock, Device
-from tests.unit.virtual_serving import config
+from tests.unit.virtual_serving import config, request
 
 VOCAB = 1000
 PAGE = 16
@@ -130,10 +130,10 @@ class TestTimes:
     def test_the_next_turn_comes_so_long_after_the_last_token(self) -> None:
         traffic = run(sessions(think_time=0.25), 2)
         by_number = traffic.sample_of
-        for request in make_requests(sessions(), VOCAB):
-            if request.turn:
-                before = by_number[request.number - 1]
-                assert by_number[request.number].submitted_s == before.token_s[-1] + 0.25
+        for turn in make_requests(sessions(), VOCAB):
+            if turn.turn:
+                before = by_number[turn.number - 1]
+                assert by_number[turn.number].submitted_s == before.token_s[-1] + 0.25
 
     def test_a_client_has_one_session_at_a_time(self) -> None:
         traffic = run(sessions(requests=40, think_time=0.1), 3)
@@ -211,3 +211,34 @@ class TestTimes:
 def test_mistakes_are_sentences(options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         ServeLoads(num_requests=8, input_tokens=("10",), output_tokens=("5",), chunk=(64,), **options)
+
+
+def test_metrics_say_what_each_turn_found() -> None:
+    """One client, prompts of 20, 60 and 100 tokens and answers of 20; 39 and 79 tokens are stored before."""
+    traffic = run(sessions(requests=6, turns="3", input_tokens="20", output_tokens="20"), 1)
+    found = serve_metrics(traffic, tp=1, concurrency=1, slo={}, steps=StepCounts()).turns
+    assert [(t.turn, t.requests, t.input_tokens, t.cached_tokens) for t in found] == [
+        (1, 2, 40, 0),
+        (2, 2, 120, 64),
+        (3, 2, 200, 128),
+    ]
+    assert all(t.ttft_ms.samples == 2 for t in found)
+
+
+def test_a_turn_that_waits_for_its_replica_keeps_nobody_from_another() -> None:
+    """Replica 0 is full; a new request behind the turn that waits for it goes to replica 1."""
+    scheduler = Scheduler(config(page_size=PAGE, replicas=2, max_requests=1))
+    first, turn, *_ = make_requests(sessions(requests=2, turns="2", input_tokens="20", output_tokens="2"), VOCAB)
+    others = [request(number, outputs=40) for number in (5, 6)]
+    traffic = Traffic([first], scheduler, 1)
+    traffic.submit(0, 1, 0.0)
+    while scheduler.next_step():
+        pass
+    assert scheduler.homes == {0: 0}
+    scheduler.submit(others[0])
+    scheduler.next_step()
+    scheduler.submit(turn)
+    scheduler.submit(others[1])
+    scheduler.next_step()
+    assert [len(r.running) for r in scheduler.replicas] == [1, 1]
+    assert [s.request.number for s in scheduler.waiting] == [turn.number]
