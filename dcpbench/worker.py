@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
-from dcpbench.exchange import registered_memory
-from dcpbench.launch import jobs
+from dcpbench.exchange import collectives, registered_memory
+from dcpbench.hangs import beats
+from dcpbench.launch import hung, jobs
 from dcpbench.launch.jobs import Failure, Job
+from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import environment, probe
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
@@ -173,13 +175,17 @@ def main(path: str) -> int:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    start(device, rank, int(os.environ["WORLD_SIZE"]), job.port_path(), job.store)
+    ranks = int(os.environ["WORLD_SIZE"])
+    start(device, rank, ranks, job.port_path(), job.store)
+    flight_recorder.answer(job.logs() / hung.ASK.format(rank), job.logs() / hung.FLIGHT.format(rank))
+    collectives.beat(job.logs() / hung.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:
         worker = Worker(job, rank, device)
         with torch.inference_mode():
             worker.run()
-        dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
+        with beats.collective("barrier", None, dist.group.WORLD):
+            dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
     except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
         key = worker.point.key() if worker and worker.point else ""
         failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())

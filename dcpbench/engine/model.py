@@ -16,6 +16,7 @@ import torch
 from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
+from dcpbench.hangs import beats
 from dcpbench.kernels import moe
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
@@ -104,10 +105,12 @@ class Model:
         `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
         `meanwhile` is called whenever a layer has been launched.
         """
+        beats.step(beats.LAUNCH)
         eps = self.shape.rms_eps
         residual_BD = self.embed(batch.tokens)
         x_BD: torch.Tensor | None = None
         for index in range(self.shape.layers):
+            beats.layer(index)
             layer = self.weights.layer(index)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm)
             x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside, prefill)
@@ -115,6 +118,7 @@ class Model:
             x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
             meanwhile()
         assert x_BD is not None
+        beats.layer(beats.NO_LAYER)
         with phase("lm_head"):
             if batch.logit_rows is not None:
                 x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]

@@ -20,7 +20,7 @@ import msgspec
 
 from dcpbench import errors
 from dcpbench.errors import DcpbenchError, WorkerError
-from dcpbench.launch import child, folders, jobs
+from dcpbench.launch import child, folders, hung, jobs
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
@@ -245,6 +245,8 @@ class _End:
     failures: list[Failure] = dataclasses.field(default_factory=list)
     exits: list[Exit] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
+    evidence: Path | None = None
+    """What was taken down of a job that hung."""
 
     @property
     def failed(self) -> bool:
@@ -320,7 +322,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         work.check_folder()
         if watchdog.silent(work.limit_s(end.stage)):
             end.hung_s = work.limit_s(end.stage)
-            end.stacks = running.stacks()
+            end.evidence, end.stacks = hung.take_down(running)
             break
         time.sleep(POLL_S)
     end.exits = running.exits()  # before kill, which is none of the ranks' doing
@@ -395,13 +397,24 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
     if end.hung_s:
-        reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
+        reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
+        if end.evidence is not None:
+            found = hung.explain(end.evidence, end.stacks)
+            reason += f": {found.said}" if found else ""
+            detail |= {
+                "hang": found.kind if found else "unknown",
+                "evidence": str(end.evidence.relative_to(work.folder)),
+            }
     else:
         detail["exit_code"] = str(gone.code if gone else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
         cause = blame(end.failures)
-        if gone is not None:
+        apart = hung.differing(running) if cause is None or _is_collective(cause) else None
+        if apart is not None:
+            reason = f"ranks began different collectives: {apart.said}"
+            detail |= {"hang": apart.kind}
+        elif gone is not None:
             reason = exit_words(gone)
         elif cause is not None and not (_is_collective(cause) and end.ended(cause.rank)):
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"

@@ -1,0 +1,97 @@
+"""Hangs told: in text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.hangs import evidence, finding
+from dcpbench.hangs.evidence import FOLDER
+from dcpbench.hangs.finding import find, inside
+from dcpbench.show.text import LONGEST_LINE, capital, cut, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.hangs.evidence import Evidence, Rank
+    from dcpbench.hangs.finding import Finding
+
+
+@dataclasses.dataclass(frozen=True)
+class Hang:
+    """One job that stood still."""
+
+    name: str
+    evidence: Evidence
+    finding: Finding
+
+
+def explained(paths: Sequence[Path]) -> list[Hang]:
+    """One for each of a run's hangs that is named; one for all other files together. Raises RecordsError."""
+    hangs, others = [], []
+    for path in paths:
+        below = sorted(p for p in (path / FOLDER).iterdir() if p.is_dir()) if (path / FOLDER).is_dir() else []
+        if below:
+            hangs += [_hang([folder], str(folder)) for folder in below]
+        else:
+            others.append(path)
+    return hangs + ([_hang(others, ", ".join(map(str, others[:3])) + (" …" if others[3:] else ""))] if others else [])
+
+
+def _hang(paths: Sequence[Path], name: str) -> Hang:
+    found = evidence.of_files(paths)
+    return Hang(name, found, find(found))
+
+
+def as_json(hang: Hang) -> dict[str, object]:
+    """For programs: the finding, and where each rank was."""
+    ranks = [
+        {"rank": rank.rank, "name": rank.name, **dict(zip(COLUMNS, _row(rank)[1:], strict=True))}
+        for rank in hang.evidence.ranks
+    ]
+    return {"name": hang.name, **msgspec.to_builtins(hang.finding), "at": ranks}
+
+
+COLUMNS = ("phase", "layer", "collective", "number", "cpu", "line")
+
+
+def _row(rank: Rank) -> list[str]:
+    beat, one = rank.beats, inside(rank)
+    _, _, line = finding.spot(rank)
+    cpu = rank.seen.cpu if rank.seen else None
+    call = one.call.said if one and one.call else ""
+    if not call and rank.seen and rank.seen.ended:
+        call = rank.seen.ended
+    return [
+        rank.name,
+        beat.phase if beat else "",
+        "" if beat is None or beat.layer is None else str(beat.layer),
+        call,
+        str(one.number) if one else "",
+        "" if cpu is None else f"{cpu:.0%}",
+        line,
+    ]
+
+
+def as_text(hang: Hang) -> str:
+    """For people: the sentence, why, where each rank was, and what was read."""
+    found = hang.finding
+    rows = [["rank", *COLUMNS], *(_row(rank) for rank in hang.evidence.ranks)]
+    shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    widths = {c: max(len(row[c]) for row in rows) for c in shown}
+    table = ["  ".join(row[c].ljust(widths[c]) for c in shown).rstrip() for row in rows]
+    lines = [
+        f"{hang.name}: {found.kind}",
+        f"{capital(found.said)}.",
+        *found.why,
+        "",
+        *table,
+        "",
+        f"Read: {', '.join(found.read)}." if found.read else "",
+        *(f"Not read: {text}" for text in found.unread),
+        *hang.evidence.gpus.strip().splitlines(),
+    ]
+    return "\n".join(cut(printable(line), 4 * LONGEST_LINE) for line in lines).rstrip() + "\n"
