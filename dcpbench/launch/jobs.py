@@ -88,7 +88,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
-    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `ending` (interrupted) and `stopped`."""
+    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun
+    once more), `ending` (interrupted) and `stopped`."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0

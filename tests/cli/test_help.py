@@ -70,6 +70,8 @@ SWEEP_OPTIONS = {
     "--node-rank",
     "--rdzv-endpoint",
     "--rdzv-id",
+    "--point-retries",
+    "--point-limit",
     "-h",
     "--help",
 }
@@ -149,6 +151,8 @@ SERVE_OPTIONS = {
     "--node-rank",
     "--rdzv-endpoint",
     "--rdzv-id",
+    "--point-retries",
+    "--point-limit",
     "-h",
     "--help",
 }
