@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.hangs.beats import Met, RankBeats
     from dcpbench.hangs.dumps import Frame, Thread
 
-SEEN_FILE, GPUS_FILE, FOLDER = "ranks.json", "gpus.txt", "hangs"
+SEEN_FILE, GPUS_FILE = "ranks.json", "gpus.txt"
 BUSY, IDLE = 0.7, 0.2
 """Share of a CPU from which on a rank spins, and up to which it sleeps."""
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.hangs import evidence, finding
-from dcpbench.hangs.evidence import FOLDER
+from dcpbench.hangs.beats import RAISED
 from dcpbench.hangs.finding import find, inside
+from dcpbench.records.folder import HANGS_FOLDER
 from dcpbench.show.text import LONGEST_LINE, capital, cut, printable
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def explained(paths: Sequence[Path]) -> list[Hang]:
     """One for each of a run's hangs that is named; one for all other files together. Raises RecordsError."""
     hangs, others = [], []
     for path in paths:
-        below = sorted(p for p in (path / FOLDER).iterdir() if p.is_dir()) if (path / FOLDER).is_dir() else []
+        below = (
+            sorted(p for p in (path / HANGS_FOLDER).iterdir() if p.is_dir()) if (path / HANGS_FOLDER).is_dir() else []
+        )
         if below:
             hangs += [_hang([folder], str(folder)) for folder in below]
         else:
@@ -62,7 +65,11 @@ def _row(rank: Rank) -> list[str]:
     beat, one = rank.beats, inside(rank)
     _, _, line = finding.spot(rank)
     cpu = rank.seen.cpu if rank.seen else None
+    if one is None and beat is not None and beat.last is not None and beat.last.state == RAISED:
+        one = beat.last
     call = one.call.said if one and one.call else ""
+    if one and one.state == RAISED:
+        call += ", left with an error"
     if not call and rank.seen and rank.seen.ended:
         call = rank.seen.ended
     return [

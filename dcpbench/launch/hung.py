@@ -17,10 +17,11 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import evidence, finding
-from dcpbench.hangs.evidence import FOLDER, GPUS_FILE, SEEN_FILE, Seen
+from dcpbench.hangs.evidence import GPUS_FILE, SEEN_FILE, Seen
 from dcpbench.launch import child
 from dcpbench.launch.jobs import code_words
 from dcpbench.launch.ranks import LOG_LINES, read
+from dcpbench.records.folder import HANGS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,9 +48,7 @@ BEATS, ASK, FLIGHT = "beats-{}.bin", "flight-{}.ask", "flight-{}.json"
 
 def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     """(folder of what was taken down, Python stacks by rank). Everything has its time; what fails is left out."""
-    name = ranks.logs.name
-    folder = next(f for n in itertools.count() if not (f := ranks.folder / FOLDER / f"{name}-{n}").exists())
-    folder.mkdir(parents=True)
+    folder = _new_folder(ranks)
     pids = ranks.pid_of()
     before, began = {rank: _cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
     gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
@@ -63,10 +62,7 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     (folder / SEEN_FILE).write_bytes(msgspec.json.encode(seen))
     _keep(folder, stacks)
     for rank in ranks.ranks:
-        if lines := read(ranks.logs / f"rank-{rank}.log").splitlines():
-            (folder / f"log-{rank}.txt").write_text("\n".join(lines[-LOG_LINES:]) + "\n")
-        with contextlib.suppress(OSError):
-            shutil.copyfile(ranks.logs / BEATS.format(rank), folder / BEATS.format(rank))
+        _keep_log_and_beats(ranks, rank, folder)
     until = time.monotonic() + ASK_S
     for rank in asked:
         answer = ranks.logs / FLIGHT.format(rank)
@@ -98,12 +94,36 @@ def _keep(folder: Path, stacks: Mapping[str, str]) -> None:
         (folder / f"stacks-{rank}.txt").write_text(text)
 
 
-def differing(ranks: Ranks) -> Finding | None:
-    """Who began another collective than the others in a job that has ended, by the beats that are left; else None."""
+def differing(ranks: Ranks) -> tuple[Path, Finding] | None:
+    """Who began another collective than the others in a job that has ended, and the folder that keeps what says so.
+
+    By the beats that are left; None where they say nothing of the kind.
+    """
     left = [path for rank in ranks.ranks if (path := ranks.logs / BEATS.format(rank)).exists()]
-    with contextlib.suppress(RecordsError):
-        return finding.differs(evidence.of_files(left)) if left else None
-    return None
+    try:
+        found = finding.differs(evidence.of_files(left)) if left else None
+    except RecordsError:
+        return None
+    if found is None:
+        return None
+    folder = _new_folder(ranks)
+    for rank in ranks.ranks:
+        _keep_log_and_beats(ranks, rank, folder)
+    return folder, explain(folder, {}) or found
+
+
+def _new_folder(ranks: Ranks) -> Path:
+    name = ranks.logs.name
+    folder = next(f for n in itertools.count() if not (f := ranks.folder / HANGS_FOLDER / f"{name}-{n}").exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _keep_log_and_beats(ranks: Ranks, rank: int, folder: Path) -> None:
+    if lines := read(ranks.logs / f"rank-{rank}.log").splitlines():
+        (folder / f"log-{rank}.txt").write_text("\n".join(lines[-LOG_LINES:]) + "\n")
+    with contextlib.suppress(OSError):
+        shutil.copyfile(ranks.logs / BEATS.format(rank), folder / BEATS.format(rank))
 
 
 def _cpu_ticks(pid: int) -> int | None:

@@ -438,8 +438,9 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
         cause = blame(end.failures)
         apart = hung.differing(running) if cause is None or _is_collective(cause) else None
         if apart is not None:
-            reason = f"ranks began different collectives: {apart.said}"
-            detail |= {"hang": apart.kind}
+            folder, found = apart
+            reason = f"ranks began different collectives: {found.said}"
+            detail |= {"hang": found.kind, "evidence": str(folder.relative_to(work.folder))}
         elif gone is not None:
             reason = exit_words(gone)
         elif cause is not None and not (_is_collective(cause) and end.ended(cause.rank)):
