@@ -22,6 +22,7 @@ from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
 from dcpbench.exchange import collectives, registered_memory
 from dcpbench.hangs import beats
+from dcpbench.hangs.evidence import Device
 from dcpbench.launch import hung, jobs
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring import flight_recorder
@@ -46,8 +47,8 @@ INTERRUPTED = 130
 class Worker:
     """This rank's state through the points of a job."""
 
-    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
-        self.job, self.rank, self.device = job, rank, device
+    def __init__(self, job: Job, rank: int, device: torch.device, marks: torch.Tensor | None = None) -> None:
+        self.job, self.rank, self.device, self.marks = job, rank, device, marks
         self.environment = environment(device, job.command)
         self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
@@ -137,6 +138,7 @@ class Worker:
             seed=self.job.settings.seed,
             alive=lambda: self.tell("build"),
         )
+        self.session.engine.model.marks = self.marks
         return self.session
 
     def verify(self, point: Point) -> None:
@@ -177,11 +179,15 @@ def main(path: str) -> int:
         torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     start(device, rank, ranks, job.port_path(), job.store)
-    flight_recorder.answer(job.logs() / hung.ASK.format(rank), job.logs() / hung.FLIGHT.format(rank))
+    marks = torch.zeros(1, dtype=torch.int32, pin_memory=job.device == "cuda") if job.device_beats else None
+    says = {job.logs() / hung.FLIGHT.format(rank): flight_recorder.recorded}
+    if marks is not None:
+        says[job.logs() / hung.DEVICE.format(rank)] = lambda: msgspec.json.encode(Device(norm=int(marks[0])))
+    flight_recorder.answer(job.logs() / hung.ASK.format(rank), says)
     collectives.beat(job.logs() / hung.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:
-        worker = Worker(job, rank, device)
+        worker = Worker(job, rank, device, marks)
         with torch.inference_mode():
             worker.run()
         with beats.collective("barrier", None, dist.group.WORLD):

@@ -4,6 +4,7 @@ beats-R.bin                 see beats.py
 flight-R.json               torch's flight recorder
 stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
 ranks.json                  how each process was, a Seen for each
+device-R.json               the last norm that its device began, a Device
 log-R.txt, gpus.txt         last lines of its log, and what nvidia-smi said
 """
 
@@ -43,6 +44,28 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """How it ended, if it had."""
 
 
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a rank's device has come in a step."""
+
+    norm: int
+    """The last norm that it began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one behind; 0: none."""
+
+    @property
+    def layer(self) -> int:
+        """That it is in; the number of layers where it is behind the last one."""
+        return (self.norm - 1) // 2
+
+    @property
+    def half(self) -> str:
+        """`attention`, with the projections and reductions around it, or `mlp`."""
+        return "attention" if self.norm % 2 else "mlp"
+
+    @property
+    def said(self) -> str:
+        """`attention of layer 3`; behind the last norm of a step it is one more layer's attention."""
+        return f"{self.half} of layer {self.layer}"
+
+
 @dataclasses.dataclass
 class Rank:
     """What is known of one rank, or of one process of another program."""
@@ -51,6 +74,7 @@ class Rank:
     name: str
     beats: RankBeats | None = None
     flight: list[Met] | None = None
+    device: Device | None = None
     threads: list[Thread] = dataclasses.field(default_factory=list)
     seen: Seen | None = None
     log: str = ""
@@ -120,6 +144,8 @@ def _take(found: Evidence, path: Path) -> bool:
         return True
     if path.name == SEEN_FILE:
         return _take_seen(found, path)
+    if path.name.startswith("device-") and path.suffix == ".json":
+        return _take_device(found, path)
     if path.name.startswith("log-"):
         found.of(dumps.rank_of(path), path.name).log = dumps.text_of(path)
         return True
@@ -140,6 +166,14 @@ def _take(found: Evidence, path: Path) -> bool:
         of = found.of(rank, name)
         of.threads = of.threads or [t for t in threads if t.process == process]
     return bool(threads)
+
+
+def _take_device(found: Evidence, path: Path) -> bool:
+    try:
+        found.of(dumps.rank_of(path)).device = msgspec.json.decode(path.read_bytes(), type=Device)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RecordsError(f"{path} cannot be read: {str(e)[:200]}.") from e
+    return True
 
 
 def _take_seen(found: Evidence, path: Path) -> bool:

@@ -5,7 +5,8 @@ Ranks of a group must begin the same collectives in the same order. The n-th tha
 1. two ranks began different ones as their n-th: another order, shape or dtype, and who differs
 2. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
 3. all are in the same one: none is behind, and what carries it stands still
-4. none is in a collective: each rank's own place is all there is
+4. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
+   own place is all there is
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from dcpbench.hangs.dumps import Frame
     from dcpbench.hangs.evidence import Evidence, Rank
 
-DIFFERS = ("order", "shape", "dtype")
+MOST_APART = 2
+"""Norms between ranks of one step: they meet in each half of a layer."""
 OURS = "dcpbench/"
 WAITS = frozenset(
     (
@@ -62,7 +64,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`order`, `shape`, `dtype`: it began another collective than the others · `behind`: it has not come to the
     collective in which the others wait · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
-    wait for each other · `outside`: none is in a collective · `unknown`."""
+    wait for each other · `device`: steps were handed over, and devices stand in them · `outside`: none is in a
+    collective · `unknown`."""
     said: str
     """In one sentence."""
     ranks: list[int] = []
@@ -99,7 +102,7 @@ def find(evidence: Evidence) -> Finding:
     """What the evidence says, and no more."""
     groups = _groups(evidence)
     found = _mismatch(evidence, groups) or _behind(evidence, groups) or _together(evidence, groups)
-    found = found or _by_stacks(evidence) or _outside(evidence)
+    found = found or _on_devices(evidence) or _by_stacks(evidence) or _outside(evidence)
     return msgspec.structs.replace(found, read=evidence.read, unread=evidence.unread)
 
 
@@ -357,6 +360,32 @@ def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
         why=[
             "What carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
         ],
+    )
+
+
+def _on_devices(evidence: Evidence) -> Finding | None:
+    """Case 4 where hosts only handed steps to devices that mark how far they are."""
+    known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
+    handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
+    if not known or not len(known) == len(handed) == len(evidence.ranks):
+        return None
+    norms = sorted({device.norm for device in known.values()})
+    by_norm = [[r for r, d in known.items() if d.norm == n] for n in norms]
+    places = ", ".join(f"{_ranks(ranks)} in {known[ranks[0]].said}" for ranks in by_norm)
+    alike, far = len(norms) == 1, norms[-1] - norms[0] > MOST_APART
+    late = [] if alike or far else by_norm[0]
+    at = None if far else known[by_norm[0][0]]
+    why = ["By the norm that each began last: what comes behind it, up to the next one, is not told apart."]
+    why += ["None is behind the others."] if alike and len(known) > 1 else []
+    why += ["They are too far apart to be in one step: who is behind is not known."] if far else []
+    return Finding(
+        kind="device",
+        said=f"devices stand still in a step handed over as {handed[0].step or 'nothing'}: {places}",
+        ranks=late,
+        waiting=[r for r in known if late and r not in late],
+        layer=at.layer if at else None,
+        phase=at.half if at else "",
+        why=why,
     )
 
 

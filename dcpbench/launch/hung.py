@@ -42,7 +42,7 @@ GPUS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 FINDING_FILE = "finding.json"
-BEATS, ASK, FLIGHT = "beats-{}.bin", "flight-{}.ask", "flight-{}.json"
+BEATS, ASK, FLIGHT, DEVICE = "beats-{}.bin", "flight-{}.ask", "flight-{}.json", "device-{}.json"
 """Files of a rank, in its job's folder of logs."""
 
 
@@ -68,8 +68,9 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
         answer = ranks.logs / FLIGHT.format(rank)
         while not answer.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        with contextlib.suppress(OSError):
-            shutil.move(answer, folder / answer.name)
+        for said in (answer, ranks.logs / DEVICE.format(rank)):
+            with contextlib.suppress(OSError):
+                shutil.move(said, folder / said.name)
     _wait(spies, SPY_S)
     _wait([gpus], GPUS_S)
     return folder, stacks

@@ -1,4 +1,4 @@
-"""Torch's flight recorder of this rank, written as JSON when somebody asks for it, whatever its main thread is at."""
+"""What a rank says of itself when somebody asks, whatever its main thread is at: torch's flight recorder, as JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING
 from torch._C import _distributed_c10d
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 
-def answer(pipe: Path, file: Path) -> None:
-    """Make a named pipe; whenever somebody opens it for writing and closes it, the recorder's JSON is put into `file`.
+def recorded() -> bytes:
+    """The recorder's JSON; empty where this torch writes none."""
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    return b"" if dump is None else bytes(dump())
 
-    A thread waits for it, at no cost. Nothing is offered where the file system has no pipes, or torch writes no JSON.
+
+def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
+    """Make a named pipe; whenever somebody opens it for writing and closes it, each file gets what is said then.
+
+    A thread waits for it, at no cost; what is empty leaves no file. Nothing is offered where the file system has no pipes.
     """
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None) or getattr(
-        _distributed_c10d, "_dump_nccl_trace_json", None
-    )
-    if dump is None:
-        return
     try:
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
@@ -30,13 +33,13 @@ def answer(pipe: Path, file: Path) -> None:
         return
 
     def wait() -> None:
-        while True:
+        while pipe.exists():
             with contextlib.suppress(OSError):
                 pipe.read_bytes()  # until whoever asks has closed it
-                part = file.with_suffix(".part")
-                part.write_bytes(dump())
-                part.replace(file)
-            if not pipe.exists():
-                return
+                for file, say in says.items():
+                    if said := say():
+                        part = file.with_suffix(".part")
+                        part.write_bytes(said)
+                        part.replace(file)
 
     threading.Thread(target=wait, name="flight-recorder", daemon=True).start()

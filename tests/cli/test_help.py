@@ -72,6 +72,7 @@ SWEEP_OPTIONS = {
     "--rdzv-id",
     "--point-retries",
     "--point-limit",
+    "--device-beats",
     "-h",
     "--help",
 }
@@ -153,6 +154,7 @@ SERVE_OPTIONS = {
     "--rdzv-id",
     "--point-retries",
     "--point-limit",
+    "--device-beats",
     "-h",
     "--help",
 }

@@ -13,7 +13,7 @@ from dcpbench import cli
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import beats, dumps, evidence
 from dcpbench.hangs.beats import Beats
-from dcpbench.hangs.evidence import Seen
+from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.hangs.finding import find
 
 if TYPE_CHECKING:
@@ -186,6 +186,34 @@ def test_where_all_are_in_the_same_collective_none_is_blamed(tmp_path: Path) -> 
         job.does(rank, "all_reduce", "moe", 0, hangs=True)
     found = job.found()
     assert (found.kind, found.ranks, found.waiting) == ("together", [], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("norms", "ranks", "layer", "phase", "why"),
+    [
+        ([36, 36], [], 17, "mlp", "None is behind the others."),
+        ([37, 35], [1], 17, "attention", ""),
+        ([121, 1], [], None, "", "who is behind is not known"),
+    ],
+    ids=["alike", "one behind", "apart"],
+)
+def test_of_steps_that_devices_replay_norms_tell_the_layer(
+    tmp_path: Path, norms: list[int], ranks: list[int], layer: int | None, phase: str, why: str
+) -> None:
+    """Norm 36 = 2 · 17 + 2 is the one behind attention of layer 17."""
+    for rank, norm in enumerate(norms):
+        own = Beats(tmp_path / f"beats-{rank}.bin", rank, 2, waits=False, members=lambda _: ("0", [0, 1]))
+        own.step(beats.REPLAY)
+        (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks, found.layer, found.phase) == ("device", ranks, layer, phase)
+    assert "handed over as replay" in found.said
+    assert why in " ".join(found.why)
+
+
+def test_of_replayed_steps_without_marks_nothing_is_claimed(tmp_path: Path) -> None:
+    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).step(beats.REPLAY)
+    assert find(evidence.of_files([tmp_path])).kind == "unknown"
 
 
 SPY = """Process {pid}: python train.py
