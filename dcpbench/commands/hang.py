@@ -24,6 +24,10 @@ def explain(
             "flight recorder (JSON), or a folder of them.",
         ),
     ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write it as a page, too, with the stacks of all threads."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each hang, in a list.")] = False,
 ) -> int:
     """Say which rank is behind, in which phase, layer and collective, at which line, and who waits for it.
@@ -36,9 +40,17 @@ def explain(
 
       for pid in $(pgrep -f my_server); do py-spy dump --pid $pid > dump-$pid.txt; done; dcpbench hang explain dump-*.txt
     """
+    from dcpbench.errors import OutputError
     from dcpbench.hangs import said
+    from dcpbench.show.terminal import say
+    from dcpbench.show.whole_files import write_file
 
     hangs = said.explained(paths)
+    if html is not None:
+        try:
+            write_file(html, said.as_page(hangs).encode())
+        except OSError as e:
+            raise OutputError(f"{html} cannot be written ({e.strerror}); give another file.") from e
     if as_json:
         from dcpbench.commands.runs import print_json
 
@@ -48,6 +60,8 @@ def explain(
 
         for hang in hangs:
             console().print(said.as_text(hang), markup=False, highlight=False, soft_wrap=True)
+    if html is not None:
+        say(f"Wrote {html}")
     return 0
 
 

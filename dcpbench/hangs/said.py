@@ -1,4 +1,4 @@
-"""Hangs told: in text and as JSON."""
+"""Hangs told: in text, as JSON, and as a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dcpbench.hangs import evidence, finding
 from dcpbench.hangs.beats import RAISED
 from dcpbench.hangs.finding import find, inside
 from dcpbench.records.folder import HANGS_FOLDER
-from dcpbench.show.text import LONGEST_LINE, capital, cut, printable
+from dcpbench.show import web
+from dcpbench.show.text import LINES, LONGEST_LINE, capital, cut, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,10 +87,9 @@ def _row(rank: Rank) -> list[str]:
 def as_text(hang: Hang) -> str:
     """For people: the sentence, why, where each rank was, and what was read."""
     found = hang.finding
-    rows = [["rank", *COLUMNS], *(_row(rank) for rank in hang.evidence.ranks)]
-    shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    widths = {c: max(len(row[c]) for row in rows) for c in shown}
-    table = ["  ".join(row[c].ljust(widths[c]) for c in shown).rstrip() for row in rows]
+    rows = _rows(hang.evidence)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = [
         f"{hang.name}: {found.kind}",
         f"{capital(found.said)}.",
@@ -102,3 +102,43 @@ def as_text(hang: Hang) -> str:
         *hang.evidence.gpus.strip().splitlines(),
     ]
     return "\n".join(cut(printable(line), 4 * LONGEST_LINE) for line in lines).rstrip() + "\n"
+
+
+def as_page(hangs: Sequence[Hang]) -> str:
+    """A page of HTML that loads nothing."""
+    told = [
+        {
+            "name": printable(hang.name),
+            "kind": hang.finding.kind,
+            "said": printable(capital(hang.finding.said)),
+            "why": [printable(why) for why in hang.finding.why],
+            "columns": _rows(hang.evidence)[0],
+            "rows": [[printable(cell) for cell in row] for row in _rows(hang.evidence)[1:]],
+            "stacks": [(rank.name, printable(_stacks(rank), LINES)) for rank in hang.evidence.ranks if rank.threads],
+            "gpus": printable(hang.evidence.gpus, LINES),
+            "read": [printable(name) for name in hang.finding.read],
+            "unread": [printable(text) for text in hang.finding.unread],
+        }
+        for hang in hangs
+    ]
+    values = {
+        "title": "Hangs",
+        "main": "main",
+        "main_called": "hangs",
+        "policy": web.policy(),
+        "theme": web.read(web.STYLE),
+    }
+    return web.fill(web.read("page.html.j2", __package__ or ""), values | {"hangs": told})
+
+
+def _rows(evidence: Evidence) -> list[list[str]]:
+    """A head, and a row for each rank, of the columns that say something."""
+    rows = [["rank", *COLUMNS], *(_row(rank) for rank in evidence.ranks)]
+    shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    return [[row[column] for column in shown] for row in rows]
+
+
+def _stacks(rank: Rank) -> str:
+    return "\n\n".join(
+        "\n".join([thread.name or "thread", *(f"  {f.said}" for f in thread.frames)]) for thread in rank.threads
+    )

@@ -20,8 +20,9 @@ from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.merge import correct
 from dcpbench.measuring.ranges import phase
+from tests import as_fork, forks
 
-FAULT = "FAULT"
+FAULT, INSIDE = "FAULT", "--inside"
 KINDS = ("missing", "order", "shape", "dtype", "sleeps", "spins")
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "sleeps": "moe", "spins": "moe"}
@@ -111,6 +112,8 @@ def _method(bound: Any) -> Any:
 
 
 if __name__ == "__main__":
+    if forks.ADDRESS in os.environ and INSIDE not in sys.argv:
+        sys.exit(as_fork.main([__spec__.name, *sys.argv[1:], INSIDE]))
     kind, rank, concurrency = os.environ[FAULT].split(":")
     commit(Fault(kind, int(concurrency), culprit=os.environ["RANK"] == rank))
     sys.exit(worker.main(sys.argv[1]))

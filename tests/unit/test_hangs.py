@@ -239,6 +239,21 @@ def test_dumps_of_py_spy_name_the_process_that_is_elsewhere(tmp_path: Path, caps
     assert (told["kind"], told["ranks"], told["line"]) == ("behind", [3], "app/data.py:12 in load")
 
 
+def test_a_page_tells_the_same_and_what_others_wrote_is_no_markup_there(tmp_path: Path) -> None:
+    """The name of a function in a dump may be anything."""
+    for rank in range(3):
+        frames = ELSEWHERE.replace("load", "<script>alert(1)</script>") if rank == 2 else IN_REDUCE
+        (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["hang", "explain", *map(str, sorted(tmp_path.glob("rank*.txt"))), "--html", str(page)])
+    assert ended.value.code == 0
+    text = page.read_text()
+    assert "behind" in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<script>alert(1)" not in text
+
+
 def test_stacks_that_all_wait_at_one_line_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=IN_REDUCE))
