@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from dcpbench.errors import RecordsError
+from dcpbench.points.layout import MOST_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -324,10 +325,12 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def members(text: str) -> list[int]:
-    """The ranks that `spans` made a text of; none where it is another."""
+    """The ranks that `spans` made a text of; none where it is another, or there are more than a job can have."""
     try:
         ends = [[int(end) for end in span.split("-")] for span in text.split(",")]
     except ValueError:
+        return []
+    if sum(max(span[-1] - span[0], 0) + 1 for span in ends) > MOST_RANKS:
         return []
     return [rank for span in ends for rank in range(span[0], span[-1] + 1)]
 

@@ -26,6 +26,17 @@ FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
 PICKLE = (b"\x80", b"PK\x03\x04")
 """How a pickle and what torch.save writes begin."""
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
+NO_DUMP = (
+    msgspec.DecodeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading JSON of another shape raises."""
 NOBODY = -1
 """Rank of a process that nothing gives one."""
 
@@ -124,7 +135,7 @@ def flight(text: str, path: Path) -> tuple[int, list[Met]]:
         rank = told["rank"] if isinstance(told.get("rank"), int) else rank_of(path)
         ranks = {str(name): _ranks(of.get("ranks")) for name, of in groups.items()}
         met = [_met(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+    except NO_DUMP as e:
         raise RecordsError(f"{path} is no JSON of torch's flight recorder ({type(e).__name__}: {str(e)[:100]}).") from e
     return rank, met
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.hangs.beats import INSIDE, RAISED, Met, members, spans
+from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, Met, members, spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dcpbench.hangs.dumps import Frame
     from dcpbench.hangs.evidence import Evidence, Rank
 
+UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 MOST_APART = 2
 """Norms between ranks of one step: they meet in each half of a layer."""
 OURS = "dcpbench/"
@@ -161,7 +162,9 @@ def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
     for lines in groups.values():
         numbers = sorted({n for line in lines.values() for n in line.by_number})
         by_number = {n: {r: line.by_number[n] for r, line in lines.items() if n in line.by_number} for n in numbers}
-        split = next((n for n, of in by_number.items() if len({_what(m) for m in of.values()}) > 1), None)
+        split = next(
+            (n for n, of in by_number.items() if not _agree(of) and not _passed(of, by_number.get(n + 1))), None
+        )
         if split is None:
             continue
         strayed = next((n for n, of in by_number.items() if len({_place(m) for m in of.values()}) > 1), split)
@@ -172,9 +175,22 @@ def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
     return _differing(evidence, lines, at, number, split)
 
 
+def _agree(of: Mapping[int, Met]) -> bool:
+    """Whether all ranks began the same."""
+    return len({_what(one) for one in of.values()}) <= 1
+
+
+def _passed(of: Mapping[int, Met], following: Mapping[int, Met] | None) -> bool:
+    """Whether a difference did no harm: all came back from it, and went on alike."""
+    back = all(one.state == RETURNED for one in of.values())
+    return back and following is not None and following.keys() == of.keys() and _agree(following)
+
+
 def _what(one: Met) -> tuple[str, str, tuple[int, ...]]:
+    """What must agree; of collectives of other programs whose ranks may give parts of several sizes, not the shape."""
     assert one.call is not None
-    return one.call.what
+    op, dtype, shape = one.call.what
+    return op, dtype, () if op in UNEVEN and not one.call.at else shape
 
 
 def _differing(
@@ -278,26 +294,26 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
         expected = set(members(one.call.ranks)) or set(lines)
         for_whom[rank] = {r for r in expected if r not in lines or lines[r].front < one.number} - {rank}
     late = set().union(*for_whom.values())
-    roots = {r for r in late if r not in waits}
+    unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
+    roots = {r for r in late - unread if r not in waits}
     if not late:
         return None
     if not roots:
-        return _apart(waits, for_whom, late)
+        return _of_unread(waits, unread) if unread else _apart(waits, for_whom, late)
     waiting = sorted(r for r, whom in for_whom.items() if whom & roots)
     one = waits[waiting[0]]
     assert one.call is not None
-    known = [by_rank[r] for r in sorted(roots) if r in by_rank]
-    unknown = sorted(roots - set(by_rank))
+    known = [by_rank[r] for r in sorted(roots)]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
-    first = next((rank for rank in known if rank.rank not in ended), known[0] if known else None)
-    phase, layer, line = spot(first) if first else ("", None, "")
+    first = next((rank for rank in known if rank.rank not in ended), known[0])
+    phase, layer, line = spot(first)
     doing = "has ended" if ended and len(ended) == len(roots) else _doing(first)
     said = (
         f"{_ranks(roots)} {doing}{_at(phase, layer, line)}; {_ranks(waiting)} {_verb(waiting, 'wait')} for it in "
         f"{one.call.said}, collective {one.number} of the group{_where(one)}"
     )
     why = [f"rank {r} ended: {how}." for r, how in ended.items()]
-    why += [f"rank {r}: nothing of it was read." for r in unknown]
+    why += [f"Of {_ranks(unread)} no collectives were read."] if unread else []
     return Finding(
         kind="gone" if len(ended) == len(roots) else "behind",
         said=said,
@@ -310,6 +326,26 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
         line=line,
         waiting_at=one.call.at,
         why=why + [_process(rank) for rank in known if rank.seen and rank.rank not in ended],
+    )
+
+
+def _tells(rank: Rank) -> bool:
+    """Whether it is known which collectives it began, or that it has ended."""
+    return rank.beats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
+
+
+def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
+    """Some wait for ranks of which nothing says whether they have come."""
+    rank, one = next(iter(waits.items()))
+    assert one.call is not None
+    return Finding(
+        kind="unknown",
+        said=f"unknown: {_ranks(waits)} {_verb([*waits], 'wait')}, rank {rank} in {one.call.said}{_where(one)}, and of "
+        f"{_ranks(unread)} no collectives were read",
+        waiting=sorted(waits),
+        collective=one.call.said,
+        number=one.number,
+        waiting_at=one.call.at,
     )
 
 
@@ -480,9 +516,7 @@ def spot(rank: Rank) -> tuple[str, int | None, str]:
     return (beat.phase, beat.layer, line) if beat else ("", None, line)
 
 
-def _doing(rank: Rank | None) -> str:
-    if rank is None:
-        return "is not known"
+def _doing(rank: Rank) -> str:
     if rank.beats is not None and rank.beats.last is not None and rank.beats.last.state == RAISED:
         return "has left a collective with an error and is"
     return {"sleeps": "sleeps", "spins": "spins"}.get(rank.pace, "is")

@@ -291,6 +291,28 @@ def test_flight_recorders_name_who_has_not_launched_what_the_other_waits_in(tmp_
     assert (found.kind, found.ranks, found.number, found.collective) == ("behind", [1], 2, "all_gather of float [4]")
 
 
+def test_of_ranks_whose_collectives_were_not_read_nothing_is_claimed(tmp_path: Path) -> None:
+    """Rank 1 may wait there, too."""
+    (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks, found.waiting) == ("unknown", [], [0])
+    assert "of rank 1 no collectives were read" in found.said
+
+
+def test_parts_of_several_sizes_are_no_fault_of_other_programs(tmp_path: Path) -> None:
+    """What differs and was come back from by all, who went on alike, did no harm either."""
+    done, started = "completed", "started"
+    calls = (
+        [("alltoall", 4, 5, started)],
+        [("all_reduce", 4, 5, done), ("all_reduce", 6, 6, done), ("barrier", 1, 1, started)],
+    )
+    for one in calls:
+        for rank in range(2):
+            told = recorded(*[(op, [sizes[rank]], state) for op, *sizes, state in one])
+            (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
+        assert find(evidence.of_files([tmp_path])).kind == "together"
+
+
 def test_flight_recorders_name_shapes_that_differ(tmp_path: Path) -> None:
     (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
     (tmp_path / "flight-1.json").write_text(json.dumps(recorded(("all_reduce", [5], "started"))))
