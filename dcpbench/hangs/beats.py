@@ -150,6 +150,7 @@ class Beats:
         self._numbers: dict[Hashable, int] = {}
         self._texts: dict[Hashable, int] = {}
         self._in_place: list[Hashable] = [None] * TEXTS
+        self._codes: set[object] = set()  # kept alive, as keys have their ids: to hash one takes longer than all else
         self._names = {"": 0}
         self._phase, self._at = 0, RING_AT
         self.layer(NO_LAYER)
@@ -179,8 +180,8 @@ class Beats:
             frame = frame.f_back
         above = frame.f_back or frame
         of = None if x is None else (x.dtype, x.shape)
-        key = (op, of, group, frame.f_code, frame.f_lineno, above.f_code, above.f_lineno)
-        text = self._texts.get(key) or self._new_text(key, op, x, group, (_place(frame), _place(above)))
+        key = (op, of, group, id(frame.f_code), frame.f_lasti, id(above.f_code), above.f_lasti)
+        text = self._texts.get(key) or self._new_text(key, op, x, group, (frame, above))
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         self._at = at = RING_AT + self._order % RING * MET.size
         self._order += 1
@@ -204,7 +205,9 @@ class Beats:
         self._names[name] = number
         return number
 
-    def _new_text(self, key: Hashable, op: str, x: Any, group: Any, at: tuple[str, str]) -> int:  # noqa: ANN401
+    def _new_text(self, key: Hashable, op: str, x: Any, group: Any, frames: tuple[Any, Any]) -> int:  # noqa: ANN401
+        self._codes |= {frame.f_code for frame in frames}
+        at = [_place(frame) for frame in frames]
         name, ranks = self._members(group)
         dtype, shape = ("", ()) if x is None else (str(x.dtype).removeprefix("torch."), tuple(x.shape))
         most = TEXT_BYTES - TEXT.size
