@@ -8,16 +8,22 @@ STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test results lint types format clean
+.PHONY: help sweep test test-long results lint types format clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 sweep: $(RUNTIME) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report into runs/
 	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
 
-test: $(STAMP) ## Run the whole test suite on three processes: many tests wait for what they started
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Many tests wait for what they started, so there are more processes than cores of a small machine.
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP) ## Run the test suite, but for its long tests and those of pages in a browser
+	$(PYTEST) -m "not long and not browser" $(ARGS)
+
+test-long: $(STAMP) ## Run the other tests: real jobs of many ranks, killed sweeps, charts of pages in a browser
+	$(PYTEST) -m "long or browser" $(ARGS)
 
 results: $(RUNTIME) ## Write the reports under results/ again, from their raw records (results/reports.txt)
 	@grep -v '^#' results/reports.txt | while read -r folder args; do \

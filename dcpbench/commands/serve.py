@@ -89,6 +89,17 @@ class Load(Group):
     prefix_groups: str | None = WHAT(
         "With --prefix-share: groups, which take requests in turn. Default: 1.", metavar="N"
     )
+    turns: str | None = WHAT(
+        "Turns of a session, written as lengths are: each prompt begins with all that its session said before, so that "
+        "the prefix cache may have it. --concurrency and --request-rate are then of sessions, --num-requests counts "
+        "their turns. Default: 1, requests stand alone.",
+        metavar="LEN",
+    )
+    turn_tokens: str | None = WHAT(
+        "With --turns: tokens that each turn after the first adds to the prompt. Default: as --input-tokens.",
+        metavar="LEN",
+    )
+    think_time: str | None = WHAT("With --turns: seconds from an answer to the next turn. Default: 0.", metavar="S")
     seed: str | None = WHAT(
         "Of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
     )

@@ -35,7 +35,10 @@ def cut(
         start, stop, _ = part.indices(shape[dim])
         size = block_of(start, stop)
         block.append(size)
-        scale = scale.index_select(dim, torch.arange(start, stop, size, device=scale.device) // SCALE_BLOCK)
+        if size == SCALE_BLOCK:
+            scale = scale.narrow(dim, start // SCALE_BLOCK, -(-(stop - start) // SCALE_BLOCK))
+        else:
+            scale = scale.index_select(dim, torch.arange(start, stop, size, device=scale.device) // SCALE_BLOCK)
     return Scaled(data.contiguous(), scale.contiguous(), (block[0], block[1]))
 
 
@@ -49,6 +52,8 @@ def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
     """Its scales, of smaller blocks."""
     scale = weight.scale
     for dim, (large, small) in enumerate(zip(weight.block, block, strict=True), start=-2):
+        if large == small:
+            continue
         assert large % small == 0
         scale = scale.repeat_interleave(large // small, dim)
         scale = scale.narrow(dim, 0, -(-weight.data.shape[dim] // small))

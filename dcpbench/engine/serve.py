@@ -116,7 +116,7 @@ class ServeEngine:
             request = chunk.sequence.request
             if self.numbers.get(chunk.slot) != request.number:
                 self.numbers[chunk.slot] = request.number
-                self.requests.set_tokens(chunk.slot, 0, request.prompt)
+                self.requests.set_tokens(chunk.slot, 0, request.ids)
 
     def _batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
         rows = max(rows, self.least)

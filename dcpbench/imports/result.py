@@ -266,7 +266,8 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     except msgspec.ValidationError as e:
         raise RecordsError(f"{document.where} is not what {tool} writes: {one_line(str(e))}.") from e
     for name in found.__struct_fields__:
-        _check(getattr(found, name), f"{document.where}: {name}")
+        most = MOST_TOKENS if name.endswith("_len") else LARGEST
+        _check(getattr(found, name), f"{document.where}: {name}", most=most)
     return found
 
 

@@ -109,7 +109,8 @@ def quantise_weight(weight: torch.Tensor, block: tuple[int, int] = (SCALE_BLOCK,
 def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
     *_, height, depth = x.shape
     down, across = -(-height // block[0]), -(-depth // block[1])
-    padded = torch.nn.functional.pad(x.float(), (0, across * block[1] - depth, 0, down * block[0] - height))
+    missing = (0, across * block[1] - depth, 0, down * block[0] - height)
+    padded = torch.nn.functional.pad(x.float(), missing) if any(missing) else x.float()
     blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
     # By a tensor, as torch on a GPU multiplies with the reciprocal of a number.
     largest = torch.full((), LARGEST, device=x.device)

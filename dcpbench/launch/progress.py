@@ -128,7 +128,7 @@ def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
     machine = f"{count} × {gpu.device}" + (f" on each of {nnodes} machines" if nnodes > 1 else "")
     return (
         f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {size_text(gpu.memory_bytes)} as "
-        f"drivers report them, and {gpu.memory_bytes_s / 1e12:.3g} TB/s on paper; FlashInfer is taken to be installed."
+        f"drivers report them, and {gpu.memory_bytes_s / 1e12:.3g} TB/s on paper; FlashInfer and FlashMLA are taken to be installed."
     )
 
 

@@ -26,6 +26,7 @@ from dcpbench.points.names import (
     DTYPES,
     EXCHANGES,
     FP8,
+    LIBRARIES,
     NO_EXCHANGE,
     OVER_FP8,
     REGISTERED,
@@ -51,8 +52,6 @@ SMALLEST_TILE = 16
 FP8_SINCE = (8, 9)
 """Compute capability from which on GPUs multiply e4m3."""
 FLASHMLA_PAGE = 64
-LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
-"""Values of options that need a library, as our extras are called too, and how each is imported."""
 """Side of the smallest product that the tensor cores take."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""

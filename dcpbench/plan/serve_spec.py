@@ -13,7 +13,7 @@ from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive
 from dcpbench.plan.spec import PARSERS, PointLoad, complete, defaults
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, PREFILLS, REPLAY, TRACE, flag
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, flag
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.serving.load_words import TRACE_LENGTHS, parse_lengths, parse_limit, parse_slo
 from dcpbench.serving.loads import extent
@@ -33,6 +33,8 @@ ALIKE = [axis for axis in LOAD_AXES if axis.one]
 """Of all loads of a run; fields of a load, and options with the same names."""
 MOST_REQUESTS = 10_000_000
 """Of made-up requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
+MOST_TURNS = 10_000
+MOST_THINK_S = 86_400
 LEAST_BURSTINESS = 1e-3
 """Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
 
@@ -50,6 +52,9 @@ class ServeLoads:
     output_tokens: tuple[str, ...]
     prefix_share: float = 0.0
     prefix_groups: int = 1
+    turns: str = ONE_TURN
+    turn_tokens: str = ""
+    think_time: float = 0.0
     policy: str = MIXED
     chunk: tuple[int, ...]
     prefix_cache: bool = True
@@ -80,6 +85,7 @@ class ServeLoads:
             raise UsageError(f"--seed {self.seed} is negative; write 0 or more.")
         self._check_arrivals()
         self._check_prefixes()
+        self._check_sessions()
 
     def _check_arrivals(self) -> None:
         for rate in self.request_rate:
@@ -105,6 +111,22 @@ class ServeLoads:
             raise UsageError("--prefix-groups without --prefix-share: nothing is shared; add --prefix-share 0.5, say.")
         if self.trace:
             self._check_trace(self.trace)
+
+    def _check_sessions(self) -> None:
+        if not 0 <= self.think_time <= MOST_THINK_S:
+            raise UsageError(
+                f"--think-time {self.think_time:g}: not 0 to {MOST_THINK_S:,} seconds; write for example --think-time 5."
+            )
+        if self.turns == ONE_TURN:
+            for name in ("turn_tokens", "think_time"):
+                if getattr(self, name):
+                    raise UsageError(f"{flag(name)} without --turns: no request has a next turn; add --turns 4, say.")
+        elif self.trace:
+            raise UsageError(
+                f"--turns and --requests {self.trace.path} contradict each other: the file says which requests there are."
+            )
+        elif longest_turns(self.turns) > MOST_TURNS:
+            raise UsageError(f"--turns {self.turns}: a session has at most {MOST_TURNS:,} turns; try --turns 4.")
 
     def _check_trace(self, trace: Trace) -> None:
         if self.prefix_share and not trace.takes_shares:
@@ -268,6 +290,12 @@ def measured_before(given: Mapping[str, object]) -> str | None:
     return str(Path(str(path)).absolute())
 
 
+def longest_turns(turns: str) -> int:
+    """The most turns that a session can have, the median where nothing bounds them."""
+    lengths = parse_lengths("--turns", turns)
+    return max(lengths.low, lengths.high)
+
+
 def _specs(name: str, value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(item) for item in read.items(name, value)))
 
@@ -287,6 +315,8 @@ def _real(name: str, value: object) -> float:
 SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _real if axis.kind is float else read.parser_of(axis) for axis in ALIKE},
+    "turns": lambda name, value: str(parse_lengths(flag(name), value)),
+    "turn_tokens": lambda name, value: str(parse_lengths(flag(name), value)),
     "request_rate": _rates,
     "requests": read.name_of,
     "num_requests": read.whole,

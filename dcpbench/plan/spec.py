@@ -16,7 +16,7 @@ from dcpbench.plan.options import check_known, check_positive, check_seconds, di
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AS_PUBLISHED, BY_LAYOUT, DTYPES, FP8, PRECISIONS, STORED, SYNTHETIC, flag
+from dcpbench.points.names import AS_PUBLISHED, BY_LAYOUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
@@ -287,7 +287,7 @@ def planned(name: str, count: int) -> Probe:
         memory_bytes=found.memory_bytes,
         l2_bytes=found.l2_bytes,
         capability=found.capability,
-        packages={"flashinfer": "planned"},
+        packages=dict.fromkeys(LIBRARIES.values(), "planned"),
         gpu=found,
     )
 

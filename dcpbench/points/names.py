@@ -12,6 +12,8 @@ AUTO_EXCHANGES = EXCHANGES[:-1]
 """Those that --exchange auto tries; the last is run where it is named."""
 OVER_FP8 = ("reference", "triton", "flashmla")
 """Backends that read KV rows in fp8."""
+LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
+"""Values of options that need a library, as our extras are called too, and how each is imported."""
 AUTO = "auto"
 """A backend or an exchange that is measured for and chosen when a point is warmed up."""
 TIMED_BACKENDS = BACKENDS[1:]
@@ -56,6 +58,8 @@ TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX:
 """What writes the results that are imported."""
 UNKNOWN = "unknown"
 """What a point of an import has where nobody says."""
+ONE_TURN = "1"
+"""What --turns is where each request stands alone."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
 """When requests come: as others are answered, at random with a rate, or as a file says."""
 

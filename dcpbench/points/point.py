@@ -50,6 +50,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Share of each prompt that it has in common with others of its group, at the beginning. Null, like `prefix_cache`
     and `seed`, where an import does not say."""
     prefix_groups: Annotated[int, Axis(LOAD, 57, one=True)] = 1
+    turns: Annotated[str, Axis(LOAD, 61, "{} turns", one=True, later=True)] = names.ONE_TURN
+    """Requests of a session, as lengths are written: each begins with all that the session said before."""
+    turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True, later=True)] = ""
+    """Length of what a client adds from the second turn on; empty: as `input_tokens`, which is then of all."""
+    think_time: Annotated[float, Axis(LOAD, 63, "think {:g} s", one=True, later=True)] = 0.0
+    """Seconds from an answer's last token to the next turn."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
@@ -60,6 +66,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)] = names.PREFILLS[0]
     """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
     seed: Annotated[int | None, Axis(LOAD, 75, "seed {}", one=True)] = 0
+
+    @property
+    def sessions(self) -> bool:
+        """Whether requests are turns of sessions."""
+        return self.turns != names.ONE_TURN
 
     def __str__(self) -> str:
         """As it stands in keys, the same for ever: without what was added to loads later and is as it was before."""

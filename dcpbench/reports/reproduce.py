@@ -66,6 +66,9 @@ def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
         found |= {name: getattr(load, name) for name in ("input_tokens", "output_tokens")} | limit
     if load.prefix_share:
         found |= {"prefix_share": load.prefix_share, "prefix_groups": load.prefix_groups}
+    if load.sessions:
+        found |= {"turns": load.turns, "think_time": load.think_time}
+        found |= {"turn_tokens": load.turn_tokens} if load.turn_tokens else {}
     found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
     return found | ({} if load.prefix_cache else {"no_prefix_cache": True})
 

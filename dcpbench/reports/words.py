@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
+from dcpbench.serving.load_words import session_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,6 +43,8 @@ def shape(load: Load) -> str:
     if load.prefix_share:
         groups = f" by {load.prefix_groups:,} groups" if load.prefix_groups > 1 else ""
         parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
+    if load.sessions:
+        parts.append(f"sessions of {session_words(load)}")
     return SEPARATOR.join(parts)
 
 

@@ -4,6 +4,8 @@
     open     each request at its time, by the clock, whatever is unanswered; with a bound, those beyond it wait and count
              from when they were due all the same
 
+Turns of a session follow each other in one client, or beside others in an open loop; where one fails, so does the session.
+
 A request counts from when it was due, or from when its client was free: what this process is late by is in its latency,
 and is recorded beside.
 """
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
     from dcpbench.servers.client import Client
+    from dcpbench.servers.turns import Session
 
 EARLY_S = 1.2e-3
 """epoll wakes a process up to a millisecond late: so the loop is woken before a request is due, and turns until it is."""
@@ -45,6 +48,13 @@ class Call:
     output_tokens: int
     due_s: float | None = None
     """After the start; None where a client sends it when it is free."""
+    session: Session | None = None
+    """What follows once it has been answered."""
+
+    @property
+    def requests(self) -> int:
+        """It, and those of its session that follow."""
+        return 1 + (len(self.session.left) if self.session is not None else 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,6 +119,11 @@ class Run:
             await self.client.open(connections)
 
     @property
+    def requests(self) -> int:
+        """How many there will be."""
+        return sum(call.requests for call in self.calls)
+
+    @property
     def paces(self) -> list[Pace]:
         """Of each process: one."""
         return [self.pace]
@@ -152,7 +167,7 @@ class Run:
 
         async def client() -> None:
             for call in calls:
-                await self._one(call, time.perf_counter())
+                await self._session(call, time.perf_counter())
 
         clients = [self._task(client()) for _ in range(self.clients or 0)]
         await asyncio.gather(*clients)
@@ -161,7 +176,7 @@ class Run:
         for call in self.calls:
             due = self.start_s + (call.due_s or 0.0)
             await _until(due)
-            _ = self._task(self._one(call, due))
+            _ = self._task(self._session(call, due))
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -171,20 +186,33 @@ class Run:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _one(self, call: Call, submitted_s: float) -> None:
+    async def _session(self, call: Call, submitted_s: float) -> None:
+        """A request, and those that follow it."""
+        while (outcome := await self._one(call, submitted_s)).error is None and call.session is not None:
+            assert outcome.answer is not None
+            think_s = call.session.think_s
+            submitted_s = time.perf_counter() + think_s
+            call = call.session.next_call(outcome.answer)
+            await _until(submitted_s)
+
+    async def _one(self, call: Call, submitted_s: float) -> Outcome:
         outcome = Outcome(call, submitted_s)
         self.outcomes.append(outcome)
         if self._room is None:
             await self._send(outcome)
-            return
+            return outcome
         async with self._room:
             await self._send(outcome)
+        return outcome
 
     async def _send(self, outcome: Outcome) -> None:
         call = outcome.call
         outcome.sent_s = time.perf_counter()
         while True:
-            outcome.answer, outcome.error = Streamed(call.output_tokens), None
+            outcome.answer, outcome.error = (
+                Streamed(call.output_tokens, keep=call.session is not None and call.session.texts),
+                None,
+            )
             try:
                 await self.client.exchange(call.data, outcome.answer)
             except RequestError as e:

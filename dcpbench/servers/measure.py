@@ -25,6 +25,7 @@ from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, ClientLoad, Environment, Failed, Record, Server
 from dcpbench.servers import info as server_info
+from dcpbench.servers import turns
 from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.load import Call, Run
@@ -216,7 +217,7 @@ async def _send(
     assert load is not None
     async with Client(asked.target) as client:
         warm = await _warm_up(client, asked, manner, sent.requests)
-        calls = [Call(r.number, manner.request(client, r), r.output_tokens, r.arrival_s) for r in sent.requests]
+        calls = turns.calls(client.target, manner, sent.requests, load.think_time)
         processes = asked.processes or processes_for(point, sent.requests, warm)
         async with sending(
             asked.target,
@@ -309,7 +310,7 @@ async def _tell(run: Run | Shares, tell: Callable[[str], None]) -> None:
         told = run.told()
         rate = told.chunks / max(time.perf_counter() - run.start_s, 1e-9)
         lost = f", {told.failed} failed" if told.failed else ""
-        tell(f"{told.ended - told.failed}/{len(run.calls)} requests{lost}, {rate:,.0f} chunks/s")
+        tell(f"{told.ended - told.failed}/{run.requests} requests{lost}, {rate:,.0f} chunks/s")
 
 
 def _requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
@@ -322,8 +323,14 @@ def _requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest
     if largest >= 0:
         return found
     salt = secrets.randbelow(vocab)
-    moved = (((r.prompt.astype(np.int64) + salt) % vocab).astype(np.int32) for r in found)
-    return [dataclasses.replace(r, prompt=prompt) for r, prompt in zip(found, moved, strict=True)]
+
+    def moved(ids: np.ndarray) -> np.ndarray:
+        return ((ids.astype(np.int64) + salt) % vocab).astype(np.int32)
+
+    return [
+        dataclasses.replace(r, prompt=moved(r.prompt), answer=None if r.answer is None else moved(r.answer))
+        for r in found
+    ]
 
 
 def _record(
@@ -419,6 +426,8 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
         prompt=np.broadcast_to(np.int32(0), told),  # no memory: of prompts that were sent only the length is kept
         output_tokens=len(sample.token_s) if finished else max(request.output_tokens, len(sample.token_s) + 1),
         arrival_s=request.arrival_s,
+        session=request.session,
+        turn=request.turn,
     )
     return sample
 

@@ -146,6 +146,10 @@ WORDS = [
 """What prompts of text are made of where there is no tokenizer; most vocabularies have each as one token."""
 
 
+Prompt = list[int] | str | list[dict[str, str]]
+"""As a request has it: token ids, text, or the messages of a chat."""
+
+
 class Text(Protocol):
     """Turns token ids of a load into text of about as many tokens of the server's."""
 
@@ -167,16 +171,43 @@ class Manner:
     prompts: str = IDS
     """IDS, TOKENIZER or COUNTED."""
 
-    def body(self, prompt: np.ndarray, output_tokens: int, **more: object) -> bytes:
+    def prompt(self, ids: np.ndarray) -> Prompt:
+        """Ids of a load as this server takes them."""
+        if self.text is None:
+            listed: list[int] = ids.tolist()
+            return listed
+        return self.text(ids) if self.endpoint == COMPLETIONS else [_message("user", self.text(ids))]
+
+    def prolonged(self, said: Prompt, answer: Streamed, made_up: np.ndarray | None, new: np.ndarray) -> Prompt:
+        """A prompt, what the server answered to it, and what is added then. `made_up`: int32 ids in the place of an answer
+        whose ids the server does not say.
+        """
+        if self.text is None:
+            assert isinstance(said, list)
+            told = len(answer.tokens) == sum(answer.chunk_tokens()) and answer.tokens
+            return [*said, *(answer.tokens if told or made_up is None else made_up.tolist()), *new.tolist()]
+        text = "".join(choice.new_text for choice in answer.choices)
+        if isinstance(said, str):
+            return f"{said}{text} {self.text(new)}"
+        return [*said, _message("assistant", text), _message("user", self.text(new))]
+
+    def body(self, ids: np.ndarray, output_tokens: int, **more: object) -> bytes:
         """A request as JSON, streamed and sampled greedily unless `more` says otherwise."""
-        ids = prompt.tolist() if self.text is None else self.text(prompt)
-        put = {"prompt": ids} if self.endpoint == COMPLETIONS else {"messages": [{"role": "user", "content": ids}]}
+        return self.body_of(self.prompt(ids), output_tokens, **more)
+
+    def body_of(self, prompt: Prompt, output_tokens: int, **more: object) -> bytes:
+        """The same of what is no longer a load's."""
+        put = {"prompt" if self.endpoint == COMPLETIONS else "messages": prompt}
         asked = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
         return msgspec.json.encode(asked | self.extras | more)
 
     def request(self, client: Client, request: ServeRequest) -> bytes:
         """All bytes of a request of a load."""
         return client.target.request("POST", PATHS[self.endpoint], self.body(request.prompt, request.output_tokens))
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A load that several processes send: each its share, with an event loop of its own, all by the machine's one clock.
 
-Of a closed loop the clients are divided, and each request goes to one of them beforehand; of an open loop the requests,
+Of a closed loop the clients are divided, and each request, or session, goes to one of them beforehand; of an open loop the requests,
 in turn by the time at which they are due. time.perf_counter() reads the same clock in all processes of a machine, so
 that their times need no correction.
 """
@@ -84,7 +84,7 @@ class Shares:
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self.shares = shares
-        self.calls = [call for share in shares for call in share.calls]
+        self.requests = sum(call.requests for share in shares for call in share.calls)
         self.outcomes: list[Outcome] = []
         self.paces: list[Pace] = []
         self.start_s = 0.0
@@ -238,7 +238,7 @@ async def _work(pipe: Connection, share: Share) -> None:
             await running
         telling.cancel()
         for outcome in run.outcomes:
-            outcome.call = dataclasses.replace(outcome.call, data=b"")
+            outcome.call = dataclasses.replace(outcome.call, data=b"", session=None)
         pipe.send((DONE, (run.outcomes, run.pace)))
 
 

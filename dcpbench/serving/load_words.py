@@ -99,9 +99,16 @@ def load_name(load: Load, concurrency: int) -> str:
     else:
         who = "at the trace's times"
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
+    sessions = f" in sessions of {session_words(load)}" if load.sessions else ""
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
-    return f"{who}, {load.requests:,} {what}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
+    return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
+
+
+def session_words(load: Load) -> str:
+    """`4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
+    later = f", {load.turn_tokens} tokens each later one" if load.turn_tokens else ""
+    return f"{load.turns} turns{later}{f', {load.think_time:g} s between them' if load.think_time else ''}"
 
 
 def _tokens(option: str, text: str, number: str) -> int:

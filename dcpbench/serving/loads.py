@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.serving.request_files import Row
 
-INPUTS, OUTPUTS, GAPS = range(3)
+INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES = range(5)
 """Streams of numpy's generator."""
-OWN, GROUP, HASH = range(3)
-"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash."""
+OWN, GROUP, HASH, ANSWER = range(4)
+"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, of what stands for
+an answer in later turns."""
 MOST_SECONDS = 1e8
 """Three years: an open loop that takes longer is a mistake in its rate."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,6 +53,8 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
         prompts = [_row_prompt(load, vocab, i, row) for i, row in enumerate(rows)]
     else:
         inputs, outputs = draw_lengths(load)
+        if load.sessions:
+            return _turns(load, vocab, inputs, outputs)
         answers, times = outputs.tolist(), arrival_times(load)
         prompts = [_prompt(load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs)]
     return [
@@ -92,13 +96,34 @@ def extent(load: Load, trace: str = "") -> Extent:
 
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each prompt and of each answer, int64, in the order in which they are sent."""
+    """Tokens of each prompt and of each answer, int64, in the order in which they are sent; of sessions one after the
+    other, prompts with all that was said before.
+    """
     inputs = _draw(load, "--input-tokens", load.input_tokens, INPUTS)
-    return inputs, _draw(load, "--output-tokens", load.output_tokens, OUTPUTS)
+    outputs = _draw(load, "--output-tokens", load.output_tokens, OUTPUTS)
+    if not load.sessions:
+        return inputs, outputs
+    turns = turn_numbers(load)
+    if load.turn_tokens:
+        inputs = np.where(turns == 0, inputs, _draw(load, "--turn-tokens", load.turn_tokens, MESSAGES))
+    before = np.cumsum(inputs + outputs) - inputs - outputs
+    first = np.flatnonzero(turns == 0)[np.cumsum(turns == 0) - 1]
+    return inputs + before - before[first], outputs
+
+
+def turn_numbers(load: Load) -> np.ndarray:
+    """Of each request, the place in its session, int64; the last session may be cut off."""
+    if not load.sessions:
+        return np.zeros(load.requests, dtype=np.int64)
+    lengths = _draw(load, "--turns", load.turns, TURNS)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), load.requests)) + 1]
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    turns: np.ndarray = (np.arange(len(starts)) - starts)[: load.requests]
+    return turns
 
 
 def arrival_times(load: Load) -> list[float | None]:
-    """Seconds after the start at which requests come, the first at 0; None each in a closed loop.
+    """Seconds after the start at which requests, or sessions, come, the first at 0; None each in a closed loop.
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1
     makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½. Raises UsageError where
@@ -107,12 +132,12 @@ def arrival_times(load: Load) -> list[float | None]:
     if load.arrival == CLOSED:
         return [None] * load.requests
     assert load.request_rate is not None
-    shape = load.burstiness
-    gaps = _generator(_seed(load), GAPS).gamma(shape, 1 / load.request_rate / shape, size=load.requests - 1)
+    shape, count = load.burstiness, int((turn_numbers(load) == 0).sum())
+    gaps = _generator(_seed(load), GAPS).gamma(shape, 1 / load.request_rate / shape, size=count - 1)
     times = [0.0, *np.cumsum(gaps).tolist()]
     if not times[-1] <= MOST_SECONDS:
         raise UsageError(
-            f"--request-rate {load.request_rate:g}: the last of {load.requests:,} requests would come after years; "
+            f"--request-rate {load.request_rate:g}: the last of {count:,} {'sessions' if load.sessions else 'requests'} would come after years; "
             "write requests per second, such as --request-rate 0.5."
         )
     return times
@@ -148,8 +173,44 @@ def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
 def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
     """The group's tokens first, then its own."""
     shared = round((load.prefix_share or 0) * length)
-    own = token_ids(_seed(load), OWN, number, length - shared, vocab)
+    own = _own(load, vocab, number, length - shared)
     return np.concatenate([token_ids(_seed(load), GROUP, group, shared, vocab), own]) if shared else own
+
+
+def _turns(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> list[ServeRequest]:
+    """Requests of sessions, one session after the other; prompts of a session are beginnings of the same tokens."""
+    turns, times = turn_numbers(load), arrival_times(load)
+    starts = [*np.flatnonzero(turns == 0).tolist(), load.requests]
+    found: list[ServeRequest] = []
+    for session, (start, stop) in enumerate(itertools.pairwise(starts)):
+        parts: list[np.ndarray] = []
+        said = 0
+        for number in range(start, stop):
+            new = int(inputs[number]) - said
+            group = session % load.prefix_groups
+            message = _prompt(load, vocab, number, new, group) if number == start else _own(load, vocab, number, new)
+            answer = token_ids(_seed(load), ANSWER, number, int(outputs[number]), vocab)
+            parts += [message, answer]
+            said = int(inputs[number] + outputs[number])
+        whole = np.concatenate(parts)
+        for turn, number in enumerate(range(start, stop)):
+            prompt, count = int(inputs[number]), int(outputs[number])
+            found.append(
+                ServeRequest(
+                    number=number,
+                    prompt=whole[:prompt],
+                    output_tokens=count,
+                    arrival_s=times[session] if turn == 0 else None,
+                    session=session,
+                    turn=turn,
+                    answer=whole[prompt : prompt + count] if number + 1 < stop else None,
+                )
+            )
+    return found
+
+
+def _own(load: Load, vocab: int, number: int, length: int) -> np.ndarray:
+    return token_ids(_seed(load), OWN, number, length, vocab)
 
 
 def _row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:

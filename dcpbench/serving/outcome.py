@@ -72,6 +72,9 @@ class Row:
     """Prompt tokens that the prefix cache had; None where it was never admitted."""
     preemptions: int | None = None
     replica: int | None = None
+    session: int | None = None
+    """And its turn in it; None where requests stand alone."""
+    turn: int | None = None
     token_s: list[float]
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Ids; empty in replay, and for requests of another replica than the recording rank's."""
@@ -98,6 +101,8 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
                 cached_tokens=admitted.cached if admitted else None,
                 preemptions=s.sequence.preemptions if s.sequence else None,
                 replica=admitted.replica if admitted else None,
+                session=s.request.session,
+                turn=None if s.request.session is None else s.request.turn,
                 token_s=s.token_s,
                 tokens=s.tokens,
                 chunk_tokens=s.chunk_tokens,

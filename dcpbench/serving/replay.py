@@ -59,12 +59,13 @@ def replay(
     concurrency: int | None,
     times: StepTimes,
     limit_s: float = math.inf,
+    think_s: float = 0.0,
 ) -> Replayed:
     """Serve `requests` from second 0 on, until `limit_s`; other arguments as Traffic has them.
 
     Raises UsageError for a step whose time is not known.
     """
-    traffic, counts = Traffic(requests, scheduler, concurrency), StepCounts()
+    traffic, counts = Traffic(requests, scheduler, concurrency, think_s), StepCounts()
     pending: tuple[Step, float] | None = None
     now = free = 0.0  # `free`: when the device has run all that was launched
     while not traffic.done:
@@ -74,7 +75,7 @@ def replay(
                 traffic.read(pending[0], now)
             traffic.stop()
             break
-        traffic.submit(traffic.due(now), now)
+        traffic.submit(*traffic.due(now), now)
         step = scheduler.next_step()
         launched, on_its_way = now, None
         if step is not None:
@@ -134,7 +135,8 @@ def replay_point(
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
 
     def served(times: StepTimes) -> Replayed:
-        return replay(requests, Scheduler(config), point.clients, times, limit_s)
+        assert point.load is not None
+        return replay(requests, Scheduler(config), point.clients, times, limit_s, point.load.think_time)
 
     def measured(found: Replayed, file: str) -> ServeMetrics:
         return serve_metrics(

@@ -25,6 +25,21 @@ class ServeRequest:
     arrival_s: float | None = None
     """Seconds after the start; None in a closed loop, where a client sends it when its last one is answered."""
 
+    session: int | None = None
+    """The conversation of which it is a turn; None where it stands alone."""
+    turn: int = 0
+    """Its place in the conversation: what came before, prompts and answers, is the beginning of its own prompt."""
+    answer: np.ndarray | None = None
+    """int32 [output_tokens]: what stands for its answer in the prompts of later turns, whatever is sampled. None where
+    none follows."""
+    said: np.ndarray | None = None
+    """`prompt` with the answers that were really sampled, on ranks that sampled them."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Token ids that a model reads; `prompt` is what prefixes are found by, and the same on every rank."""
+        return self.prompt if self.said is None else self.said
+
     @property
     def kv_tokens(self) -> int:
         """KV rows it needs at most: the last sampled token is never read."""

@@ -29,6 +29,8 @@ FOLDER = "samples"
 """Below the run's folder."""
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
 """Of the file's metadata; the checksum is of what the file says, its rows and its point."""
+SELDOM = ("chunk_tokens", "session", "turn")
+"""Columns that are there where a row says something in them."""
 AGAIN = "repeat the sweep of this run"
 
 
@@ -67,7 +69,7 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    left_out = () if any(row.chunk_tokens for row in rows) else ("chunk_tokens",)
+    left_out = [name for name in SELDOM if not any(getattr(row, name) not in (None, []) for row in rows)]
     key, schema = point.key(), _schema(pa, left_out)
     table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
     told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}

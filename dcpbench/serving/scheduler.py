@@ -126,6 +126,8 @@ class Scheduler:
         self.config = config
         self.replicas = [Replica(r, config) for r in range(config.replicas)]
         self.waiting: collections.deque[Sequence] = collections.deque()
+        self.homes: dict[int, int] = {}
+        """Replica of each session: that which has what was said before."""
         self.steps = 0
         self._submitted = 0
 
@@ -241,11 +243,18 @@ class Scheduler:
                 return
             sequence = self.waiting.popleft()
             sequence.slot, sequence.replica = best.slots.pop(), best.number
+            if sequence.request.session is not None:
+                self.homes[sequence.request.session] = best.number
             budgets[best.number] -= self._admit(best, sequence, step.replicas[best.number], budgets[best.number])
 
     def _replica_for(self, sequence: Sequence, budgets: list[int]) -> Replica | None:
-        """The replica with the fewest requests of those that can take this one now; those who preempted wait first."""
-        able = [r for r in self.replicas if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
+        """The replica with the fewest requests of those that can take this one now; those who preempted wait first.
+
+        A later turn of a session goes where the one before was.
+        """
+        home = None if sequence.request.session is None else self.homes.get(sequence.request.session)
+        replicas = self.replicas if home is None else [self.replicas[home]]
+        able = [r for r in replicas if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
         return min(able, key=lambda r: (len(r.running), -r.available, r.number), default=None)
 
     def _room(self, replica: Replica, sequence: Sequence, budget: int) -> bool:
@@ -300,13 +309,18 @@ class Scheduler:
         return TableWrite(sequence.slot, start, locs[: self.config.max_context - start])
 
     def _finish(self, step: Step) -> None:
-        """After all has been decided: cache prompts that are complete now, then free what finished requests held."""
+        """After all has been decided: cache prompts that are complete now, and answers of sessions that go on, then free
+        what finished requests held.
+        """
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             replica.moved = []
             emits = todo.emits
             if self.config.prefix_cache:
                 for sequence in emits:
-                    self._cache(replica, sequence)
+                    self._cache(replica, sequence, sequence.request.prompt)
+                    if sequence.finished and sequence.request.answer is not None:
+                        said = np.concatenate((sequence.request.prompt, sequence.request.answer))
+                        self._cache(replica, sequence, said[: sequence.computed])
             done = [s for s in emits if s.finished]
             for sequence in done:
                 self._release(replica, sequence)
@@ -314,20 +328,20 @@ class Scheduler:
                 replica.running = [s for s in replica.running if not s.finished]
             step.finished += done
 
-    def _cache(self, replica: Replica, sequence: Sequence) -> None:
-        """Let others read a prompt's full pages, once. Where it was cached meanwhile, use those pages instead of ours.
+    def _cache(self, replica: Replica, sequence: Sequence, tokens: np.ndarray) -> None:
+        """Let others read the full pages of its first tokens, once. Where it was cached meanwhile, use those pages instead of ours.
 
         Not only at a prompt's last chunk: where chunks leave a single token, that is computed as a decode row.
         """
         allocation, old = sequence.allocation, sequence.node
         assert allocation is not None
         page = self.config.virtual_page
-        full = len(sequence.request.prompt) // page
+        full = len(tokens) // page
         if allocation.shared == full:
             return
         assert old is not None
         ours = allocation.pages[:full].copy()
-        pages, node = replica.cache.insert(sequence.request.prompt[: full * page], ours)
+        pages, node = replica.cache.insert(tokens[: full * page], ours)
         replica.cache.lock(node)
         replica.cache.unlock(old)
         sequence.node = node

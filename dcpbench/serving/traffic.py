@@ -3,13 +3,22 @@
 Closed loop: `concurrency` clients, each of which sends its next request when it has read the last token of the one
 before. Open loop: requests come when they are due, whatever is still unanswered.
 
-In a live run one rank's clock decides how many requests have come, and all ranks submit as many.
+Turns of a session follow each other, however it began: the next one is due `think_s` after the last token of the one
+before. A client of a closed loop has one session at a time. As all think equally long, turns become due in the order in
+which steps answered those before, the same on every rank.
+
+In a live run one rank's clock decides how many turns and sessions have come, and all ranks submit as many. A request
+that stands alone is a session of one turn.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dcpbench.errors import UsageError
 
@@ -48,54 +57,79 @@ class Sample:
 class Traffic:
     """Feeds a scheduler with a load, and notes what comes back."""
 
-    def __init__(self, requests: SequenceOf[ServeRequest], scheduler: Scheduler, concurrency: int | None) -> None:
-        """`requests` by arrival; `concurrency` clients send them, or None: each at its arrival_s."""
+    def __init__(
+        self,
+        requests: SequenceOf[ServeRequest],
+        scheduler: Scheduler,
+        concurrency: int | None,
+        think_s: float = 0.0,
+    ) -> None:
+        """`requests` by arrival, turns of a session one after the other; `concurrency` clients send them, or None: each
+        session at the arrival_s of its first.
+        """
         if not requests:
             raise UsageError("there is no request to serve; give --num-requests 1 or more.")
         if concurrency is not None and concurrency < 1:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
-        self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
+        self.requests, self.scheduler, self.concurrency, self.think_s = requests, scheduler, concurrency, think_s
+        self.sessions = [request for request in requests if not request.turn]
+        """Their first turns."""
+        self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}
+        """By the number of the one before."""
         self.samples: list[Sample] = []
         """Of all that were submitted, in this order."""
         self.sample_of: dict[int, Sample] = {}
         """By request number."""
         self.in_flight = 0
+        """Requests."""
+        self.begun = self.ended = 0
+        """Sessions."""
+        self.turns: collections.deque[tuple[float, ServeRequest]] = collections.deque()
+        """Those to come of sessions that have begun, and when each is due, in this order."""
         self.stopped = False
 
     @property
     def done(self) -> bool:
         """Whether nothing more will come and all has been read."""
-        return not self.in_flight and (self.stopped or len(self.samples) == len(self.requests))
+        left = len(self.sessions) - self.begun
+        return not self.in_flight and (self.stopped or not (left or self.turns))
 
-    def due(self, now_s: float) -> int:
-        """How many requests come now."""
-        sent = len(self.samples)
-        left = len(self.requests) - sent
-        if self.stopped or not left:
-            return 0
+    def due(self, now_s: float) -> tuple[int, int]:
+        """How many later turns of sessions, and how many new sessions, come now."""
+        if self.stopped:
+            return 0, 0
+        turns = sum(1 for _ in itertools.takewhile(lambda turn: turn[0] <= now_s, self.turns))
+        left = len(self.sessions) - self.begun
         if self.concurrency is not None:
-            return min(self.concurrency - self.in_flight, left)
-        count = 0
-        while count < left and self._arrival(sent + count) <= now_s:
-            count += 1
-        return count
+            return turns, min(self.concurrency - (self.begun - self.ended), left)
+        new = 0
+        while new < left and self._arrival(self.begun + new) <= now_s:
+            new += 1
+        return turns, new
 
     def next_arrival_s(self) -> float | None:
-        """When the next request of an open loop comes; None where none does, or where clients wait for answers."""
-        sent = len(self.samples)
-        if self.concurrency is not None or self.stopped or sent == len(self.requests):
+        """When the next turn is due, or the next session of an open loop comes; None where neither does, or where clients
+        wait for answers.
+        """
+        if self.stopped:
             return None
-        return self._arrival(sent)
+        known = [self.turns[0][0]] if self.turns else []
+        if self.concurrency is None and self.begun < len(self.sessions):
+            known.append(self._arrival(self.begun))
+        return min(known, default=None)
 
-    def submit(self, count: int, now_s: float) -> None:
-        """Submit the next requests. In an open loop they count from when they were due, not from when we looked."""
-        for request in self.requests[len(self.samples) : len(self.samples) + count]:
-            came = now_s if request.arrival_s is None or self.concurrency is not None else request.arrival_s
-            sample = Sample(request, came)
-            self.samples.append(sample)
-            self.sample_of[request.number] = sample
-            sample.rejected = self.scheduler.submit(request)
-            self.in_flight += not sample.rejected
+    def submit(self, turns: int, sessions: int, now_s: float) -> None:
+        """Submit the next requests. Turns, and sessions of an open loop, count from when they were due, not from when we
+        looked.
+        """
+        for _ in range(turns):
+            due_s, request = self.turns.popleft()
+            self._submit(self._as_said(request), due_s)
+        for request in self.sessions[self.begun : self.begun + sessions]:
+            self.begun += 1
+            self._submit(
+                request, now_s if request.arrival_s is None or self.concurrency is not None else request.arrival_s
+            )
 
     def read(self, step: Step, now_s: float) -> None:
         """The tokens that a step sampled have been read."""
@@ -104,16 +138,40 @@ class Traffic:
                 self.sample_of[sequence.request.number].token_s.append(now_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
+            if (later := self.next_turn.get(sequence.request.number)) is not None:
+                self.turns.append((now_s + self.think_s, later))
+            else:
+                self.ended += 1
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
         """Send nothing more, and give up what has not finished; call it once the last step has been read."""
         self.stopped = True
+        self.turns.clear()
         for sequence in self.scheduler.cancel():
             self.sample_of[sequence.request.number].sequence = sequence
         self.in_flight = 0
 
+    def _submit(self, request: ServeRequest, came_s: float) -> None:
+        sample = Sample(request, came_s)
+        self.samples.append(sample)
+        self.sample_of[request.number] = sample
+        sample.rejected = self.scheduler.submit(request)
+        if sample.rejected:  # so would all that are longer
+            self.ended += 1
+        else:
+            self.in_flight += 1
+
+    def _as_said(self, request: ServeRequest) -> ServeRequest:
+        """A later turn, with the answer before it as it was sampled, on a rank that knows it."""
+        before = self.sample_of[request.number - 1]
+        if len(before.tokens) != before.request.output_tokens:
+            return request
+        own = request.prompt[len(before.request.prompt) + before.request.output_tokens :]
+        said = np.concatenate((before.request.ids, np.array(before.tokens, dtype=np.int32), own))
+        return dataclasses.replace(request, said=said)
+
     def _arrival(self, index: int) -> float:
-        arrival = self.requests[index].arrival_s
+        arrival = self.sessions[index].arrival_s
         assert arrival is not None
         return arrival

@@ -79,7 +79,9 @@ class Serving:
         """A run from an empty cache."""
         scheduler = Scheduler(scheduler_config(point, self.session))
         self.engine.forget()
-        return Loop(self.engine, scheduler, Traffic(requests, scheduler, concurrency), self.agree, ends=ends)
+        assert point.load is not None
+        traffic = Traffic(requests, scheduler, concurrency, point.load.think_time)
+        return Loop(self.engine, scheduler, traffic, self.agree, ends=ends)
 
     def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:
         """Run every kind of step: each graph, chunks of every size with and without a prefix, full ones of many
@@ -249,8 +251,10 @@ def _full_steps(config: SchedulerConfig) -> list[int]:
 
 
 def _short(request: ServeRequest) -> ServeRequest:
-    """The same prompt, answered in a few tokens."""
-    return dataclasses.replace(request, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT), arrival_s=None)
+    """The same prompt, standing alone and answered in a few tokens."""
+    return ServeRequest(
+        number=request.number, prompt=request.prompt, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT)
+    )
 
 
 def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:

@@ -6,7 +6,7 @@
 A step with chunks is launched kernel by kernel, which may take longer than step k runs: then the tokens of k are read
 as soon as they are there, between two layers of the launch.
 
-Rank 0's clock decides how many requests have come and when the run ends; it tells the others, through sockets, while
+Rank 0's clock decides how many turns and sessions have come and when the run ends; it tells the others, through sockets, while
 the device is busy. All else follows from the same integers on every rank.
 """
 
@@ -157,11 +157,11 @@ class Loop:
     def iterate(self) -> bool:
         """One turn; False when there is nothing left to do."""
         now = self.now_s
-        due, cut = self.agree(self.traffic.due(now), int(self.ends(now)))
+        turns, sessions, cut = self.agree(*self.traffic.due(now), int(self.ends(now)))
         if cut:
             self.cut()
             return False
-        self.traffic.submit(due, now)
+        self.traffic.submit(turns, sessions, now)
         step = self.scheduler.next_step()
         launched = self.engine.launch(step, self._read_what_is_there) if step else None
         if self.pending is not None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from playwright.sync_api import Browser, Page
 
     Visit = Callable[..., Page]
 
+HERE = Path(__file__).parent
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 INSTALL = "no Chromium was found: apt-get install chromium-headless-shell"
 NOTICE = """
@@ -23,6 +24,13 @@ addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.vi
 """
 NO_LIMIT = 0
 """Of Playwright's own limits: a busy machine is slow, and pytest ends what never comes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.browser)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from dcpbench.show.layouts import colours
 if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
-pytestmark = pytest.mark.browser
 RUNS = Path(__file__).parents[2] / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
 MOST_PICKED = 8
 COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figure")].map((figure) => [

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from tests.browser.conftest import Visit
 
-pytestmark = pytest.mark.browser
 ROWS = "#every-point tbody tr"
 
 

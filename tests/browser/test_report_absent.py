@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tests.browser.conftest import Visit
 
-pytestmark = pytest.mark.browser
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 SUBSETS = [names for n in range(5) for names in itertools.combinations(LATENCIES, n)]
 SCREEN = {"width": 400, "height": 300}

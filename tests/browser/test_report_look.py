@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from tests.browser.conftest import Visit
 
-pytestmark = pytest.mark.browser
 HOSTILE = (
     '<a href="javascript:alert(1)">x</a>',
     "<img src=x onerror=alert(1)>",

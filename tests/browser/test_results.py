@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tests.browser.conftest import Visit
 
-pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]
 REPORTS = [
     line.split(maxsplit=1)

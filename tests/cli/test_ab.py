@@ -137,6 +137,7 @@ def test_interrupted_later_it_compares_what_there_is_and_ends_with_how_to_go_on(
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(ab, tmp_path: Path) -> None:
     """Context 66 hangs in B: Ctrl-C then. A's launch is kept, and --resume begins with B's."""
     command = [*COMMAND, *VARIANTS, "--b", "--context 66", "--rounds", "1", "-o", "out"]
@@ -157,6 +158,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(ab, tmp_pat
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> None:
     first = ab(*SAME, "--rounds", "1", "-o", "out")
     assert first.returncode == 0, first.stderr
@@ -174,6 +176,7 @@ def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> No
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab) -> None:
     """Context 13 raises on rank 1; the other point is compared."""
     variants = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline", "--a", "--context 100,13"]

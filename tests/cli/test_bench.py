@@ -285,6 +285,7 @@ def real(call, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+@pytest.mark.long
 def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises(real) -> None:
     """Per call: the check reads one value, and each boolean index counts its rows; the kernel does neither.
 
@@ -328,6 +329,7 @@ def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it(real) -> 
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_exchange_for_real_runs_every_exchange_on_two_ranks(real) -> None:
     """With all that is left out and without; errors are of the worst rank, and nothing is timed."""
     record = real("exchange", "--heads", "4", "--requests", "3")
@@ -357,6 +359,7 @@ def test_attention_and_merge_for_real_are_correct(real) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_kv_gather_for_real_says_what_outgrew_its_pool() -> None:
     """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own.
 

@@ -117,6 +117,7 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
     assert not list(tmp_path.glob("rank-*.pid"))
 
 
+@pytest.mark.long
 def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(tmp_path: Path) -> None:
     """44 fails the first time, 13 always: with one retry both come again behind 100, and 13 is said to need more."""
     seen: list[str] = []
@@ -136,6 +137,7 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
     assert dict(tries.failed(tmp_path)) == {points[0].key(): 1, points[1].key(): 2}
 
 
+@pytest.mark.long
 def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path) -> None:
     launcher.run([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
     records = read_records(tmp_path)
@@ -155,6 +157,7 @@ def test_a_point_is_set_aside_once_it_has_failed_twice_or_once_more_than_retries
     assert tries.set_aside(times, retries) is aside
 
 
+@pytest.mark.long
 def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told(tmp_path: Path) -> None:
     """Every relaunch would die alike: no loop, no invented record, and the error holds the log's last lines."""
     with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
@@ -163,6 +166,7 @@ def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told
     assert not (tmp_path / "records.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(tmp_path: Path) -> None:
     """Context 21 finds no tensor. tp 2 and tp 4 would fail alike; another model would not, and is measured."""
     other = msgspec.structs.replace(point(2, 102), model="other")
@@ -181,6 +185,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp2-0", "tp2-1"]
 
 
+@pytest.mark.long
 def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: Path) -> None:
     """Context 22 runs out of memory while building: the same layout's next point too, another layout is tried."""
     dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
@@ -199,6 +204,7 @@ def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path
     assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 
+@pytest.mark.long
 def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

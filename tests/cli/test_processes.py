@@ -80,6 +80,7 @@ class TestKilled:
             assert [r.outcome for r in read_records(tmp_path / "run")] == ["ok"]
 
     @pytest.mark.usefixtures("mark")
+    @pytest.mark.long
     def test_a_killed_sweep_of_real_ranks_is_gone_on_with_and_has_each_point_once(self, tmp_path: Path) -> None:
         """Two points, killed after the first. `python -m tools.kills` does this at random, and often."""
         command = [sys.executable, "-m", "dcpbench.cli", "sweep", "--tp", "2", "--context", "16,24", "--no-baseline"]
@@ -101,6 +102,7 @@ class TestKilled:
             os.kill(agent, signal.SIGKILL)
             wait_until(lambda: set(processes(mark)) <= {agent}, "no rank is left")
 
+    @pytest.mark.long
     def test_the_ranks_of_a_bench_end_with_their_command(self, mark: str, tmp_path: Path) -> None:
         environment = os.environ | {"DCPBENCH_FAKE": "hangs"}
         command = [sys.executable, "-c", BENCH]
@@ -205,6 +207,7 @@ class TestBlame:
 
 
 class TestListening:
+    @pytest.mark.long
     def test_a_job_of_one_machine_listens_on_loopback_alone(self, mark: str, tmp_path: Path) -> None:
         """The real ranks, their store and gloo; whoever can reach a store can read and write its keys."""
         seen: dict[str, set[str]] = {}
@@ -223,6 +226,7 @@ class TestListening:
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
 
+    @pytest.mark.long
     def test_the_ranks_of_a_bench_meet_on_loopback_alone(self, mark: str, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "dcpbench.cli", "bench", "collectives", "--requests", "2", "--width", "32"]
         bench = subprocess.Popen(
@@ -247,6 +251,7 @@ class TestLimits:
         assert msgspec.structs.replace(short, kind="verify").limit_s("check") == 12
 
     @pytest.mark.usefixtures("forked_agent")
+    @pytest.mark.long
     def test_imports_are_not_measured_by_the_timeout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Silent for ever, they are ended after the limit of start-up, and not after a microsecond."""
         monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)

@@ -90,6 +90,7 @@ def steps_of(trace: dict) -> list[int]:
 
 
 class TestSteps:
+    @pytest.mark.long
     def test_without_steps_all_is_recorded_with_its_stacks(
         self, three: tuple[Path, int, list[Note]], trace_of_three: dict
     ) -> None:
@@ -156,6 +157,7 @@ class TestSteps:
 
 class TestProcesses:
     @pytest.mark.distributed
+    @pytest.mark.long
     def test_every_rank_of_torchrun_is_recorded_with_its_number(
         self, tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -177,6 +179,7 @@ class TestProcesses:
         ranks = {trace["distributedInfo"]["rank"]: steps_of(trace) for trace in traces.values()}
         assert ranks == {0: [0, 1], 1: [0, 1]}
 
+    @pytest.mark.long
     def test_a_spawned_child_is_recorded(self, tmp_path: Path, program: Path) -> None:
         name = script(
             program,
@@ -266,6 +269,7 @@ class TestUnchanged:
         )
         return done, json.loads((home / "seen.json").read_text()), home / "traces"
 
+    @pytest.mark.long
     def test_input_output_and_exit_code_are_the_programs_own(self, ended) -> None:
         done, _, traces = ended
         assert (done.returncode, done.stdout, done.stderr) == (7, "hello\n", "no\n")

@@ -266,6 +266,7 @@ def test_waiting_ends_like_any_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_beside_a_sweep_it_says_each_point_and_ends_with_its_exit_code(tmp_path: Path) -> None:
     """One point is measured, one fails, and one hangs until the sweep is interrupted: 130, for both."""
     options = [

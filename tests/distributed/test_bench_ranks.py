@@ -31,6 +31,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together(tmp_path):
     """Otherwise rank 0 would wait in the next collective for a rank that has given up."""
     environment = {"FOLDER": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.faulty_worker import FAULT
 from tools import hangs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 
 def test_a_rank_that_reduces_another_shape_is_named_with_its_phase_layer_and_line(monkeypatch):

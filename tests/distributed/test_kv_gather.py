@@ -8,7 +8,7 @@ from tests.distributed import kv_gather_ranks as ranks
 from tests.distributed.forked import forked
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def found(request, tmp_path_factory):
     """What each rank of a world found, in rank order."""
     folder = tmp_path_factory.mktemp("gather")

@@ -163,7 +163,7 @@ def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: 
         assert tokens.detail == f"of {compared} greedy tokens on all ranks", p
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.long) for tp in (4, 8))])
 def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp_path):
     """Four requests start three steps apart, so batches hold padding rows, and are fed token by token.
 
@@ -205,6 +205,7 @@ def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpo
     assert {(c.layout, c.ep) for c in checks if c.name == "logits"} == {(str(p.layout), p.ep_degree) for p in points}
 
 
+@pytest.mark.long
 def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):
     """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
     prompts, new = ((5, 90, 17), (202,)), 1
@@ -375,6 +376,7 @@ def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.long
 def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
     """Rounding changes experts and tokens of a random model: tokens are told and not judged, so their limit is null."""
     code, said, _ = command("--checkpoint", checkpoints["v2"], "--tp", "1", "--dtype", "bf16", "-o", str(tmp_path))
@@ -385,6 +387,7 @@ def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
     assert checks["logits"]["error"] > LIMIT, "bf16 was not fp32"
 
 
+@pytest.mark.long
 def test_the_command_names_a_tensor_that_the_checkpoint_lacks(checkpoints, tmp_path):
     """One sentence of ours, in the failed point and on the terminal, and no traceback."""
     broken = tmp_path / "broken"

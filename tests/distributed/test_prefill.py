@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", ranks.CASES)
+@pytest.mark.long
 def test_logits_are_those_of_transformers_on_every_layout(world, folder):
     """Every row of every step on every rank: of chunks with and without a prefix, of decodes beside and behind them.
 

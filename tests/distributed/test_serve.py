@@ -134,6 +134,7 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
+@pytest.mark.long
 def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, truth):
     """40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
     load, record, folder = served("forty")
@@ -151,6 +152,7 @@ def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
     assert streams(record, folder) == truth(load)
 
 
+@pytest.mark.long
 def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth, tmp_path):
     """A pool of 11 pages of 2 · 2 tokens under requests that grow by five pages each: they are preempted, and those
     that need more than all 44 tokens are rejected with their size and the limit.
@@ -170,6 +172,7 @@ def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth
     assert all(not found[i] for i in rejected)
 
 
+@pytest.mark.long
 def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint, tmp_path):
     """Requests that come once in a thousand seconds: one is served, and the limit of a second ends the run."""
     load = msgspec.structs.replace(LOAD, arrival="gamma", request_rate=0.001, output_tokens="2")
@@ -177,3 +180,26 @@ def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint,
     assert record.outcome == "ok"
     assert (record.serve.submitted, record.serve.finished) == (1, 1)
     assert record.serve.steady_tok_s is None
+
+
+@pytest.mark.long
+def test_sessions_are_answered_as_by_transformers_and_find_what_was_said(checkpoint, tmp_path):
+    """Two replicas of two ranks: each prompt holds what was really answered before, some of it from the cache, and what
+    is found is what replay finds of the same load.
+    """
+    load = msgspec.structs.replace(
+        LOAD, turns="3", turn_tokens="5", input_tokens="9", output_tokens="7", prefix_share=0.0
+    )
+    asked = point(checkpoint, Layout(4, dp=2, dcp=2), load, 4, **A2A_WIDE)
+    (record,) = serve([asked], tmp_path)
+    rows = sorted(read_samples(tmp_path / record.serve.samples_file), key=lambda row: row.number)
+    requests = make_requests(load, VOCAB)
+    prompts: list[tuple[int, ...]] = []
+    for request, row in zip(requests, rows, strict=True):
+        own = request.prompt[len(request.prompt) - (5 if request.turn else 9) :].tolist()
+        before = (*prompts[-1], *rows[request.number - 1].tokens) if request.turn else ()
+        prompts.append((*before, *own))
+        stored = len(before) - 1 if request.turn else 0
+        assert row.cached_tokens == stored // 4 * 4
+    found = oracle.greedy(checkpoint, tuple(prompts), 7)
+    assert [row.tokens for row in rows] == [answer.tokens for answer in found]

@@ -94,6 +94,7 @@ def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], Step
     return folder, records, read_step_times(file)
 
 
+@pytest.mark.long
 def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
     folder, records, _ = job
     name = step_times_name(engine_path(records[0].point))
@@ -149,6 +150,7 @@ def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureR
     assert record.serve.finished == 12
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_uses_the_file_that_it_has(folder, one_rank, monkeypatch) -> None:
     """As long as machine and code are the same and every case is in it."""
     file = folder / one_rank.honesty.step_times

@@ -22,7 +22,11 @@ from dcpbench.kernels.peers.merge import merge_reference
 from tests.distributed import symm_ranks as ranks
 from tests.distributed.forked import forked
 
-CASES = [(world, layout) for world in ranks.WORLDS for layout in ranks.layouts(world)]
+CASES = [
+    pytest.param(world, layout, marks=[pytest.mark.long] if world > 2 else [])
+    for world in ranks.WORLDS
+    for layout in ranks.layouts(world)
+]
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def rank_main(rank: int, port: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_only_barriers_and_objects_of_nccls_groups_wait() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -26,6 +26,7 @@ def ab(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     return int(end.value.code or 0), *capsys.readouterr()
 
 
+@pytest.mark.long
 def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """B takes twice as long for a token, and says that it runs otherwise; rounds begin with one and with the other."""
     out = tmp_path / "out"

@@ -107,6 +107,7 @@ def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_othe
     assert after.count(b"\n") == before.count(b"\n") + 2, "what failed is tried again, what ran is not"
 
 
+@pytest.mark.long
 def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

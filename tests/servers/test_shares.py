@@ -174,6 +174,7 @@ def in_session(leader: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("number", "wait_s"), [(signal.SIGKILL, 1.0), (signal.SIGINT, 0.3), (signal.SIGINT, 2.0)])
+@pytest.mark.long
 def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: Path) -> None:
     """In the middle of a load, and before it begins."""
     with served("--gap-ms 200", tmp_path / "log") as url:

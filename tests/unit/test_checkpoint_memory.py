@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Self
 
+import pytest
 import torch
 
 from dcpbench.engine.checkpoint import CheckpointSource
@@ -138,6 +139,7 @@ def read(folder: Path) -> tuple[int, int, int]:
     return memory.grown, known.grown, held.nbytes()
 
 
+@pytest.mark.long
 def test_a_rank_holds_its_part_in_hand_and_never_a_file(tmp_path: Path) -> None:
     """The largest part in hand: 16,160 rows of the vocabulary, 232 MB. What is kept goes to a device without memory.
 

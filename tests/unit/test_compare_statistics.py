@@ -279,6 +279,7 @@ class TestGuarantees:
             yield
 
     @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.long
     def test_of_200_comparisons_of_the_same_at_most_5_percent_show_a_difference(self, model: str) -> None:
         """5 launches of each side. Ten of 200 are 5 %."""
         rng = np.random.default_rng(6)
@@ -297,6 +298,7 @@ class TestGuarantees:
         found = [verdicts(rng, model, 6, faster=1.03).get("FASTER", 0) for _ in range(100)]
         assert sum(found) >= 0.95 * 4 * 100
 
+    @pytest.mark.long
     def test_eight_rounds_of_pairs_find_3_percent_too_and_keep_the_promise(self) -> None:
         rng = np.random.default_rng(10)
         options = Options(metrics=("step_time",), paired=True)

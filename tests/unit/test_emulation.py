@@ -306,6 +306,7 @@ def test_points_that_are_all_there_say_nothing_new() -> None:
     assert there.world == 8
 
 
+@pytest.mark.long
 def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its plan, its record, its report, and exports, of which those that others compare with refuse it."""
     run = tmp_path / "run"

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import DcpbenchError, RecordsError, UsageError
@@ -254,6 +254,7 @@ JSON = st.recursive(
 @given(
     name=st.sampled_from(sorted(VLLM.keys() | SGLANG.keys())), value=JSON, engine=st.sampled_from(["vllm", "sglang"])
 )
+@example(name="random_input_len", value=1_000_000_001, engine="sglang")
 def test_any_value_in_any_field_gives_a_record_or_a_sentence(
     name: str, value: Any, engine: str, tmp_path: Path
 ) -> None:

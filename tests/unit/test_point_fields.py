@@ -69,6 +69,9 @@ OTHER_LOAD: dict[str, Any] = {
     "output_tokens": "41",
     "prefix_share": 0.5,
     "prefix_groups": 3,
+    "turns": "4",
+    "turn_tokens": "70",
+    "think_time": 2.5,
     "trace": "chat.jsonl",
     "trace_sha256": "abc",
     "chunk": 1024,
@@ -252,7 +255,7 @@ class TestWords:
     @pytest.mark.parametrize("name", fields(Load))
     def test_loads_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
         """An open loop has a rate and a burstiness, and half of each prompt in common with others."""
-        loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2}
+        loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2, "turns": "3"}
         if name in ("trace", "trace_sha256"):
             loop |= {"trace": "a.jsonl", "trace_sha256": "def"}
         self.check(served(serve.point(DCP, changed=loop)), name, tmp_path)
@@ -357,7 +360,13 @@ class TestCommands:
     @pytest.mark.parametrize("name", fields(Load, "trace_sha256"))
     def test_the_command_of_a_load_says_every_field(self, name: str) -> None:
         """A file is named; its hash only tells whether it is still the same."""
-        loop: Mapping[str, Any] = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2}
+        loop: Mapping[str, Any] = {
+            "arrival": "gamma",
+            "request_rate": 2.0,
+            "prefix_share": 0.25,
+            "prefix_groups": 2,
+            "turns": "3",
+        }
         point = serve.point(DCP, changed=dict(loop))
         assert self.command(point) != self.command(changed(point, name))
 

@@ -327,6 +327,7 @@ def report_of_many(folders: list[Path], out: Path) -> tuple[Page, Path]:
     return Page(write_report(folders, out)[0].read_text(encoding="utf-8")), out
 
 
+@pytest.mark.long
 def test_many_points_stay_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """136 measurements of 68 points and 8 rejections: under 2 MB with all pictures, which are SVG there."""
     save = plots.save

@@ -56,6 +56,7 @@ def held() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell what is in use")
+@pytest.mark.long
 def test_thousands_of_steps_leave_nothing_behind():
     """Eight runs of 500 steps, with 13 pages for two requests of up to 10 each, and each prompt three times.
 

@@ -34,7 +34,7 @@ def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[in
     """Of each step, in the fullest replica."""
     scheduler = Scheduler(setup)
     traffic = Traffic(requests, scheduler, len(requests))
-    traffic.submit(traffic.due(0.0), 0.0)
+    traffic.submit(*traffic.due(0.0), 0.0)
     found = []
     while (step := scheduler.next_step()) is not None:
         found.append(max(replica.tokens for replica in step.replicas))

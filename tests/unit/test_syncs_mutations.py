@@ -88,6 +88,7 @@ def wait_in(data: bytes) -> range:
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.long
 def test_no_single_bit_of_a_wait_makes_a_trace_clean(kind: str, folder: Path) -> None:
     """Every bit of every byte of its events: keys, names, categories, numbers, brackets and quotes."""
     data = text(trace_with(kind))
@@ -102,6 +103,7 @@ stands for 0, or for a stream of its own."""
 
 
 @pytest.mark.parametrize("kind", ["copy that is held up", "step"])
+@pytest.mark.long
 def test_where_times_decide_only_times_streams_and_steps_can_change_unnoticed(kind: str, folder: Path) -> None:
     """A copy from pageable memory is held up if it began after the work before it; a wait after the last step is none
     of steady state.

@@ -151,6 +151,7 @@ class TestDryRun:
         words = f"cuda syncs: found by a dry run, as asked for, {len(dry.tests) - 1} tests"
         assert words in dry.stdout.splitlines()
 
+    @pytest.mark.long
     def test_workers_of_xdist_check_as_well(self, tmp_path: Path) -> None:
         chosen = ("-n", "2", "-k", "test_at_most_two or TestMarked")
         found = ran(tmp_path, "syncs_plugin_cases.py", "--cuda-sync-mode", "dry-run", *chosen)

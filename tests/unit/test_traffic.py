@@ -23,7 +23,7 @@ def serve(flow: Traffic, step_s: float = 1.0) -> None:
     """Steps of one second, in virtual time, until all is answered."""
     now = 0.0
     while not flow.done:
-        flow.submit(flow.due(now), now)
+        flow.submit(*flow.due(now), now)
         step = flow.scheduler.next_step()
         if step is None:
             now = max(now, flow.next_arrival_s() or now)
@@ -43,7 +43,7 @@ class TestClosedLoop:
 
     def test_it_does_not_look_at_when_requests_would_be_due(self) -> None:
         flow = traffic([request(0, 4, 1, arrival_s=9.0)], 1)
-        assert (flow.due(0.0), flow.next_arrival_s()) == (1, None)
+        assert (flow.due(0.0), flow.next_arrival_s()) == ((0, 1), None)
         serve(flow)
         assert (flow.samples[0].submitted_s, flow.samples[0].token_s) == (0, [1])
 
@@ -60,20 +60,20 @@ class TestOpenLoop:
     def test_requests_come_when_they_are_due_whatever_is_unanswered(self) -> None:
         """At 0, 0.5 and 2.5 s; prompts of 8 fill a step each, so the second one is answered at 2 s."""
         flow = traffic([request(n, 8, 1, arrival_s=at) for n, at in enumerate((0.0, 0.5, 2.5))], None)
-        assert [flow.due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [1, 1, 2, 3]
+        assert [flow.due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [(0, 1), (0, 1), (0, 2), (0, 3)]
         serve(flow)
         assert [s.token_s for s in flow.samples] == [[1], [2], [3.5]]
 
     def test_a_request_counts_from_when_it_was_due_not_from_when_it_was_seen(self) -> None:
         """It came in the middle of a step."""
         flow = traffic([request(0, 8, 1, arrival_s=0.25)], None)
-        flow.submit(flow.due(1.0), 1.0)
+        flow.submit(*flow.due(1.0), 1.0)
         assert flow.samples[0].submitted_s == 0.25
 
     def test_it_says_when_the_next_one_comes(self) -> None:
         flow = traffic([request(0, 4, arrival_s=1.5)], None)
-        assert (flow.due(1.0), flow.next_arrival_s()) == (0, 1.5)
-        flow.submit(1, 1.5)
+        assert (flow.due(1.0), flow.next_arrival_s()) == ((0, 0), 1.5)
+        flow.submit(0, 1, 1.5)
         assert flow.next_arrival_s() is None
 
 
@@ -81,12 +81,12 @@ class TestStop:
     def test_finished_requests_keep_their_samples_and_the_others_are_given_up(self) -> None:
         """Of three requests one is answered, one is running and one was never sent."""
         flow = traffic([request(0, 4, 1), request(1, 4, 9), request(2, 4, 1)], 2)
-        flow.submit(2, 0.0)
+        flow.submit(0, 2, 0.0)
         flow.read(flow.scheduler.next_step(), 1.0)
         flow.stop()
         assert [(s.finished, len(s.token_s)) for s in flow.samples] == [(True, 1), (False, 1)]
         assert flow.samples[1].sequence is not None
-        assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, 0, 0, [])
+        assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, (0, 0), 0, [])
 
     def test_nothing_to_serve_is_an_error_that_says_what_to_type(self) -> None:
         with pytest.raises(UsageError, match="give --num-requests 1 or more"):

@@ -49,7 +49,7 @@ def serve(
     scheduler = Scheduler(config(**changes))
     traffic, counts, now = Traffic(requests, scheduler, concurrency), StepCounts(), 0.0
     while not traffic.done and now < until_s:
-        traffic.submit(traffic.due(now), now)
+        traffic.submit(*traffic.due(now), now)
         step = scheduler.next_step()
         if step is None:
             now = max(now, traffic.next_arrival_s() or now)  # or what came was rejected, and the next one can come

@@ -1,0 +1,118 @@
+"""Sessions over HTTP, against a server that keeps an account of what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+
+from dcpbench.points.point import Load
+from dcpbench.servers import turns
+from dcpbench.servers.client import Client, Target
+from dcpbench.servers.load import Run
+from dcpbench.servers.prompts import find_manner
+from dcpbench.servers.shares import deal
+from dcpbench.serving.loads import make_requests
+from tests.servers.fake_server import FakeServer, Model, Running, Script
+
+LOAD = Load(requests=9, input_tokens="uniform:10-30", output_tokens="uniform:3-8", turns="3", turn_tokens="5", chunk=64)
+GAP_S = 0.01
+
+
+def sent(
+    endpoint: str,
+    clients: int | None = 2,
+    think_s: float = 0.0,
+    script: Script | None = None,
+    model: Model | None = None,
+) -> tuple[FakeServer, Run]:
+    """What a server was asked, without its trials, and the run."""
+
+    async def main() -> tuple[FakeServer, Run]:
+        async with Running(script or Script(gap_ms=GAP_S * 1e3), model or Model()) as running:
+            server, target = running.server, Target.at(running.url)
+            async with Client(target) as client:
+                manner = await find_manner(client, "fake", endpoint)
+                server.sent.clear()
+                run = Run(client, turns.calls(target, manner, make_requests(LOAD, manner.vocab), think_s), clients)
+                await run.run(time.perf_counter())
+                return server, run
+
+    return asyncio.run(main())
+
+
+def by_session(run: Run) -> dict[int, list[int]]:
+    """Places of a run's outcomes, by session."""
+    found: dict[int, list[int]] = {}
+    for place, outcome in enumerate(run.outcomes):
+        found.setdefault(outcome.call.number // 3, []).append(place)
+    return found
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_a_prompt_of_ids_begins_with_all_that_was_said(token_ids: bool) -> None:
+    """With the server's own answers where it says their ids; else with made-up ones of the same length."""
+    server, run = sent("completions", 1, script=Script(token_ids=token_ids))
+    assert (len(run.outcomes), run.requests) == (9, 9)
+    asked = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, server.sent, strict=True)}
+    requests = make_requests(LOAD, server.model.vocab)
+    answers = {o.call.number: o.answer.tokens for o in run.outcomes}
+    for before, after in itertools.pairwise(requests):
+        assert len(asked[after.number]) == len(after.prompt)
+        if after.turn:
+            said = answers[before.number] if token_ids else before.answer.tolist()
+            whole = [*asked[before.number], *said]
+            assert asked[after.number][: len(whole)] == whole
+            assert len(asked[after.number]) == len(whole) + 5
+
+
+def test_a_chat_has_the_servers_own_answers_as_messages() -> None:
+    server, run = sent("chat")
+    last = max(server.sent, key=lambda s: len(s.body["messages"])).body["messages"]
+    assert [m["role"] for m in last] == ["user", "assistant", "user", "assistant", "user"]
+    texts = {"".join(c.new_text for c in o.answer.choices) for o in run.outcomes}
+    assert {m["content"] for m in last if m["role"] == "assistant"} <= texts
+    assert all(m["content"] for m in last)
+
+
+def test_text_goes_on_where_it_ended() -> None:
+    server, _ = sent("completions", script=Script(takes_ids=False, gap_ms=1.0))
+    prompts = sorted((s.body["prompt"] for s in server.sent), key=len)
+    assert all(isinstance(p, str) for p in prompts)
+    assert sum(any(other != p and other.startswith(p) for other in prompts) for p in prompts) == 6
+
+
+@pytest.mark.parametrize("clients", [2, None])
+def test_a_turn_is_sent_so_long_after_the_answer(clients: int | None) -> None:
+    _, run = sent("completions", clients, think_s=0.05)
+    for places in by_session(run).values():
+        for a, b in itertools.pairwise(run.outcomes[place] for place in places):
+            pause = b.submitted_s - a.answer.chunk_s[-1]
+            assert 0.05 <= pause < 1.0
+            assert b.sent_s >= b.submitted_s
+
+
+def test_a_session_ends_where_a_turn_fails() -> None:
+    """Every turn but the first is too long for the server."""
+    server, run = sent("completions", model=Model(max_model_len=38))
+    failed = [o for o in run.outcomes if o.error is not None]
+    assert failed
+    for places in by_session(run).values():
+        errors = [run.outcomes[place].error is not None for place in places]
+        assert not any(errors[:-1])
+    assert len(server.sent) == len(run.outcomes) < 9
+
+
+def test_sessions_stay_in_one_process() -> None:
+    target = Target.at("http://127.0.0.1:1")
+    manner_calls = list(range(3))
+
+    class Made:
+        def __init__(self, number: int) -> None:
+            self.number, self.requests = number, 3
+
+    shares = deal(target, [Made(n) for n in manner_calls], 3, 2)  # type: ignore[arg-type]
+    assert sorted(call.number for share in shares for call in share.calls) == manner_calls
+    assert len(shares) == 2

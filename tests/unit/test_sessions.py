@@ -1,0 +1,213 @@
+"""Sessions of several turns: what each turn sends, what of it the cache has, and that replay and live agree in all of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.plan.serve_spec import ServeLoads
+from dcpbench.points.point import Load
+from dcpbench.serving.load_words import load_name
+from dcpbench.serving.loads import extent, make_requests
+from dcpbench.serving.outcome import StepCounts, rows, serve_metrics
+from dcpbench.serving.replay import replay
+from dcpbench.serving.scheduler import Scheduler
+from dcpbench.serving.traffic import Traffic
+from dcpbench.workloads import serving_loop
+from dcpbench.workloads.serving_loop import Agreement, Loop
+from tests.unit.test_replay import Fixed
+from tests.unit.test_replay_loop import Clock, Device
+from tests.unit.virtual_serving import config
+
+VOCAB = 1000
+PAGE = 16
+
+
+def sessions(**changes: object) -> Load:
+    """Twelve turns, in sessions of two to four; 20 to 60 tokens each way."""
+    usual: dict[str, object] = {
+        "requests": 12,
+        "input_tokens": "uniform:20-60",
+        "output_tokens": "uniform:20-60",
+        "turns": "uniform:2-4",
+        "chunk": 64,
+    }
+    return Load(**(usual | changes))
+
+
+class TestLoads:
+    @pytest.mark.parametrize("turn_tokens", ["", "7"])
+    def test_each_prompt_begins_with_all_that_was_said_before(self, turn_tokens: str) -> None:
+        found = make_requests(sessions(turn_tokens=turn_tokens), VOCAB)
+        assert [r.number for r in found] == list(range(12))
+        later = [(a, b) for a, b in itertools.pairwise(found) if b.turn]
+        assert len(later) >= 6
+        for before, after in later:
+            assert (after.session, after.turn) == (before.session, before.turn + 1)
+            said = np.concatenate((before.prompt, before.answer))
+            assert len(before.answer) == before.output_tokens
+            assert (after.prompt[: len(said)] == said).all()
+            if turn_tokens:
+                assert len(after.prompt) == len(said) + 7
+        firsts = [r for r in found if not r.turn]
+        assert [r.session for r in firsts] == list(range(len(firsts)))
+        assert all((r.answer is None) == (r.number + 1 == 12 or found[r.number + 1].turn == 0) for r in found)
+
+    def test_the_longest_request_is_a_last_turn(self) -> None:
+        load = sessions(turns="4", input_tokens="10", output_tokens="5")
+        found = make_requests(load, VOCAB)
+        assert [len(r.prompt) for r in found] == 3 * [10, 25, 40, 55]
+        assert (extent(load).shortest, extent(load).longest, extent(load).output) == (15, 60, 60)
+
+    def test_sessions_come_at_the_rate_and_turns_when_they_are_answered(self) -> None:
+        found = make_requests(sessions(arrival="gamma", request_rate=2.0, turns="3"), VOCAB)
+        times = [r.arrival_s for r in found]
+        assert times[0] == 0
+        assert [at is None for at in times] == 4 * [False, True, True]
+        assert times[::3] == sorted(times[::3])
+
+    def test_what_stands_alone_is_as_it_was(self) -> None:
+        load = sessions(turns="1")
+        assert str(load) == str(
+            Load(requests=12, input_tokens="uniform:20-60", output_tokens="uniform:20-60", chunk=64)
+        )
+        assert all(r.session is None and r.answer is None for r in make_requests(load, VOCAB))
+
+    def test_words(self) -> None:
+        said = load_name(sessions(turns="4", turn_tokens="7", think_time=2.5), 3)
+        assert "in sessions of 4 turns, 7 tokens each later one, 2.5 s between them" in said
+
+
+def run(load: Load, clients: int | None, **changes: object) -> Traffic:
+    """The load replayed on made-up times, one virtual page being PAGE tokens."""
+    scheduler = Scheduler(config(page_size=PAGE, **changes))
+    return replay(make_requests(load, VOCAB), scheduler, clients, Fixed(), think_s=load.think_time).traffic
+
+
+def cached(traffic: Traffic) -> dict[int, int]:
+    return {s.request.number: s.sequence.cached for s in traffic.samples if s.sequence is not None}
+
+
+class TestCache:
+    def test_a_turn_finds_all_full_pages_of_what_was_stored(self) -> None:
+        """The last token of an answer was never read, so it has no KV; a prompt's last token is always computed."""
+        load = sessions()
+        traffic = run(load, 1)
+        found = cached(traffic)
+        for before, after in itertools.pairwise(make_requests(load, VOCAB)):
+            stored = min(len(before.prompt) + before.output_tokens - 1, len(after.prompt) - 1)
+            assert found[after.number] == (stored // PAGE * PAGE if after.turn else 0)
+
+    def test_cached_and_computed_tokens_are_all_tokens_of_prompts(self) -> None:
+        traffic = run(sessions(requests=40), 4)
+        metrics = serve_metrics(traffic, tp=1, concurrency=4, slo={}, steps=StepCounts())
+        assert metrics.finished == 40
+        assert metrics.preemptions == 0
+        assert metrics.cached_tokens == sum(cached(traffic).values())
+        assert 0 < metrics.cached_tokens < metrics.input_tokens
+
+    def test_without_a_cache_nothing_is_found(self) -> None:
+        assert set(cached(run(sessions(), 4, prefix_cache=False)).values()) == {0}
+
+    def test_more_room_finds_more(self) -> None:
+        """Eight sessions in flight think long enough for others to take their pages."""
+        load = sessions(requests=64, turns="4", think_time=3.0)
+        shares = [sum(cached(run(load, 8, pages=pages)).values()) for pages in (41, 81, 321)]
+        assert shares == sorted(set(shares))
+
+    def test_a_session_stays_on_its_replica(self) -> None:
+        traffic = run(sessions(requests=40), 8, replicas=2)
+        homes = [{s.sequence.replica for s in traffic.samples if s.request.session == n} for n in range(8)]
+        assert all(len(home) == 1 for home in homes)
+        assert {replica for home in homes for replica in home} == {0, 1}
+
+
+class TestTimes:
+    def test_the_next_turn_comes_so_long_after_the_last_token(self) -> None:
+        traffic = run(sessions(think_time=0.25), 2)
+        by_number = traffic.sample_of
+        for request in make_requests(sessions(), VOCAB):
+            if request.turn:
+                before = by_number[request.number - 1]
+                assert by_number[request.number].submitted_s == before.token_s[-1] + 0.25
+
+    def test_a_client_has_one_session_at_a_time(self) -> None:
+        traffic = run(sessions(requests=40, think_time=0.1), 3)
+        ends: dict[int, float] = {}
+        begins: dict[int, float] = {}
+        for s in traffic.samples:
+            begins.setdefault(s.request.session, s.submitted_s)
+            ends[s.request.session] = s.token_s[-1]
+        for at in begins.values():
+            assert sum(begins[n] <= at < ends[n] for n in begins) <= 3
+
+    def test_a_session_whose_turn_can_never_be_served_ends(self) -> None:
+        """Prompts of 30, 80 and 130 tokens; 8 pages hold 128."""
+        load = sessions(requests=6, turns="3", input_tokens="30", output_tokens="20")
+        traffic = run(load, 1, pages=9)
+        assert [bool(s.rejected) for s in traffic.samples] == 2 * [False, False, True]
+        assert traffic.done
+
+    def test_what_is_cut_off_sends_no_more_turns(self) -> None:
+        scheduler = Scheduler(config(page_size=PAGE))
+        traffic = Traffic(make_requests(sessions(), VOCAB), scheduler, 2)
+        traffic.submit(*traffic.due(0.0), 0.0)
+        traffic.stop()
+        assert (traffic.done, traffic.due(9.0), traffic.next_arrival_s()) == (True, (0, 0), None)
+
+    @pytest.mark.parametrize("think_time", [0.0, 0.07])
+    @pytest.mark.parametrize("clients", [3, None])
+    def test_live_and_replay_agree_to_the_bit(
+        self, clients: int | None, think_time: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In times, and in what the cache had; the pool is so small that it evicts."""
+        open_loop = {} if clients else {"arrival": "gamma", "request_rate": 20.0}
+        load = sessions(requests=40, think_time=think_time, **open_loop)
+        setup, clock = config(page_size=PAGE, pages=41 if clients else 121), Clock()
+        monkeypatch.setattr(serving_loop, "time", clock)
+        scheduler = Scheduler(setup)
+        traffic = Traffic(make_requests(load, VOCAB), scheduler, clients, think_time)
+        loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
+        while loop.iterate():
+            pass
+        found = replay(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0), think_s=think_time)
+        seen, replayed = (
+            [(r.number, r.cached_tokens, r.token_s) for r in rows(t.samples)] for t in (traffic, found.traffic)
+        )
+        assert seen == replayed
+        assert any(c for _, c, _ in seen)
+
+    def test_a_later_prompt_holds_what_was_really_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The device on paper samples zeros."""
+        clock = Clock()
+        monkeypatch.setattr(serving_loop, "time", clock)
+        scheduler = Scheduler(config(page_size=PAGE))
+        load = sessions(requests=3, turns="3", input_tokens="5", output_tokens="4")
+        traffic = Traffic(make_requests(load, VOCAB), scheduler, 1)
+        loop = Loop(Device(Fixed(), clock), scheduler, traffic, Agreement())
+        while loop.iterate():
+            pass
+        last = traffic.samples[-1].request
+        assert len(last.ids) == len(last.prompt) == 23
+        assert last.ids[5:9].tolist() == last.ids[14:18].tolist() == [0, 0, 0, 0]
+        own = np.r_[0:5, 9:14, 18:23]
+        assert (last.ids[own] == last.prompt[own]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"think_time": 3.0}, "--think-time without --turns: no request has a next turn; add --turns 4"),
+        ({"turn_tokens": "7"}, "--turn-tokens without --turns"),
+        ({"turns": "4", "think_time": -1.0}, "--think-time -1: not 0 to 86,400 seconds"),
+        ({"turns": "4", "think_time": math.nan}, "--think-time nan: not 0 to 86,400 seconds"),
+        ({"turns": "20000"}, "--turns 20000: a session has at most 10,000 turns"),
+    ],
+)
+def test_mistakes_are_sentences(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ServeLoads(num_requests=8, input_tokens=("10",), output_tokens=("5",), chunk=(64,), **options)
