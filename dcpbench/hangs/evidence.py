@@ -161,8 +161,11 @@ def _take(found: Evidence, path: Path) -> bool:
         return True
     threads = dumps.threads(text, dumps.rank_of(path))
     for process in dict.fromkeys(t.process for t in threads):
-        name = f"process {process.partition(':')[0]} ({path.name})" if process else path.name
-        rank = dumps.rank_of(path) if len({t.process for t in threads}) == 1 else NOBODY
+        pid = process.partition(":")[0]
+        name = f"process {pid} ({path.name})" if process else path.name
+        rank = dumps.rank_of(path)
+        if str(rank) == pid or len({t.process for t in threads}) > 1:  # a file may be named by its process, too
+            rank = NOBODY
         of = found.of(rank, name)
         of.threads = of.threads or [t for t in threads if t.process == process]
     return bool(threads)

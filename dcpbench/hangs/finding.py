@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, Met, members, spans
+from dcpbench.hangs.dumps import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -442,13 +443,18 @@ def _by_stacks(evidence: Evidence) -> Finding | None:
         kind="behind",
         said=f"{names} {'is' if len(out) == 1 else 'are'} at {spot.said}, and the other {len(waits)} wait in {wait[0].function}, "
         f"at {wait[1].said}",
-        ranks=[ranks[r].rank for r in out],
-        waiting=[ranks[r].rank for r in waits],
+        ranks=_numbers(ranks, out),
+        waiting=_numbers(ranks, waits),
         collective=wait[0].function,
         line=spot.said,
         waiting_at=wait[1].said,
         why=["By Python stacks alone: which collective it is, and whether it is the same one, they do not say."],
     )
+
+
+def _numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
+    """Of those that have one."""
+    return [ranks[r].rank for r in some if ranks[r].rank != NOBODY]
 
 
 def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Frame]]) -> Finding | None:
@@ -465,8 +471,8 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
     return Finding(
         kind="order",
         said=f"{', '.join(ranks[r].name for r in few)} waits in {at}, and the other {len(most)} in {common}",
-        ranks=[ranks[r].rank for r in few],
-        waiting=[ranks[r].rank for r in waits],
+        ranks=_numbers(ranks, few),
+        waiting=_numbers(ranks, waits),
         collective=common,
         line=at,
         waiting_at=common,

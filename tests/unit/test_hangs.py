@@ -239,6 +239,15 @@ def test_dumps_of_py_spy_name_the_process_that_is_elsewhere(tmp_path: Path, caps
     assert (told["kind"], told["ranks"], told["line"]) == ("behind", [3], "app/data.py:12 in load")
 
 
+def test_a_number_that_is_a_process_id_is_no_rank(tmp_path: Path) -> None:
+    for pid in (101, 102, 103):
+        frames = ELSEWHERE if pid == 103 else IN_REDUCE
+        (tmp_path / f"dump-{pid}.txt").write_text(SPY.format(pid=pid, frames=frames))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks) == ("behind", [])
+    assert found.said.startswith("process 103 (dump-103.txt) is at app/data.py:12 in load")
+
+
 def test_a_page_tells_the_same_and_what_others_wrote_is_no_markup_there(tmp_path: Path) -> None:
     """The name of a function in a dump may be anything."""
     for rank in range(3):
