@@ -20,9 +20,12 @@ import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
-from dcpbench.exchange import registered_memory
-from dcpbench.launch import jobs
+from dcpbench.exchange import collectives, registered_memory
+from dcpbench.hangs import beats
+from dcpbench.hangs.evidence import Device
+from dcpbench.launch import hung, jobs
 from dcpbench.launch.jobs import Failure, Job
+from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import environment, probe
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
@@ -44,8 +47,8 @@ INTERRUPTED = 130
 class Worker:
     """This rank's state through the points of a job."""
 
-    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
-        self.job, self.rank, self.device = job, rank, device
+    def __init__(self, job: Job, rank: int, device: torch.device, marks: torch.Tensor | None = None) -> None:
+        self.job, self.rank, self.device, self.marks = job, rank, device, marks
         self.environment = environment(device, job.command)
         self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
@@ -135,6 +138,7 @@ class Worker:
             seed=self.job.settings.seed,
             alive=lambda: self.tell("build"),
         )
+        self.session.engine.model.marks = self.marks
         return self.session
 
     def verify(self, point: Point) -> None:
@@ -173,13 +177,21 @@ def main(path: str) -> int:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    start(device, rank, int(os.environ["WORLD_SIZE"]), job.port_path(), job.store)
+    ranks = int(os.environ["WORLD_SIZE"])
+    start(device, rank, ranks, job.port_path(), job.store)
+    marks = torch.zeros(1, dtype=torch.int32, pin_memory=job.device == "cuda") if job.device_beats else None
+    says = {job.logs() / hung.FLIGHT.format(rank): flight_recorder.recorded}
+    if marks is not None:
+        says[job.logs() / hung.DEVICE.format(rank)] = lambda: msgspec.json.encode(Device(norm=int(marks[0])))
+    flight_recorder.answer(job.logs() / hung.ASK.format(rank), says)
+    collectives.beat(job.logs() / hung.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:
-        worker = Worker(job, rank, device)
+        worker = Worker(job, rank, device, marks)
         with torch.inference_mode():
             worker.run()
-        dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
+        with beats.collective("barrier", None, dist.group.WORLD):
+            dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
     except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
         key = worker.point.key() if worker and worker.point else ""
         failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())

@@ -191,6 +191,21 @@ class RunOnMachines(Run):
         metavar="HOST:PORT",
     )
     rdzv_id: str = MACHINES("Name of the sweep, the same on all.", default="dcpbench", metavar="NAME")
+    point_retries: int = MEASURE(
+        "How often a point that hung or broke is begun again, after the others. --resume sets a point aside that has "
+        "failed twice, or once more than this.",
+        default=0,
+        metavar="N",
+    )
+    device_beats: bool = MEASURE(
+        "Have norms mark in memory of the host how far a GPU is in a step, also inside a graph: a hang then names the layer. "
+        "What it costs a step is not known; leave it out where times count.",
+        default=False,
+    )
+    point_limit: float | None = MEASURE(
+        "A point that takes longer than this, its building included, is hung, whatever its progress. Default: none.",
+        metavar="SECONDS",
+    )
 
 
 class OneAnswer(Group):

@@ -17,7 +17,7 @@ import msgspec
 
 from dcpbench.commands.command import SOME_FAILED
 from dcpbench.errors import UsageError
-from dcpbench.launch import folders, launcher
+from dcpbench.launch import folders, launcher, tries
 from dcpbench.launch.nodes import secret, split_endpoint
 from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan import grid
@@ -127,11 +127,12 @@ def carry_out(
     """Run what can run into a folder, and write the report. Returns the exit code."""
     with folders.locked(folder) as lock:
         with folders.writing(folder):
-            points = _prepare(candidates, folder, work, run)
+            left = _prepare(candidates, folder, work, run)
+            points = _without_those_set_aside(left, folder, work.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             if not is_part():
-                announce(candidates, points, folder, probe)
+                announce(candidates, points, folder, probe, aside=len(left) - len(points))
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
@@ -155,6 +156,7 @@ def check_run(run: Run, *, remote: bool = False) -> None:
     if run.resume and run.output is None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
     check_seconds("--timeout", run.timeout, 300)
+    _check_isolation(run, remote=remote)
     if remote:
         _check_remote(run)
         return
@@ -172,6 +174,31 @@ def check_run(run: Run, *, remote: bool = False) -> None:
     if m.nnodes > 1 and run.gpu is None:
         split_endpoint(m.rdzv_endpoint)
         secret()
+
+
+def _check_isolation(run: Run, *, remote: bool) -> None:
+    retries, limit = _retries(run), _point_limit(run)
+    if remote and (retries or limit is not None or _device_beats(run)):
+        raise UsageError(
+            "--point-retries, --point-limit and --device-beats are about ranks of ours; leave them out where servers are measured."
+        )
+    if retries < 0:
+        raise UsageError(f"--point-retries {retries} is negative; try --point-retries 1, or leave it out.")
+    if limit is not None:
+        check_seconds("--point-limit", limit, 1800)
+
+
+def _retries(run: Run) -> int:
+    """0 where the command has no such option."""
+    return getattr(run, "point_retries", 0)
+
+
+def _device_beats(run: Run) -> bool:
+    return getattr(run, "device_beats", False)
+
+
+def _point_limit(run: Run) -> float | None:
+    return getattr(run, "point_limit", None)
 
 
 def _check_remote(run: Run) -> None:
@@ -216,6 +243,19 @@ def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.
             RecordFile(folder).append(c.rejected())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.key() not in measured]
+
+
+def _without_those_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:
+    """The points that have not failed too often before; says how to try the others all the same."""
+    failed = tries.failed(folder)
+    aside = [p for p in points if tries.set_aside(failed[p.key()], retries)]
+    if aside:
+        most = max(failed[p.key()] for p in aside)
+        say(
+            f"{counted(len(aside), 'point')} that failed {most} times {'is' if len(aside) == 1 else 'are'} set aside: the "
+            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --point-retries {most}."
+        )
+    return [p for p in points if p not in aside]
 
 
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
@@ -320,9 +360,15 @@ def print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> 
 
 
 def announce(
-    candidates: Sequence[grid.Candidate], points: Sequence[Point], folder: Path, probe: Probe, *, cpu_note: bool = True
+    candidates: Sequence[grid.Candidate],
+    points: Sequence[Point],
+    folder: Path,
+    probe: Probe,
+    *,
+    cpu_note: bool = True,
+    aside: int = 0,
 ) -> None:
-    """Say what will run, what cannot and why, and where the results will lie."""
+    """Say what will run, what cannot and why, how many points are set `aside`, and where the results will lie."""
     from dcpbench.launch.progress import CPU_NOTE, rejected_lines
 
     if probe.device == "cpu" and cpu_note:
@@ -331,7 +377,8 @@ def announce(
         say(f"cannot run: {line}")
     added = sum(c.added for c in candidates if c.error is None)
     possible = sum(c.error is None for c in candidates)
-    skipped = f", {possible - len(points)} already measured" if possible > len(points) else ""
+    measured = possible - len(points) - aside
+    skipped = (f", {measured} already measured" if measured else "") + (f", {aside} set aside" if aside else "")
     extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
     say(f"{counted(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
 
@@ -343,6 +390,9 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         settings=settings,
         device=probe.device,
         timeout=run.timeout,
+        point_limit=_point_limit(run),
+        retries=_retries(run),
+        device_beats=_device_beats(run),
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         worker=WORKER,
     )

@@ -13,6 +13,7 @@ from dcpbench.engine.parts import Part
 from dcpbench.engine.request_pool import RequestPool, copy_async
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
+from dcpbench.hangs import beats
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.kv_indices import fill_pages
 from dcpbench.kernels.rope import softmax_scale
@@ -259,6 +260,7 @@ class DecodeEngine:
         if batch.captured is None:
             self.run(batch)
             return
+        beats.step(beats.REPLAY)
         batch.captured.graph.replay()
         batch.logits, batch.next_tokens = batch.captured.logits, batch.captured.next_tokens
 

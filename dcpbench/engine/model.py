@@ -16,12 +16,13 @@ import torch
 from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
+from dcpbench.hangs import beats
 from dcpbench.kernels import moe
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.linear import linear
 from dcpbench.kernels.moe.busiest import busiest_first
-from dcpbench.kernels.norm import add_rms_norm, rms_norm
+from dcpbench.kernels.norm import Mark, add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.measuring.ranges import phase
@@ -88,6 +89,8 @@ class Model:
         self.rope_table = rope_table(shape, max_context, device)
         self.stands_for = 1
         """Ranks with whole experts of which this one is the busiest in each layer, where it stands for all of them."""
+        self.marks: torch.Tensor | None = None
+        """int32 [1]: the number of the last norm that the device began; None where none is kept."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
 
@@ -104,21 +107,25 @@ class Model:
         `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
         `meanwhile` is called whenever a layer has been launched.
         """
+        beats.step(beats.LAUNCH)
         eps = self.shape.rms_eps
         residual_BD = self.embed(batch.tokens)
         x_BD: torch.Tensor | None = None
         for index in range(self.shape.layers):
+            beats.layer(index)
             layer = self.weights.layer(index)
-            x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm)
+            x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm, 2 * index + 1)
             x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside, prefill)
-            x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm)
+            x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm, 2 * index + 2)
             x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
             meanwhile()
         assert x_BD is not None
+        beats.layer(beats.NO_LAYER)
         with phase("lm_head"):
             if batch.logit_rows is not None:
                 x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]
-            return linear(add_rms_norm(x_BD, residual_BD, self.weights.final_norm, eps), self.weights.lm_head)
+            last = self.mark(2 * self.shape.layers + 1)
+            return linear(add_rms_norm(x_BD, residual_BD, self.weights.final_norm, eps, last), self.weights.lm_head)
 
     def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of a replica. Steps with more rows than symmetric memory was taken for go by NCCL."""
@@ -135,12 +142,18 @@ class Model:
             x_BD = table[local_B.clamp(0, table.shape[0] - 1)] * mine_B.unsqueeze(-1)
             return self.reduce(x_BD)
 
-    def norm(self, x_BD: torch.Tensor | None, residual_BD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Add the last block's output to the residual, if there was one, and normalise."""
+    def norm(
+        self, x_BD: torch.Tensor | None, residual_BD: torch.Tensor, weight_D: torch.Tensor, number: int
+    ) -> torch.Tensor:
+        """Add the last block's output to the residual, if there was one, and normalise; norms are numbered from 1 on."""
         with phase("norm"):
             if x_BD is None:
-                return rms_norm(residual_BD, weight_D, self.shape.rms_eps)
-            return add_rms_norm(x_BD, residual_BD, weight_D, self.shape.rms_eps)
+                return rms_norm(residual_BD, weight_D, self.shape.rms_eps, self.mark(number))
+            return add_rms_norm(x_BD, residual_BD, weight_D, self.shape.rms_eps, self.mark(number))
+
+    def mark(self, number: int) -> Mark | None:
+        """What norm `number` of a step leaves; see hangs/evidence.py."""
+        return None if self.marks is None else Mark(self.marks, number)
 
     def attention(
         self,

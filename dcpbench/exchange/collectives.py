@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dcpbench.hangs import beats
+from dcpbench.hangs.beats import collective
 from dcpbench.kernels.head_order import in_head_order
 from dcpbench.measuring.ranges import phase
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,7 +36,8 @@ class Group:
             return x.unsqueeze(0)
         if out is None:
             out = x.new_empty(self.size, *x.shape)
-        _all_gather(out.flatten(0, 1), x, group=self.handle)
+        with collective("all_gather", x, self.handle):
+            _all_gather(out.flatten(0, 1), x, group=self.handle)
         return out
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +49,8 @@ class Group:
             return x
         if out is None:
             out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        _reduce_scatter(out, x, group=self.handle)
+        with collective("reduce_scatter", x, self.handle):
+            _reduce_scatter(out, x, group=self.handle)
         return out
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,13 +59,15 @@ class Group:
             return x
         if out is None:
             out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=self.handle)
+        with collective("all_to_all", x, self.handle):
+            dist.all_to_all_single(out, x, group=self.handle)
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.handle is not None:
-            dist.all_reduce(x, group=self.handle)
+            with collective("all_reduce", x, self.handle):
+                dist.all_reduce(x, group=self.handle)
         return x
 
 
@@ -71,6 +80,15 @@ def gather_heads(group: Group, q_BhQ: torch.Tensor, out: torch.Tensor | None = N
         return in_head_order(group.all_gather(q_BhQ, out))
 
 
+def beat(path: Path, rank: int, ranks: int, device: torch.device) -> None:
+    """Have this rank write where it is into a file from now on: see hangs/beats.py."""
+    beats.begin(path, rank, ranks, waits=device.type == "cpu", members=_members, through=[__file__])
+
+
+def _members(handle: dist.ProcessGroup) -> tuple[str, list[int]]:
+    return handle.group_name, dist.get_process_group_ranks(handle)
+
+
 Value = TypeVar("Value")
 
 
@@ -79,7 +97,8 @@ def gather_objects(value: Value) -> list[Value]:
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    with collective("all_gather_object", None, dist.group.WORLD):
+        dist.all_gather_object(values, value)
     return values
 
 

@@ -13,7 +13,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from dcpbench.errors import CapacityError
 from dcpbench.exchange import symmetric_memory
@@ -64,7 +63,7 @@ def register(group: Group, nbytes: int, device: torch.device, option: str, inste
     own, pool = symmetric_memory.agreed(
         group, functools.partial(allocate, backend, nbytes, device), error, "NCCL memory"
     )
-    dist.all_reduce(own[:1], group=group.handle)  # a communicator is made by its first collective
+    group.all_reduce(own[:1])  # a communicator is made by its first collective
     torch.cuda.synchronize(device)
     symmetric_memory.everywhere(group, None)  # registering is collective, too: all have their communicator
     symmetric_memory.agreed(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.errors import CapacityError
+from dcpbench.hangs.beats import collective
 from dcpbench.kernels.peers import Peers
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def agreed(group: Group, step: Callable[[], Value], error: str, what: str = "mem
 def everywhere(group: Group, value: object) -> list[Any]:
     """All ranks' values, in rank order. Collective."""
     values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.handle)
+    with collective("all_gather_object", None, group.handle):
+        dist.all_gather_object(values, value, group=group.handle)
     return values
 
 

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 
-def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+class Mark(NamedTuple):
+    """What a norm leaves when it begins, so that the host sees how far a step has come, also one of a graph."""
+
+    at: torch.Tensor
+    """int32 [1], in pinned memory of the host where there is a GPU."""
+    number: int
+
+
+def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None) -> torch.Tensor:
     """weight · x / sqrt(mean(x²) + eps), mean in fp32, result in x's dtype. Rows of x may be strided."""
-    return norm_fused(x_BD, None, weight_D, eps) if x_BD.is_cuda else norm_reference(x_BD, None, weight_D, eps)
+    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, None, weight_D, eps, mark)
 
 
-def add_rms_norm(x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None
+) -> torch.Tensor:
     """residual += x in place, then rms_norm(residual)."""
-    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps)
+    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
 def norm_reference(
-    x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    x_BD: torch.Tensor,
+    residual_BD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    mark: Mark | None = None,
 ) -> torch.Tensor:
     """Slow and obvious."""
+    if mark is not None:
+        mark.at[0] = mark.number
     if residual_BD is not None:
         residual_BD += x_BD
         x_BD = residual_BD
@@ -28,9 +46,25 @@ def norm_reference(
     return weight_D * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x_BD.dtype)
 
 
-@triton.jit
-def _norm_kernel(x, residual, weight, out, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["number"])
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    x_stride,
+    width,
+    eps,
+    mark,
+    number,
+    ADD: tl.constexpr,
+    MARK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
+    if MARK:  # noqa: SIM102 -- the first is known when it is compiled
+        if b == 0:
+            tl.store(mark, number)
     d = tl.arange(0, BLOCK)
     inside = d < width
     value = tl.load(x + b * x_stride + d, mask=inside, other=0.0)
@@ -46,9 +80,13 @@ def _norm_kernel(x, residual, weight, out, x_stride, width, eps, ADD: tl.constex
 
 
 def norm_fused(
-    x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    x_BD: torch.Tensor,
+    residual_BD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    mark: Mark | None = None,
 ) -> torch.Tensor:
-    """One kernel, a program for each row."""
+    """One kernel, a program for each row; the first one leaves the mark."""
     batch, width = x_BD.shape
     out_BD = torch.empty(batch, width, dtype=x_BD.dtype, device=x_BD.device)
     block = triton.next_power_of_2(width)
@@ -60,7 +98,10 @@ def norm_fused(
         x_BD.stride(0),
         width,
         eps,
+        mark.at if mark else None,
+        mark.number if mark else 0,
         ADD=residual_BD is not None,
+        MARK=mark is not None,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )

@@ -21,7 +21,16 @@ from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, alive, alive_pid
 from dcpbench.points.names import flag
 from dcpbench.points.point import HOW
-from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, progress_file, tag_of
+from dcpbench.records.folder import (
+    CHECKS_FILE,
+    FAILED_FILE,
+    HANGS_FOLDER,
+    JOB_FILES,
+    LOCK_FILE,
+    RECORDS_FILE,
+    progress_file,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -242,7 +251,8 @@ def _start_over(folder: Path, *results: str) -> None:
     try:
         for path in folder.glob(JOB_FILES):
             tag = tag_of(path)
-            shutil.rmtree(folder / "logs" / tag, ignore_errors=True)
+            for kept in (folder / "logs" / tag, *(folder / HANGS_FOLDER).glob(f"{tag}-*")):
+                shutil.rmtree(kept, ignore_errors=True)
             progress_file(folder, tag).unlink(missing_ok=True)
             path.unlink()
         for name in results:

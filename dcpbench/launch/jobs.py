@@ -53,6 +53,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[int, ...], ...] = ()
     """Kind `verify` with a checkpoint: token ids, one list per request."""
     new_tokens: int = 8
+    device_beats: bool = False
+    """Whether norms mark, in memory of the host, how far the device has come."""
 
 
 class Job(Command, frozen=True, kw_only=True):
@@ -88,7 +90,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
-    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `ending` (interrupted) and `stopped`."""
+    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun
+    once more), `ending` (interrupted) and `stopped`."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0

@@ -5,6 +5,7 @@ torchrun.py has one job on this machine, nodes.py the same on several.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench import errors
-from dcpbench.errors import DcpbenchError, WorkerError
-from dcpbench.launch import child, folders, jobs
+from dcpbench.errors import WorkerError
+from dcpbench.launch import child, folders, hung, jobs, tries
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
@@ -43,9 +44,7 @@ COLLECTIVE = re.compile(
 )
 """Errors that a rank raises because another one is gone; the other's error is the cause."""
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
-OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
-"""Errors that say what to type instead: the same command would only end in the same one."""
-ENDED, STOPPED = "end", "stopped"
+ENDED, STOPPED, AGAIN = "end", "stopped", "again"
 AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
 """Stages that --timeout is about."""
 PATIENCE_S = 300.0
@@ -61,6 +60,10 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     folder: Path
     timeout: float = 300.0
     """Seconds without a sign of life after which a point counts as hung."""
+    point_limit: float | None = None
+    """Seconds after which a point that has not ended counts as hung, whatever its signs of life."""
+    retries: int = 0
+    """How often a point that hung or failed is begun again."""
     worker: str = WORKER
     lock: int | None = None
     """Descriptor of the folder's lock (folders.locked)."""
@@ -159,6 +162,7 @@ def _run_size(
     """All points of one world size. Returns failures that points of other sizes share, because no size is to blame."""
     stillborn = 0
     unusable = []
+    failed = tries.failed(work.folder) if work.kind == "sweep" else collections.Counter[str]()
     while points:
         work.check_folder()
         records = RecordFile(work.folder, work.records)
@@ -184,9 +188,13 @@ def _run_size(
         cause = blame(end.failures)  # raised at a point that rank 0 may not have reached
         stuck = next((p for p in points if p.key() in (end.key, cause and cause.key)), None)
         if stuck is not None:  # between two points none is at fault: what is left is begun again
-            record = _record(stuck, running, end, work)
+            key = stuck.key()
+            record = _record(stuck, running, end, work, failed[key])
             points.remove(stuck)
-            _tell(record, work, watch)
+            failed[key] += 1
+            if again := tries.may_pass(record) and failed[key] <= work.retries:
+                points.append(stuck)  # behind the others, which it cannot keep from being measured
+            _tell(record, work, watch, again=again)
             if _is_model_error(record):
                 unusable.append(record)
             points = _spare(points, record, work, watch)
@@ -202,9 +210,11 @@ def _check_room(end: _End, folder: Path) -> None:
             raise folders.full(folder)
 
 
-def _tell(record: Record, work: Work, watch: Callable[[Progress], None]) -> None:
+def _tell(record: Record, work: Work, watch: Callable[[Progress], None], *, again: bool = False) -> None:
+    """Record a point that failed, and say so; `again`: that it will be begun once more."""
     RecordFile(work.folder, work.records).append(record)
-    watch(Progress(stage=record.outcome, key=record.point.key(), note=record.reason or "", at=time.time()))
+    stage = AGAIN if again else record.outcome
+    watch(Progress(stage=stage, key=record.point.key(), note=record.reason or "", at=time.time()))
 
 
 def _spare(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
@@ -220,7 +230,7 @@ def _shares(point: Point, record: Record) -> bool:
     failed = record.point
     if _is_model_error(record):
         return (point.model, point.weights) == (failed.model, failed.weights)
-    ours, built = record.detail.get("error") in OURS, record.detail.get("stage") == "build"
+    ours, built = record.detail.get("error") in tries.OURS, record.detail.get("stage") == "build"
     return ours and built and budget.same_path(point, failed) and budget.same_engine(point, failed)
 
 
@@ -240,15 +250,26 @@ class _End:
     """Whether any point was begun."""
     hung_s: float = 0.0
     """How long it had been silent when it was taken for hung; 0 where it was not."""
+    over_s: float = 0.0
+    """The limit of a point that it was past; 0 where it was not."""
+    begun: float = math.inf
+    """When the point at work was begun, by the monotonic clock."""
     code: int = 0
     """Of torchrun, or 1 where its ranks were ended with it; negative: the signal that it was killed by."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
     exits: list[Exit] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
+    evidence: Path | None = None
+    """What was taken down of a job that hung."""
 
     @property
     def failed(self) -> bool:
-        return self.hung_s > 0 or self.code != 0 or self.gone is not None
+        return self.hung or self.code != 0 or self.gone is not None
+
+    @property
+    def hung(self) -> bool:
+        """Whether it was ended for its silence, or for how long a point took."""
+        return self.hung_s > 0 or self.over_s > 0
 
     @property
     def gone(self) -> Exit | None:
@@ -259,14 +280,18 @@ class _End:
         """Whether a rank was ended from above: by torchrun, or with it."""
         return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
 
+    def past(self, limit_s: float | None) -> bool:
+        """Whether the point at work has taken longer than this."""
+        return limit_s is not None and bool(self.key) and time.monotonic() - self.begun > limit_s
+
     def see(self, event: Progress) -> None:
         self.stage = event.stage
         self.started |= bool(event.key)
         if event.stage == "done":
             self.done.add(event.key)
             self.key = ""
-        elif event.key:
-            self.key = event.key
+        elif event.key and event.key != self.key:
+            self.key, self.begun = event.key, time.monotonic()
 
 
 class Watchdog:
@@ -318,13 +343,14 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
             end.code = 1
             break
         work.check_folder()
-        if watchdog.silent(work.limit_s(end.stage)):
-            end.hung_s = work.limit_s(end.stage)
-            end.stacks = running.stacks()
+        silent = watchdog.silent(work.limit_s(end.stage))
+        if silent or end.past(work.point_limit):
+            end.hung_s, end.over_s = (work.limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
+            end.evidence, end.stacks = hung.take_down(running)
             break
         time.sleep(POLL_S)
     end.exits = running.exits()  # before kill, which is none of the ranks' doing
-    if end.hung_s or end.code != 0:
+    if end.hung or end.code != 0:
         running.kill()
     end.failures = running.failures()
     for other in others.stop():
@@ -389,32 +415,47 @@ def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     return Job(tag=tag, folder=str(work.folder), points=points, store=store, **same)
 
 
-def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
-    """What is known about a point that did not live to write its own record."""
+def _record(point: Point, running: Running, end: _End, work: Work, before: int = 0) -> Record:
+    """What is known about a point that did not live to write its own record, and had failed so often `before`."""
     gone = end.gone
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
-    if end.hung_s:
-        reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
+    if end.hung:
+        reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
+        if end.over_s:
+            reason = f"not done after {end.over_s:g} s (--point-limit), in stage '{end.stage}'"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
+        if end.evidence is not None:
+            found = hung.explain(end.evidence, end.stacks)
+            reason += f": {found.said}" if found else ""
+            detail |= {
+                "hang": found.kind if found else "unknown",
+                "evidence": str(end.evidence.relative_to(work.folder)),
+            }
     else:
         detail["exit_code"] = str(gone.code if gone else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
         cause = blame(end.failures)
-        if gone is not None:
+        apart = hung.differing(running) if cause is None or _is_collective(cause) else None
+        if apart is not None:
+            folder, found = apart
+            reason = f"ranks began different collectives: {found.said}"
+            detail |= {"hang": found.kind, "evidence": str(folder.relative_to(work.folder))}
+        elif gone is not None:
             reason = exit_words(gone)
         elif cause is not None and not (_is_collective(cause) and end.ended(cause.rank)):
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"torchrun itself {code_words(end.code)}, and its ranks with it"
-    if detail.get("error") not in OURS:
-        again = ", then try again with --resume" if work.kind == "sweep" else ""
+    if detail.get("error") not in tries.OURS:
+        how = tries.how_to_try_again(before + 1, work.retries)
+        again = f", then try again with {how}" if work.kind == "sweep" else ""
         reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
-        outcome="hung" if end.hung_s else "failed",
+        outcome="hung" if end.hung else "failed",
         reason=reason,
         detail=detail,
         marks=marks,

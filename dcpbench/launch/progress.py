@@ -80,12 +80,14 @@ class ProgressBar:
     def __call__(self, event: jobs.Progress) -> None:
         """Show one event."""
         name = self._names.get(event.key, "")
-        if event.stage not in ("failed", "hung"):
+        if event.stage not in ("failed", "hung", "again"):
             self._last = event.note or self._last
         if event.stage in FINISHED and name:
             self._finished += 1
             if not self._brief or event.stage != "done":
                 self._line(event, name)
+        elif event.stage == "again":
+            self._print(f"{name}  AGAIN, after the others: {event.note}")
         elif event.stage == "ending":
             self._print(f"Interrupted: {event.note}")
         elif event.stage == "stopped":

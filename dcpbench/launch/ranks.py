@@ -77,9 +77,13 @@ class Ranks:
 
     def pids(self) -> list[int]:
         """Ranks of this machine that are alive; not what has got the id of one since."""
-        words = [read(p).split() for p in self.files("rank-{}.pid")]
-        told = [(int(w[0]), w[1]) for w in words if len(w) == 2 and w[0].isdecimal()]  # noqa: PLR2004 -- id and ticks
-        return [pid for pid, ticks in told if str((child.start_ticks(pid) or ("", None))[1]) == ticks]
+        return [*self.pid_of().values()]
+
+    def pid_of(self) -> dict[int, int]:
+        """The same, by rank."""
+        words = {rank: read(self.folder / f"rank-{rank}.pid").split() for rank in self.ranks}
+        told = {r: (int(w[0]), w[1]) for r, w in words.items() if len(w) == 2 and w[0].isdecimal()}  # noqa: PLR2004 -- id and ticks
+        return {r: pid for r, (pid, ticks) in told.items() if str((child.start_ticks(pid) or ("", None))[1]) == ticks}
 
     def forget(self) -> None:
         """Remove what an earlier job left: its process ids may belong to others by now."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.launch import child
+from dcpbench.launch import child, hung
 from dcpbench.launch.jobs import Job, Progress, decode_progress
 from dcpbench.launch.ranks import Ranks, environment
 
@@ -35,6 +35,8 @@ KEEP_WAIT_S = 25.0
 """How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
 REAP_WAIT_S = 2.0
 """How long torchrun may take to see that its ranks are gone."""
+FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512
+"""Environment variable of torch's flight recorder, and the collectives that it keeps where that says nothing else."""
 LOOPBACK = "127.0.0.1"
 STOPPED = "T"
 """State of a process that got SIGSTOP, in proc(5)."""
@@ -129,7 +131,9 @@ class Running(Ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._agent.pid, signal.SIGKILL)
             self._agent.wait()
-        for path in (*self.files("rank-{}.pid"), self.logs / "rendezvous", self.job.port_path()):
+        asks = self.logs.glob(hung.ASK.format("*"))
+        beats = self.logs.glob(hung.BEATS.format("*")) if self._agent.poll() == 0 else ()
+        for path in (*self.files("rank-{}.pid"), self.logs / "rendezvous", self.job.port_path(), *asks, *beats):
             path.unlink(missing_ok=True)
 
 
@@ -156,4 +160,6 @@ def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[st
 
 def _environment(job: Job, machines: Machines) -> dict[str, str]:
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun would open another store
-    return environment(job.device, loopback=machines.nnodes == 1) | own
+    env = environment(job.device, loopback=machines.nnodes == 1) | own
+    env.setdefault(FLIGHT_RECORDER, str(RECORDED))
+    return env

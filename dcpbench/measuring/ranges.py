@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import nvtx
 import torch
 
+from dcpbench.hangs import beats
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
@@ -50,7 +52,8 @@ def quiet() -> Iterator[None]:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark a stretch of a step."""
+    """Mark a stretch of a step; its beginning is a beat, too."""
+    beats.phase(name)
     return _NOTHING if _quiet else _marked(name)
 
 

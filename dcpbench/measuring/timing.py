@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from dcpbench.hangs.beats import collective
 from dcpbench.records.stats import StopRule, settled
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Timer:
         mine = self._cuda_chunk(steps) if self.device.type == "cuda" else self._cpu_chunk(steps)
         numbers = torch.tensor([*mine, time.perf_counter() - start], dtype=torch.float64, device=self.device)
         if dist.is_initialized():
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+            with collective("all_reduce", numbers, dist.group.WORLD):
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         *samples, elapsed = numbers.tolist()
         return samples, elapsed
 
@@ -102,7 +104,8 @@ class Timer:
 
     def _cpu_chunk(self, steps: int) -> list[float]:
         if dist.is_initialized():
-            dist.barrier()
+            with collective("barrier", None, dist.group.WORLD):
+                dist.barrier()
         times = [time.perf_counter()]
         for _ in range(steps):
             self.step()

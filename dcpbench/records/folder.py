@@ -16,6 +16,8 @@ FAILED_FILE = "failed.jsonl"
 LOCK_FILE = ".lock"
 """Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
 JOB_FILES = "job-*.json"
+HANGS_FOLDER = "hangs"
+"""What was taken down of jobs that stood still, TAG-N of each."""
 
 
 def job_file(folder: Path, tag: str) -> Path:

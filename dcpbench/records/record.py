@@ -79,6 +79,19 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Every step sample, in order, so that others can compute their own statistics."""
 
 
+class Straggler(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that the others of a step have to wait for."""
+
+    rank: int
+    phase: str
+    """`plan`: its host planned a step more slowly · `step`: its GPU ran at a lower clock."""
+    share: float
+    """By how much slower than the median of the others: 0.1 is 10 %."""
+    value: float
+    others: float
+    """Its host time to plan (µs), or the lowest clock of its GPU (MHz), and the median of the others'."""
+
+
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Where a step's time goes, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
 
@@ -506,6 +519,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     origin: str | msgspec.UnsetType = msgspec.UNSET
     """Of an import: the tool that measured it (points.names.ENGINES). Of a point that a real server served: `engine`,
     its name and its version. Not in the line of a record of our own."""
+    straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
+    """The rank that is furthest behind the others; in the lines of no points without one."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
     """Of a point that a real server served; in the lines of no others."""
 

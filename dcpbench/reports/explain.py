@@ -91,6 +91,7 @@ MARKS = {
     "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
     "drift": "the medians of the first and second half of the samples differ by more than 1 %.",
     "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
+    "straggler": "one rank was slower than the others, which wait for it; `straggler` in the record names it.",
     "emulated": "a forecast: one rank ran, and what it would have waited for was modelled (docs/emulation.md).",
     "cpu": "functional run on a CPU; not a performance number.",
     "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",

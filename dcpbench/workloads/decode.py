@@ -12,6 +12,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
@@ -22,14 +23,14 @@ from dcpbench.measuring.timing import time_steps
 from dcpbench.points import floors, memory
 from dcpbench.points.machines import described
 from dcpbench.records import formulas
-from dcpbench.records.record import Emulated, Floor, Kv, Record
+from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
 from dcpbench.syncs.recorded import WORST_SITES
 from dcpbench.workloads.attention_error import attention_error, limit_of
 from dcpbench.workloads.choice import choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
     from dcpbench.measuring.timing import Timing
@@ -44,6 +45,8 @@ MOST_DRIFT = 0.01
 MOST_IDLE = 0.03
 MOST_GRAPH_ERROR = 1e-3
 """Limits past which a point is marked; reports/explain.py says them in words."""
+SLOW_PLAN, SLOW_PLAN_US, SLOW_CLOCK = 0.5, 100.0, 0.05
+"""By how much one rank's plan, as a share and in µs, or its clock, is behind the others' where it is a straggler."""
 PLANS = 5
 """Plans timed for `host_plan_us`."""
 
@@ -80,7 +83,7 @@ def run(
         batch = engine.plan(requests, rows)
         if point.weights == "synthetic" and batch.router_inputs is None:
             batch.router_inputs = _router_inputs(session, batch, settings.seed)
-        plan_us = _plan_time_us(engine, requests, rows)
+        plans_us = _plan_times_us(engine, requests, rows)
         tell("check")
         # of a rank without the others, what it merges is no attention
         error = None if session.emulation else attention_error(engine, batch, requests, settings.seed)
@@ -96,7 +99,9 @@ def run(
         with GpuSampler(device) as sampler:
             timing = time_steps(lambda: engine.step(batch), device, settings, lambda: tell("measure"))
         allocated = device_allocations(device) - allocated
-        gpu = worst(gather_objects(sampler.state()))
+        states = gather_objects(sampler.state())
+        gpu = worst(states)
+        slow = straggler(plans_us, states) if device.type == "cuda" else None  # processes share CPUs
         profile = Profile()
         if settings.profile:
             tell("profile")
@@ -113,7 +118,8 @@ def run(
         + _timing_marks(timing, gpu)
         + _step_marks(profile, allocated, graph_error)
         + marks(l2_warm=session.plan.l2_warm)
-        + marks(inaccurate=error is not None and not error <= limit_of(engine), emulated=emulated is not None),
+        + marks(inaccurate=error is not None and not error <= limit_of(engine), emulated=emulated is not None)
+        + marks(straggler=slow is not None),
         metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp, _unsure_ms(emulated, device)),
         phases=profile.phases,
         emulated=emulated,
@@ -122,7 +128,8 @@ def run(
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
         allocations_per_step=allocated / len(timing.samples_ms) if device.type == "cuda" else None,
-        host_plan_us=plan_us,
+        host_plan_us=max(plans_us),
+        straggler=slow or msgspec.UNSET,
         kv=kv,
         memory_peak_bytes=memory_in_use(device),
         honesty=honesty(
@@ -164,7 +171,36 @@ def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
     return session.router_inputs(numbers, memory.all_layers(session.shape).moe, seed)
 
 
-def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> float:
+def straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> Straggler | None:
+    """The rank that lies furthest behind the median of the others in one of what is known of each; None where none does.
+
+    `plans_us`: host time of a plan, by rank; `states`: what NVML said while steps were timed.
+    """
+    clocks = [s.sm_clock_mhz_min if s is not None else None for s in states]
+    found = [_behind("plan", plans_us, least=SLOW_PLAN, at_least=SLOW_PLAN_US)]
+    if None not in clocks:
+        found.append(_behind("step", [float(c) for c in clocks if c is not None], least=SLOW_CLOCK, faster=True))
+    return max(filter(None, found), key=lambda s: s.share, default=None)
+
+
+def _behind(
+    phase: str, values: Sequence[float], *, least: float, at_least: float = 0.0, faster: bool = False
+) -> Straggler | None:
+    """The last rank by these values, where it is `least` slower than the median of the others, and by `at_least`."""
+    if len(values) == 1:
+        return None
+    rank = (min if faster else max)(range(len(values)), key=values.__getitem__)
+    value, others = values[rank], statistics.median(v for r, v in enumerate(values) if r != rank)
+    if not value or not others:
+        return None
+    share = (others / value if faster else value / others) - 1
+    if share < least or abs(value - others) < at_least:
+        return None
+    return Straggler(rank=rank, phase=phase, share=share, value=value, others=others)
+
+
+def _plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> list[float]:
+    """Of each rank."""
     times = []
     for _ in range(PLANS):
         _synchronize(engine.device)
@@ -172,7 +208,7 @@ def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> f
         engine.plan(requests, rows)
         _synchronize(engine.device)
         times.append((time.perf_counter() - start) * 1e6)
-    return max(gather_objects(statistics.median(times)))
+    return gather_objects(statistics.median(times))
 
 
 def _graph_error(engine: DecodeEngine, batch: Batch) -> float:

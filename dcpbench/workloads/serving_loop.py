@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dcpbench.hangs.beats import collective
 from dcpbench.points.floors import StepRows
 from dcpbench.serving.outcome import StepCounts
 
@@ -57,7 +58,8 @@ class Agreement:
         if self.alone:
             return list(numbers)
         said = torch.tensor(numbers, dtype=torch.int64)
-        dist.broadcast(said, src=0, group=self.group)
+        with collective("broadcast", said, self.group):
+            dist.broadcast(said, src=0, group=self.group)
         return said.tolist()
 
 

@@ -3,7 +3,7 @@
 Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it,
 131 wait for one and go on waiting.
 
-Contexts: 13 rank 1 raises · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
+Contexts: 13 rank 1 raises · 44 the same, the first time only · 45 it never ends, and shows progress · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
 28 the disk is full when it is recorded ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
 800 + n by signal n, and rank 0 loses its connection · 300 measured, and nothing comes after it ·
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
+FLAKY, ENDLESS = 44, 45
 CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -129,7 +130,7 @@ def work(job: jobs.Job) -> None:
         build(job, point)
         if RANK == 0:
             jobs.tell(job, "measure", point, index=index)
-        if point.context in (RAISES, KILLED, HANGS, *CODES, *SIGNALS):
+        if point.context in (RAISES, KILLED, HANGS, ENDLESS, *CODES, *SIGNALS) or first_time(job, point):
             wait_for(job, point, "measure")
             misbehave(job, point)
         note = answer(job, point)
@@ -140,6 +141,11 @@ def work(job: jobs.Job) -> None:
     if RANK == 0:
         jobs.tell(job, "end")
     wait_for_the_end(job)
+
+
+def first_time(job: jobs.Job, point: Point) -> bool:
+    """Whether the point is one that fails once, and no earlier job has begun it."""
+    return point.context == FLAKY and len(list(Path(job.folder).glob("job-*.json"))) == 1
 
 
 def answer(job: jobs.Job, point: Point) -> str:
@@ -178,7 +184,7 @@ def misbehave(job: jobs.Job, point: Point) -> None:
         while not (Path(job.folder) / "logs" / job.tag / "rank-1.exit").exists():
             time.sleep(0.05)
         raise RuntimeError("gloo: Connection closed by peer")
-    if RANK == 1 and point.context == RAISES:
+    if RANK == 1 and point.context in (RAISES, FLAKY):
         raise ValueError(f"no such row in {point.model}")
     if RANK == 1 and point.context == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -186,6 +192,8 @@ def misbehave(job: jobs.Job, point: Point) -> None:
         (Path(job.folder) / f"hangs-{RANK}").touch()
     while True:
         time.sleep(0.05)
+        if point.context == ENDLESS and RANK == 0:
+            jobs.tell(job, "measure", point)
 
 
 def check(job: jobs.Job, point: Point) -> None:

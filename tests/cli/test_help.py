@@ -70,6 +70,9 @@ SWEEP_OPTIONS = {
     "--node-rank",
     "--rdzv-endpoint",
     "--rdzv-id",
+    "--point-retries",
+    "--point-limit",
+    "--device-beats",
     "-h",
     "--help",
 }
@@ -152,6 +155,9 @@ SERVE_OPTIONS = {
     "--node-rank",
     "--rdzv-endpoint",
     "--rdzv-id",
+    "--point-retries",
+    "--point-limit",
+    "--device-beats",
     "-h",
     "--help",
 }

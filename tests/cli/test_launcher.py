@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import WorkerError
-from dcpbench.launch import launcher, ranks
+from dcpbench.launch import launcher, ranks, tries
 from dcpbench.launch.jobs import SECRET, Progress
 from dcpbench.launch.torchrun import Machines
 from dcpbench.points.point import Point
@@ -115,6 +115,46 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
     ]
     assert "rank 0 of 2 at work" in (tmp_path / "logs" / "tp2-0" / "rank-0.log").read_text()
     assert not list(tmp_path.glob("rank-*.pid"))
+
+
+@pytest.mark.long
+def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(tmp_path: Path) -> None:
+    """44 fails the first time, 13 always: with one retry both come again behind 100, and 13 is said to need more."""
+    seen: list[str] = []
+    points = [point(2, context) for context in (44, 13, 100)]
+    launcher.run(points, work(tmp_path, retries=1), Machines(), lambda event: seen.append(event.stage))
+    records = read_records(tmp_path)
+    assert outcomes(records) == [(2, 44, "failed"), (2, 13, "failed"), (2, 100, "ok"), (2, 44, "ok"), (2, 13, "failed")]
+    assert [stage for stage in seen if stage in ("again", "failed", "done")] == [
+        "again",
+        "again",
+        "done",
+        "done",
+        "failed",
+    ]
+    assert str(records[1].reason).endswith("try again with --resume")
+    assert str(records[4].reason).endswith("try again with --resume --point-retries 2")
+    assert dict(tries.failed(tmp_path)) == {points[0].key(): 1, points[1].key(): 2}
+
+
+@pytest.mark.long
+def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path) -> None:
+    launcher.run([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
+    records = read_records(tmp_path)
+    assert outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
+    assert "not done after 1 s (--point-limit), in stage 'measure'" in str(records[0].reason)
+    evidence = tmp_path / records[0].detail["evidence"]
+    assert {"stacks-0.txt", "stacks-1.txt", "ranks.json"} <= {path.name for path in evidence.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("times", "retries", "aside"),
+    [(0, 0, False), (1, 0, False), (2, 0, True), (2, 1, True), (2, 2, False), (3, 2, True)],
+)
+def test_a_point_is_set_aside_once_it_has_failed_twice_or_once_more_than_retries(
+    times: int, retries: int, aside: bool
+) -> None:
+    assert tries.set_aside(times, retries) is aside
 
 
 @pytest.mark.long

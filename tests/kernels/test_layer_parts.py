@@ -7,7 +7,7 @@ import torch
 
 from dcpbench.kernels.moe import decode, experts, experts_reference, prompts
 from dcpbench.kernels.moe.routing import route_fused, route_reference
-from dcpbench.kernels.norm import norm_fused, norm_reference
+from dcpbench.kernels.norm import Mark, norm_fused, norm_reference
 from dcpbench.kernels.rope import rope_fused, rope_reference, rope_table, softmax_scale
 from dcpbench.points.shapes import SHAPES
 
@@ -33,6 +33,21 @@ def test_fused_add_norm_updates_the_residual(device):
     assert torch.allclose(norm_fused(x, kept[1], weight, 1e-6), expected, atol=2e-6)
     assert torch.equal(kept[0], kept[1])
     assert torch.equal(kept[1], residual + x)
+
+
+def test_a_norm_leaves_its_mark_and_computes_the_same(device):
+    """In memory of the host, which on a GPU is pinned; a norm without one leaves what is there."""
+    x, weight = torch.randn(3, 96, device=device), torch.rand(96, device=device)
+    marks = torch.zeros(1, dtype=torch.int32, pin_memory=device.type != "cpu")
+    plain = norm_fused(x, None, weight, 1e-6)
+    for number in (1, 16, 33):
+        assert torch.equal(norm_fused(x, None, weight, 1e-6, Mark(marks, number)), plain)
+        norm_fused(x, None, weight, 1e-6)
+        if device.type != "cpu":
+            torch.cuda.synchronize()
+        assert marks.tolist() == [number]
+    norm_reference(x, None, weight, 1e-6, Mark(marks, 7))
+    assert marks.tolist() == [7]
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -289,6 +289,26 @@ class TestMarks:
         assert marks(decode.Profile(phases=idle), 0, None) == [], "a CPU's idle time says nothing"
         assert marks(decode.Profile(), 0, 2e-3) == marks(decode.Profile(), 0, float("nan")) == ["graph_differs"]
 
+    @pytest.mark.parametrize(
+        ("plans_us", "clocks", "rank", "phase", "share"),
+        [
+            ([300.0, 310.0, 900.0, 290.0], [1980] * 4, 2, "plan", 2.0),
+            ([300.0, 380.0], [1980, 1980], None, "", 0.0),
+            ([20.0, 60.0], [1980, 1980], None, "", 0.0),
+            ([300.0, 300.0, 300.0], [1980, 1320, 1980], 1, "step", 0.5),
+            ([300.0, 600.0], [1980, None], 1, "plan", 1.0),
+            ([300.0], [1980], None, "", 0.0),
+        ],
+        ids=["plan", "27 % is chance", "40 us is little", "clock", "no clocks", "alone"],
+    )
+    def test_the_rank_that_the_others_wait_for_is_named(self, plans_us, clocks, rank, phase, share):
+        """900 µs is 3 times the 300 µs that the others have in the median; 1,980 MHz is 1.5 times 1,320."""
+        states = [None if clock is None else Gpu(sm_clock_mhz_min=clock) for clock in clocks]
+        found = decode.straggler(plans_us, states)
+        assert (found and (found.rank, found.phase, found.share)) == (
+            (rank is not None and (rank, phase, share)) or None
+        )
+
     def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self):
         """Three layers' sure bytes against four times the cache: equal is enough."""
         built, cycled = session(), 3 * memory.sure_bytes(TINY, POINT.layout, 4)

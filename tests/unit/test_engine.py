@@ -9,6 +9,7 @@ import torch
 
 from dcpbench.engine.decode import DecodeEngine, Request
 from dcpbench.errors import UsageError
+from dcpbench.hangs.evidence import Device
 from dcpbench.points import layout as arithmetic
 from dcpbench.points.batches import padded_batch
 from dcpbench.points.layout import Layout
@@ -52,6 +53,22 @@ def continued(engine: DecodeEngine, numbers: tuple[int, ...]) -> list[Continued]
             engine.grow(request)
     rows = [engine.model.kv.all_rows()[:, int(r.allocation.locs(0, 1)[0])].clone() for r in requests]
     return [Continued(*parts) for parts in zip(tokens, rows, batch.logits[: len(requests)], strict=True)]
+
+
+def test_norms_of_a_step_mark_how_far_it_is(monkeypatch):
+    """Two in each layer, numbered from 1 on, and the last one; attention of layer 1 comes between norms 3 and 4."""
+    engine = build.engine()
+    engine.model.marks = torch.zeros(1, dtype=torch.int32)
+    seen = []
+    attention = engine.model.attention
+    monkeypatch.setattr(
+        engine.model, "attention", lambda *args: (seen.append(int(engine.model.marks[0])), attention(*args))[1]
+    )
+    engine.run(engine.plan([start(engine, 0)]))
+    layers = engine.model.shape.layers
+    assert seen == [2 * layer + 1 for layer in range(layers)]
+    assert [Device(norm=n).said for n in (3, 4)] == ["attention of layer 1", "mlp of layer 1"]
+    assert engine.model.marks.tolist() == [2 * layers + 1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,70 @@
+"""`dcpbench hang`: who kept whom waiting in a job that stood still."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcpbench.commands.command import command
+
+app = typer.Typer(
+    name="hang",
+    no_args_is_help=True,
+    help="Who kept whom waiting in a job that stood still: ours, or any program's by its dumps.",
+)
+
+
+@command(app)
+def explain(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR|FILES",
+            help="The folder of a run with points that hung, one of its hangs/, or dumps of py-spy, faulthandler or torch's "
+            "flight recorder (JSON), or a folder of them.",
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write it as a page, too, with the stacks of all threads."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each hang, in a list.")] = False,
+) -> int:
+    """Say which rank is behind, in which phase, layer and collective, at which line, and who waits for it.
+
+    It says `unknown` where nothing that was read tells it. No file is unpickled.
+
+    For example:
+
+      dcpbench hang explain runs/monday
+
+      for pid in $(pgrep -f my_server); do py-spy dump --pid $pid > dump-$pid.txt; done; dcpbench hang explain dump-*.txt
+    """
+    from dcpbench.errors import OutputError
+    from dcpbench.hangs import said
+    from dcpbench.show.terminal import say
+    from dcpbench.show.whole_files import write_file
+
+    hangs = said.explained(paths)
+    if html is not None:
+        try:
+            write_file(html, said.as_page(hangs).encode())
+        except OSError as e:
+            raise OutputError(f"{html} cannot be written ({e.strerror}); give another file.") from e
+    if as_json:
+        from dcpbench.commands.runs import print_json
+
+        print_json([said.as_json(hang) for hang in hangs])
+    else:
+        from dcpbench.show.terminal import console
+
+        for hang in hangs:
+            console().print(said.as_text(hang), markup=False, highlight=False, soft_wrap=True)
+    if html is not None:
+        say(f"Wrote {html}")
+    return 0
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `explain` a word of its own, though it is the only one."""

@@ -1,0 +1,358 @@
+"""Beats: what a rank is at, in a file that others read while it hangs, and after it is gone.
+
+    phase(name), layer(n)       where the host is in a step
+    step(what)                  a step is handed to the device: `replay` of a graph, or `launch` kernel by kernel
+    collective(op, x, group)    a collective begins; its context is left when it has returned
+
+Nothing is done before `begin` was called. After it each of them writes some bytes into mapped memory: no system call, no
+lock, nothing that the device sees. The kernel keeps what was written when the process is killed.
+
+The file, little endian: a head; the names of phases; what collectives there were, each text once; a ring of the last
+collectives, which name their text by its number. A text whose place has been used anew since is not known any more, and
+said to be so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from dcpbench.errors import RecordsError
+from dcpbench.points.layout import MOST_RANKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+    from contextlib import AbstractContextManager
+
+MAGIC = b"dcpbeat1"
+HEAD = struct.Struct("<8sIIII")
+"""Magic, rank, ranks, process id, 1 where the host waits in collectives until they are done."""
+ORDER, STEPS, LAYER, TIME = struct.Struct("<Q"), struct.Struct("<QI"), struct.Struct("<h"), struct.Struct("<q")
+ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86
+"""Collectives begun; steps handed to the device and the number of the last one's name; layer; phase, a byte."""
+NAMES_AT, NAMES, NAME_BYTES = 128, 64, 32
+TEXT = struct.Struct("<II")
+"""Number of the text that lies here, and its bytes."""
+TEXTS_AT, TEXTS, TEXT_BYTES = NAMES_AT + NAMES * NAME_BYTES, 1024, 384
+MET = struct.Struct("<QQIhBBqq")
+"""Number among all collectives of the rank, number in the group, number of the text, layer, phase, state, when it began
+and returned (Unix time in ns)."""
+RING_AT, RING = TEXTS_AT + TEXTS * TEXT_BYTES, 1024
+STATE_AT, ENDED_AT = 23, 32
+INSIDE, RETURNED, RAISED = range(3)
+SIZE = RING_AT + RING * MET.size
+NO_LAYER = -1
+REPLAY, LAUNCH = "replay", "launch"
+_NOTHING = contextlib.nullcontext()
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A collective at a place in the program."""
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: str
+    """Its name among all of torch.distributed's."""
+    ranks: str
+    """`0-3,6`: its members."""
+    at: str
+    """`file.py:12 in function`: who asked for it."""
+    above: str = ""
+    """Who called that."""
+
+    @property
+    def said(self) -> str:
+        """`all_reduce of float32 [2, 64]`."""
+        return f"{self.op} of {self.dtype} {list(self.shape)}" if self.dtype else self.op
+
+    @property
+    def what(self) -> tuple[str, str, tuple[int, ...]]:
+        """What all ranks of the group must agree on."""
+        return self.op, self.dtype, self.shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Met:
+    """One collective that a rank began."""
+
+    order: int
+    number: int
+    """In its group, from 1 on."""
+    call: Call | None
+    """None where the file says no more what it was."""
+    phase: str
+    layer: int | None
+    state: int
+    """INSIDE, RETURNED, or RAISED: it was left with an exception."""
+    began_ns: int
+    ended_ns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankBeats:
+    """What a rank's file says."""
+
+    rank: int
+    ranks: int
+    pid: int
+    waits: bool
+    """Whether a collective that has returned is done. Else it was only handed to the device."""
+    steps: int
+    step: str
+    """How the last step was handed to the device; empty where none was."""
+    phase: str
+    """The last that the host entered."""
+    layer: int | None
+    met: list[Met]
+    """The last collectives, oldest first."""
+
+    @property
+    def last(self) -> Met | None:
+        """The last collective that it began."""
+        return self.met[-1] if self.met else None
+
+    @property
+    def inside(self) -> Met | None:
+        """The collective that its host has not come back from."""
+        return self.last if self.last is not None and self.last.state == INSIDE else None
+
+
+class Beats:
+    """A rank's file, as the rank writes it."""
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        ranks: int,
+        *,
+        waits: bool,
+        members: Callable[[Any], tuple[str, Iterable[int]]],
+        through: Iterable[str] = (),
+    ) -> None:
+        """`members`: the name and the ranks of a process group. `through`: files whose callers ask for collectives."""
+        with path.open("wb+") as file:
+            file.truncate(SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        HEAD.pack_into(self._map, 0, MAGIC, rank, ranks, os.getpid(), waits)
+        self._members, self._through = members, {__file__, *through}
+        self._order = self._steps = self._made = 0
+        self._numbers: dict[Hashable, int] = {}
+        self._texts: dict[Hashable, int] = {}
+        self._in_place: list[Hashable] = [None] * TEXTS
+        self._codes: set[object] = set()  # kept alive, as keys have their ids: to hash one takes longer than all else
+        self._names = {"": 0}
+        self._phase, self._at = 0, RING_AT
+        self.layer(NO_LAYER)
+
+    def phase(self, name: str) -> None:
+        """See the module."""
+        self._phase = self._map[PHASE_AT] = self._names[name] if name in self._names else self._new_name(name)
+
+    def layer(self, number: int) -> None:
+        """See the module."""
+        self._layer = number
+        LAYER.pack_into(self._map, LAYER_AT, number)
+
+    def step(self, what: str) -> None:
+        """See the module."""
+        self._steps += 1
+        self.phase("")
+        self.layer(NO_LAYER)
+        STEPS.pack_into(
+            self._map, STEPS_AT, self._steps, self._names[what] if what in self._names else self._new_name(what)
+        )
+
+    def collective(self, op: str, x: Any, group: Any) -> Self:  # noqa: ANN401 -- a tensor or None, a process group
+        """See the module."""
+        frame = sys._getframe(1)  # noqa: SLF001 -- the module inspect reads sources
+        while frame.f_code.co_filename in self._through and frame.f_back is not None:
+            frame = frame.f_back
+        above = frame.f_back or frame
+        of = None if x is None else (x.dtype, x.shape)
+        key = (op, of, group, id(frame.f_code), frame.f_lasti, id(above.f_code), above.f_lasti)
+        text = self._texts.get(key) or self._new_text(key, op, x, group, (frame, above))
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        self._at = at = RING_AT + self._order % RING * MET.size
+        self._order += 1
+        MET.pack_into(self._map, at, self._order, number, text, self._layer, self._phase, INSIDE, time.time_ns(), 0)
+        ORDER.pack_into(self._map, ORDER_AT, self._order)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        TIME.pack_into(self._map, self._at + ENDED_AT, time.time_ns())
+        self._map[self._at + STATE_AT] = RETURNED if kind is None else RAISED
+
+    def _new_name(self, name: str) -> int:
+        number = len(self._names)
+        if number == NAMES:
+            return 0
+        start, text = NAMES_AT + number * NAME_BYTES, name.encode()[:NAME_BYTES]
+        self._map[start : start + len(text)] = text
+        self._names[name] = number
+        return number
+
+    def _new_text(self, key: Hashable, op: str, x: Any, group: Any, frames: tuple[Any, Any]) -> int:  # noqa: ANN401
+        self._codes |= {frame.f_code for frame in frames}
+        at = [_place(frame) for frame in frames]
+        name, ranks = self._members(group)
+        dtype, shape = ("", ()) if x is None else (str(x.dtype).removeprefix("torch."), tuple(x.shape))
+        most = TEXT_BYTES - TEXT.size
+        text = msgspec.json.encode(Call(op, dtype, shape, name, spans(ranks), *at))
+        if len(text) > most:
+            text = msgspec.json.encode(Call(op, dtype, shape, name[:40], spans(ranks)[:80], at[0][-100:]))
+        self._made += 1
+        place = self._made % TEXTS
+        self._texts.pop(self._in_place[place], None)
+        self._texts[key], self._in_place[place] = self._made, key
+        start = TEXTS_AT + place * TEXT_BYTES
+        TEXT.pack_into(self._map, start, self._made, min(len(text), most))
+        self._map[start + TEXT.size : start + TEXT.size + min(len(text), most)] = text[:most]
+        return self._made
+
+
+_here: Beats | None = None
+
+
+def begin(
+    path: Path,
+    rank: int,
+    ranks: int,
+    *,
+    waits: bool,
+    members: Callable[[Any], tuple[str, Iterable[int]]],
+    through: Iterable[str] = (),
+) -> None:
+    """Have this process beat into `path` from now on; see Beats."""
+    global _here  # noqa: PLW0603 -- one rank a process
+    _here = Beats(path, rank, ranks, waits=waits, members=members, through=through)
+
+
+def end() -> None:
+    """Beat no more; what was written stays."""
+    global _here  # noqa: PLW0603 -- as above
+    _here = None
+
+
+def phase(name: str) -> None:
+    """The host enters a phase of a step."""
+    if _here is not None:
+        _here.phase(name)
+
+
+def layer(number: int) -> None:
+    """The host enters a layer, from 0 on."""
+    if _here is not None:
+        _here.layer(number)
+
+
+def step(what: str) -> None:
+    """The host hands a step to the device: REPLAY or LAUNCH."""
+    if _here is not None:
+        _here.step(what)
+
+
+def collective(op: str, x: Any, group: Any) -> AbstractContextManager[object]:  # noqa: ANN401 -- no torch here
+    """A context in which this rank is in a collective `op` of tensor `x`, or of None, in a process group."""
+    return _NOTHING if _here is None else _here.collective(op, x, group)
+
+
+def read(path: Path) -> RankBeats:
+    """What a rank's file says. Raises RecordsError for what is none."""
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}.") from e
+    if len(data) != SIZE or not data.startswith(MAGIC):
+        raise RecordsError(f"{path} holds no beats of this version of dcpbench.")
+    _, rank, ranks, pid, waits = HEAD.unpack_from(data)
+    names = [_name(data, number) for number in range(NAMES)]
+    (begun,), (layer_now,) = ORDER.unpack_from(data, ORDER_AT), LAYER.unpack_from(data, LAYER_AT)
+    steps, step_name = STEPS.unpack_from(data, STEPS_AT)
+    phase_now = data[PHASE_AT]
+    if phase_now >= NAMES or step_name >= NAMES:
+        raise RecordsError(f"{path} is damaged: a phase has a number that none can have.")
+    met = []
+    for order in range(max(1, begun - RING + 1), begun + 1):
+        there, number, text, at_layer, at_phase, state, began, ended = MET.unpack_from(
+            data, RING_AT + (order - 1) % RING * MET.size
+        )
+        if there == order and at_phase < NAMES and state <= RAISED:  # else it was being written, or is damaged
+            met.append(
+                Met(
+                    order=order,
+                    number=number,
+                    call=_call(data, text),
+                    phase=names[at_phase],
+                    layer=None if at_layer == NO_LAYER else at_layer,
+                    state=state,
+                    began_ns=began,
+                    ended_ns=ended,
+                )
+            )
+    return RankBeats(
+        rank=rank,
+        ranks=ranks,
+        pid=pid,
+        waits=bool(waits),
+        steps=steps,
+        step=names[step_name],
+        phase=names[phase_now],
+        layer=None if layer_now == NO_LAYER else layer_now,
+        met=met,
+    )
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """`0-3,6` of ranks 0, 1, 2, 3 and 6."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][-1] == rank - 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return ",".join("-".join(map(str, span)) for span in found)
+
+
+def members(text: str) -> list[int]:
+    """The ranks that `spans` made a text of; none where it is another, or there are more than a job can have."""
+    try:
+        ends = [[int(end) for end in span.split("-")] for span in text.split(",")]
+    except ValueError:
+        return []
+    if sum(max(span[-1] - span[0], 0) + 1 for span in ends) > MOST_RANKS:
+        return []
+    return [rank for span in ends for rank in range(span[0], span[-1] + 1)]
+
+
+def _name(data: bytes, number: int) -> str:
+    start = NAMES_AT + number * NAME_BYTES
+    return data[start : start + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def _call(data: bytes, number: int) -> Call | None:
+    start = TEXTS_AT + number % TEXTS * TEXT_BYTES
+    there, length = TEXT.unpack_from(data, start)
+    try:
+        text = data[start + TEXT.size : start + TEXT.size + length]
+        return msgspec.json.decode(text, type=Call) if there == number else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _place(frame: Any) -> str:  # noqa: ANN401 -- types.FrameType
+    file = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

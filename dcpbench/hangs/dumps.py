@@ -1,0 +1,167 @@
+"""What other tools leave of a program that hangs: `py-spy dump`, Python's faulthandler, torch's flight recorder as JSON.
+
+Nothing of it is trusted: no file is unpickled, and what is no such dump raises RecordsError with what to type instead.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.errors import RecordsError
+from dcpbench.hangs.beats import INSIDE, RETURNED, Call, Met, spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+MOST_BYTES = 256 << 20
+PROCESS = re.compile(r"^Process (\d+): (.*)$")
+SPY_THREAD = re.compile(r"^Thread (\S+)(?: \(([^)]*)\))?(?:: \"(.*)\")?\s*$")
+SPY_FRAME = re.compile(r"^ {4}(.+?) \((.+?)(?::(\d+))?\)\s*$")
+FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
+FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
+PICKLE = (b"\x80", b"PK\x03\x04")
+"""How a pickle and what torch.save writes begin."""
+NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
+NO_DUMP = (
+    msgspec.DecodeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading JSON of another shape raises."""
+NOBODY = -1
+"""Rank of a process that nothing gives one."""
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One call of a stack."""
+
+    function: str
+    file: str
+    line: int | None
+
+    @property
+    def said(self) -> str:
+        """`engine/model.py:12 in step`."""
+        place = "/".join(self.file.strip("/").split("/")[-3:])
+        return f"{place}{'' if self.line is None else f':{self.line}'} in {self.function}"
+
+
+class Thread(msgspec.Struct, frozen=True, kw_only=True):
+    """One thread's stack, innermost call first."""
+
+    rank: int
+    process: str = ""
+    name: str = ""
+    active: bool | None = None
+    """Whether it was on a CPU, as py-spy says; None where nobody says."""
+    frames: tuple[Frame, ...]
+
+    @property
+    def main(self) -> bool:
+        """Whether it is the main thread of its program: it alone runs a module's own lines."""
+        return self.name == "MainThread" or any(frame.function == "<module>" for frame in self.frames)
+
+
+def rank_of(path: Path) -> int:
+    """The rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NOBODY where there is none."""
+    found = NAMED.search(path.name)
+    return int(found[1] or found[2]) if found else NOBODY
+
+
+def text_of(path: Path) -> str:
+    """A file of text. Raises RecordsError."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise RecordsError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a smaller dump.")
+        data = path.read_bytes()
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e.strerror}.") from e
+    if data.startswith(PICKLE):
+        raise RecordsError(
+            f"{path} is a pickle, and reading one may run whatever it holds; have torch write JSON instead: "
+            "torch._C._distributed_c10d._dump_fr_trace_json()."
+        )
+    return data.decode(errors="replace")
+
+
+def threads(text: str, rank: int = NOBODY) -> list[Thread]:
+    """All threads of a dump of py-spy, of one process or of several, or of faulthandler; none where it is another text."""
+    found: list[Thread] = []
+    process = name = ""
+    active: bool | None = None
+    headed = False
+    frames: list[Frame] = []
+    for line in [*text.splitlines(), "Process 0: "]:
+        named, spied, thread = PROCESS.match(line), SPY_THREAD.match(line), FAULT_THREAD.match(line)
+        if named or spied or thread:
+            if frames:
+                found.append(Thread(rank=rank, process=process, name=name, active=active, frames=tuple(frames)))
+            frames, headed = [], named is None
+        if named:
+            process = f"{named[1]}: {named[2]}"
+        elif thread:
+            name, active = "", None
+        elif spied:
+            name, active = spied[3] or "", _active(spied[2] or "")
+        elif headed and (frame := FAULT_FRAME.match(line)):
+            frames.append(Frame(frame[3], frame[1], int(frame[2])))
+        elif headed and (frame := SPY_FRAME.match(line)):
+            frames.append(Frame(frame[1], frame[2], int(frame[3]) if frame[3] else None))
+    return found
+
+
+def _active(words: str) -> bool | None:
+    return True if "active" in words else False if "idle" in words else None
+
+
+def flight(text: str, path: Path) -> tuple[int, list[Met]]:
+    """(rank, its last collectives, oldest first) of a flight recorder's JSON. Raises RecordsError for another text.
+
+    Which have ended is what torch found out: of NCCL, by the device; what the watchdog has not looked at yet counts as
+    not ended.
+    """
+    try:
+        told = msgspec.json.decode(text)
+        entries, groups = told["entries"], told.get("pg_config") or {}
+        rank = told["rank"] if isinstance(told.get("rank"), int) else rank_of(path)
+        ranks = {str(name): _ranks(of.get("ranks")) for name, of in groups.items()}
+        met = [_met(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
+    except NO_DUMP as e:
+        raise RecordsError(f"{path} is no JSON of torch's flight recorder ({type(e).__name__}: {str(e)[:100]}).") from e
+    return rank, met
+
+
+def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
+    name = str(e["process_group"][0])
+    shape = tuple(int(n) for n in next(iter(e["input_sizes"]), ()))
+    dtype = str(next(iter(e["input_dtypes"]), "")).lower()
+    at = next((f"{f.get('filename')}:{f.get('line')} in {f.get('name')}" for f in e.get("frames") or []), "")
+    op = str(e["profiling_name"]).rpartition(":")[2]
+    done = bool(e.get("retired")) or e.get("state") == "completed"
+    return Met(
+        order=order,
+        number=int(e["collective_seq_id"]),
+        call=Call(op, dtype, shape, name, ranks.get(name, ranks.get("", "")), at),
+        phase="",
+        layer=None,
+        state=RETURNED if done else INSIDE,
+        began_ns=int(e.get("time_created_ns") or 0),
+        ended_ns=int(e.get("time_discovered_completed_ns") or 0),
+    )
+
+
+def _ranks(said: object) -> str:
+    """`[0, 1]` or a list as spans."""
+    numbers: Iterable[Any] = (
+        re.findall(r"\d+", said) if isinstance(said, str) else said if isinstance(said, list) else []
+    )
+    return spans(int(n) for n in numbers)

@@ -1,0 +1,188 @@
+"""All that is known of the ranks of a job that stood still, read from a folder or from files of any program.
+
+beats-R.bin                 see beats.py
+flight-R.json               torch's flight recorder
+stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
+ranks.json                  how each process was, a Seen for each
+device-R.json               the last norm that its device began, a Device
+log-R.txt, gpus.txt         last lines of its log, and what nvidia-smi said
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import RecordsError
+from dcpbench.hangs import beats, dumps
+from dcpbench.hangs.dumps import NOBODY
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.hangs.beats import Met, RankBeats
+    from dcpbench.hangs.dumps import Frame, Thread
+
+SEEN_FILE, GPUS_FILE = "ranks.json", "gpus.txt"
+BUSY, IDLE = 0.7, 0.2
+"""Share of a CPU from which on a rank spins, and up to which it sleeps."""
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's process when it was looked at."""
+
+    rank: int
+    pid: int | None = None
+    state: str = ""
+    """In the words of proc(5): R, S, D, T, Z; empty where it was gone."""
+    cpu: float | None = None
+    """CPU time of its main thread over the time of looking."""
+    ended: str = ""
+    """How it ended, if it had."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a rank's device has come in a step."""
+
+    norm: int
+    """The last norm that it began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one behind; 0: none."""
+
+    @property
+    def layer(self) -> int:
+        """That it is in; the number of layers where it is behind the last one."""
+        return (self.norm - 1) // 2
+
+    @property
+    def half(self) -> str:
+        """`attention`, with the projections and reductions around it, or `mlp`."""
+        return "attention" if self.norm % 2 else "mlp"
+
+    @property
+    def said(self) -> str:
+        """`attention of layer 3`; behind the last norm of a step it is one more layer's attention."""
+        return f"{self.half} of layer {self.layer}"
+
+
+@dataclasses.dataclass
+class Rank:
+    """What is known of one rank, or of one process of another program."""
+
+    rank: int
+    name: str
+    beats: RankBeats | None = None
+    flight: list[Met] | None = None
+    device: Device | None = None
+    threads: list[Thread] = dataclasses.field(default_factory=list)
+    seen: Seen | None = None
+    log: str = ""
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Stack of its main thread, innermost first; of its only one where none says that it is it."""
+        main = next((t for t in self.threads if t.main), None)
+        return (main or self.threads[0]).frames if main or len(self.threads) == 1 else ()
+
+    @property
+    def pace(self) -> str:
+        """`sleeps`, `spins`, or nothing where its CPU time says neither."""
+        cpu = self.seen.cpu if self.seen else None
+        return "" if cpu is None else "spins" if cpu >= BUSY else "sleeps" if cpu <= IDLE else ""
+
+
+@dataclasses.dataclass
+class Evidence:
+    """What was read, and what could not be."""
+
+    ranks: list[Rank] = dataclasses.field(default_factory=list)
+    read: list[str] = dataclasses.field(default_factory=list)
+    unread: list[str] = dataclasses.field(default_factory=list)
+    """A sentence each."""
+    gpus: str = ""
+
+    def of(self, rank: int, name: str = "") -> Rank:
+        """The rank of this number, or the process of this name where it has none."""
+        found = next((r for r in self.ranks if r.rank == rank and (rank != NOBODY or r.name == name)), None)
+        if found is None:
+            found = Rank(rank, f"rank {rank}" if rank != NOBODY else name)
+            self.ranks.append(found)
+        return found
+
+
+def of_files(paths: Sequence[Path]) -> Evidence:
+    """What these files say, and those that lie in these folders. Raises RecordsError where nothing could be read."""
+    found = Evidence()
+    named = [(path, True) for path in paths if not path.is_dir()]
+    for folder in paths:
+        if folder.is_dir():
+            named += [(path, False) for path in sorted(folder.iterdir()) if path.is_file()]
+    for path, typed in named:
+        try:
+            if _take(found, path):
+                found.read.append(path.name)
+            elif typed:
+                found.unread.append(f"{path} is no dump of py-spy or faulthandler, and no JSON of the flight recorder.")
+        except RecordsError as e:
+            found.unread.append(str(e))
+    found.ranks.sort(key=lambda r: (r.rank == NOBODY, r.rank, r.name))
+    if not found.ranks:
+        why = " ".join(found.unread[:3])
+        raise RecordsError(
+            f"{', '.join(map(str, paths))}: nothing there says where a rank was. {why}".rstrip()
+            + " Name the folder of a run with a point that hung, or dumps of py-spy or of torch's flight recorder."
+        )
+    return found
+
+
+def _take(found: Evidence, path: Path) -> bool:
+    """Read a file as what its name or its text says it is; whether it was something."""
+    if path.suffix == ".bin":
+        read = beats.read(path)
+        found.of(read.rank).beats = read
+        return True
+    if path.name == SEEN_FILE:
+        return _take_seen(found, path)
+    if path.name.startswith("device-") and path.suffix == ".json":
+        return _take_device(found, path)
+    if path.name.startswith("log-"):
+        found.of(dumps.rank_of(path), path.name).log = dumps.text_of(path)
+        return True
+    if path.name == GPUS_FILE:
+        found.gpus = dumps.text_of(path)
+        return True
+    if path.suffix == ".html" or path.name == "finding.json":
+        return False
+    text = dumps.text_of(path)
+    if text.lstrip().startswith("{") and '"entries"' in text:
+        rank, met = dumps.flight(text, path)
+        found.of(rank, path.name).flight = met
+        return True
+    threads = dumps.threads(text, dumps.rank_of(path))
+    for process in dict.fromkeys(t.process for t in threads):
+        pid = process.partition(":")[0]
+        name = f"process {pid} ({path.name})" if process else path.name
+        rank = dumps.rank_of(path)
+        if str(rank) == pid or len({t.process for t in threads}) > 1:  # a file may be named by its process, too
+            rank = NOBODY
+        of = found.of(rank, name)
+        of.threads = of.threads or [t for t in threads if t.process == process]
+    return bool(threads)
+
+
+def _take_device(found: Evidence, path: Path) -> bool:
+    try:
+        found.of(dumps.rank_of(path)).device = msgspec.json.decode(path.read_bytes(), type=Device)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RecordsError(f"{path} cannot be read: {str(e)[:200]}.") from e
+    return True
+
+
+def _take_seen(found: Evidence, path: Path) -> bool:
+    try:
+        for seen in msgspec.json.decode(path.read_bytes(), type=list[Seen]):
+            found.of(seen.rank).seen = seen
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RecordsError(f"{path} cannot be read: {str(e)[:200]}.") from e
+    return True

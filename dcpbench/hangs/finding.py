@@ -1,0 +1,564 @@
+"""Who kept the others waiting: a finding with its reasons, or `unknown` with what was read.
+
+Ranks of a group must begin the same collectives in the same order. The n-th that each began in the group tells, in turn:
+
+1. two ranks began different ones as their n-th: another order, shape or dtype, and who differs
+2. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
+3. all are in the same one: none is behind, and what carries it stands still
+4. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
+   own place is all there is
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, Met, members, spans
+from dcpbench.hangs.dumps import NOBODY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from dcpbench.hangs.dumps import Frame
+    from dcpbench.hangs.evidence import Evidence, Rank
+
+UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
+MOST_APART = 2
+"""Norms between ranks of one step: they meet in each half of a layer."""
+OURS = "dcpbench/"
+WAITS = frozenset(
+    (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_gather_single",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "monitored_barrier",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+        "synchronize",
+    )
+)
+"""Functions of torch in which a rank waits for others, or for its device."""
+WAITS_IN = ("distributed_c10d.py", "torch/cuda/", "torch/distributed/")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found."""
+
+    kind: str
+    """`order`, `shape`, `dtype`: it began another collective than the others · `behind`: it has not come to the
+    collective in which the others wait · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
+    wait for each other · `device`: steps were handed over, and devices stand in them · `outside`: none is in a
+    collective · `unknown`."""
+    said: str
+    """In one sentence."""
+    ranks: list[int] = []
+    """Who differs or is behind."""
+    waiting: list[int] = []
+    phase: str = ""
+    """Where the culprit is; of a collective of which it is not known, where the others wait."""
+    layer: int | None = None
+    collective: str = ""
+    """In which the others wait, or should be."""
+    number: int | None = None
+    """Of that collective in its group."""
+    line: str = ""
+    """Where the culprit is."""
+    waiting_at: str = ""
+    """Where the others are."""
+    why: list[str] = []
+    read: list[str] = []
+    unread: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """What one rank began in one group, by number."""
+
+    by_number: Mapping[int, Met]
+
+    @property
+    def front(self) -> int:
+        return max(self.by_number)
+
+
+def find(evidence: Evidence) -> Finding:
+    """What the evidence says, and no more."""
+    groups = _groups(evidence)
+    found = _mismatch(evidence, groups) or _behind(evidence, groups) or _together(evidence, groups)
+    found = found or _on_devices(evidence) or _by_stacks(evidence) or _outside(evidence)
+    return msgspec.structs.replace(found, read=evidence.read, unread=evidence.unread)
+
+
+def differs(evidence: Evidence) -> Finding | None:
+    """The same where two ranks began different collectives, else None: what of a job that broke explains it."""
+    return _mismatch(evidence, _groups(evidence))
+
+
+def met(rank: Rank) -> list[Met]:
+    """Its last collectives: as its host waited in them, else as the flight recorder has them, with the places of beats."""
+    if rank.beats is not None and (rank.beats.waits or rank.flight is None):
+        return rank.beats.met
+    if rank.flight is None:
+        return []
+    own = rank.beats.met if rank.beats else []
+    return [_placed(one, own) for one in rank.flight]
+
+
+def _placed(one: Met, own: Sequence[Met]) -> Met:
+    at = next(
+        (b for b in reversed(own) if b.began_ns <= one.began_ns and (not b.ended_ns or one.began_ns <= b.ended_ns)),
+        None,
+    )
+    if at is None or one.call is None or at.call is None:
+        return one
+    call = msgspec.structs.replace(one.call, at=at.call.at, above=at.call.above)
+    return dataclasses.replace(one, call=call, phase=at.phase, layer=at.layer)
+
+
+def inside(rank: Rank) -> Met | None:
+    """The collective that it waits in, as far as somebody says."""
+    known = met(rank)
+    if rank.beats is not None and not rank.beats.waits and rank.flight is None:
+        return None  # handed to the device, and nobody knows how far that is
+    return next((m for m in known if m.state == INSIDE), None)
+
+
+def _groups(evidence: Evidence) -> dict[str, dict[int, _Line]]:
+    """Of each group, what each rank began in it."""
+    lines: dict[str, dict[int, dict[int, Met]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for rank in evidence.ranks:
+        for one in met(rank):
+            if one.call is not None:
+                lines[one.call.group][rank.rank][one.number] = one
+    return {group: {rank: _Line(by) for rank, by in ranks.items()} for group, ranks in lines.items()}
+
+
+def _place(one: Met) -> tuple[object, ...]:
+    assert one.call is not None
+    return one.call.what, one.phase, one.layer, one.call.at
+
+
+def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+    """Case 1; the earliest of all groups."""
+    found = []
+    for lines in groups.values():
+        numbers = sorted({n for line in lines.values() for n in line.by_number})
+        by_number = {n: {r: line.by_number[n] for r, line in lines.items() if n in line.by_number} for n in numbers}
+        split = next(
+            (n for n, of in by_number.items() if not _agree(of) and not _passed(of, by_number.get(n + 1))), None
+        )
+        if split is None:
+            continue
+        strayed = next((n for n, of in by_number.items() if len({_place(m) for m in of.values()}) > 1), split)
+        found.append((min(m.began_ns for m in by_number[strayed].values()), lines, by_number[strayed], strayed, split))
+    if not found:
+        return None
+    _, lines, at, number, split = min(found, key=lambda one: one[0])
+    return _differing(evidence, lines, at, number, split)
+
+
+def _agree(of: Mapping[int, Met]) -> bool:
+    """Whether all ranks began the same."""
+    return len({_what(one) for one in of.values()}) <= 1
+
+
+def _passed(of: Mapping[int, Met], following: Mapping[int, Met] | None) -> bool:
+    """Whether a difference did no harm: all came back from it, and went on alike."""
+    back = all(one.state == RETURNED for one in of.values())
+    return back and following is not None and following.keys() == of.keys() and _agree(following)
+
+
+def _what(one: Met) -> tuple[str, str, tuple[int, ...]]:
+    """What must agree; of collectives of other programs whose ranks may give parts of several sizes, not the shape."""
+    assert one.call is not None
+    op, dtype, shape = one.call.what
+    return op, dtype, () if op in UNEVEN and not one.call.at else shape
+
+
+def _differing(
+    evidence: Evidence, lines: Mapping[int, _Line], at: Mapping[int, Met], number: int, split: int
+) -> Finding:
+    odd, sure, why = _odd(lines, at, number)
+    others = sorted(set(at) - odd)
+    theirs, mine = at[others[0]], at[min(odd)]
+    assert theirs.call is not None
+    assert mine.call is not None
+    kind = "order"
+    if (theirs.call.at, theirs.phase, theirs.layer, theirs.call.op) == (
+        mine.call.at,
+        mine.phase,
+        mine.layer,
+        mine.call.op,
+    ):
+        kind = "dtype" if theirs.call.dtype != mine.call.dtype else "shape"
+    who, them = _ranks(odd), _ranks(others)
+    said = (
+        f"{who} began {mine.call.said}{_where(mine)} as collective {number} of the group, and {them} "
+        f"{theirs.call.said}{_where(theirs)}"
+    )
+    if kind == "order":
+        why += _order(lines, at, odd, number)
+    if not sure:
+        why.append("Nothing tells which of the two is right.")
+    if split > number:
+        why.append(f"From there on they agree in op, dtype and shape up to collective {split}, where they stand still.")
+    return Finding(
+        kind=kind,
+        said=said,
+        ranks=sorted(odd),
+        waiting=[r for r in others if (of := next((e for e in evidence.ranks if e.rank == r), None)) and inside(of)],
+        phase=mine.phase,
+        layer=mine.layer,
+        collective=theirs.call.said,
+        number=number,
+        line=mine.call.at,
+        waiting_at=theirs.call.at,
+        why=why,
+    )
+
+
+def _odd(lines: Mapping[int, _Line], at: Mapping[int, Met], number: int) -> tuple[set[int], bool, list[str]]:
+    """Who differs; whether that is known; why. The few against the many, else who left what all did before."""
+    sides: dict[object, set[int]] = collections.defaultdict(set)
+    for rank, one in at.items():
+        sides[_place(one)].add(rank)
+    by_size = sorted(sides.values(), key=lambda side: (len(side), -min(side)))
+    if len(by_size[-1]) > len(by_size[-2]):
+        return set(at) - by_size[-1], True, [f"{_ranks(by_size[-1])} agree."]
+    as_before = [side for side in by_size if all(_followed(lines, at, r, number) for r in side)]
+    if len(as_before) == 1:
+        return set(at) - as_before[0], True, [f"{_ranks(as_before[0])} went on as in earlier steps."]
+    return by_size[0], False, []
+
+
+def _followed(lines: Mapping[int, _Line], at: Mapping[int, Met], rank: int, number: int) -> bool:
+    """Whether what the rank began came behind the one before it in an earlier step, too."""
+    before = lines[rank].by_number.get(number - 1)
+    return before is not None and _place(at[rank]) in _behind_it(lines, before, number)
+
+
+def _behind_it(lines: Mapping[int, _Line], one: Met, number: int) -> list[tuple[object, ...]]:
+    """What came behind a collective whenever it was begun at the same place before, on any rank."""
+    return [
+        _place(line.by_number[n + 1])
+        for line in lines.values()
+        for n, m in line.by_number.items()
+        if n + 1 < number and n + 1 in line.by_number and _place(m) == _place(one)
+    ]
+
+
+def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], number: int) -> list[str]:
+    """What else is known of an order that differs."""
+    one, other = min(odd), min(set(at) - odd)
+    mine, theirs = lines[one].by_number, lines[other].by_number
+    places = {
+        n: (_place(mine[n]) if n in mine else None, _place(theirs[n]) if n in theirs else None)
+        for n in (number, number + 1)
+    }
+    (mine_now, theirs_now), (mine_next, theirs_next) = places[number], places[number + 1]
+    if mine_next == theirs_now and theirs_next == mine_now:
+        return [f"{_ranks(odd)} took it and the one after it in the other order."]
+    if mine_next is not None and mine_next == theirs_now:
+        return [f"{_ranks(odd)} began one more in between, or took two in the other order."]
+    if mine_now == theirs_next or mine_now in _behind_it(lines, at[other], number):
+        return [f"It comes behind the other's: {_ranks(odd)} left that one out, or took the two in the other order."]
+    return []
+
+
+def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+    """Case 2, by whom each waiting rank waits for; and groups that wait for each other."""
+    by_rank = {rank.rank: rank for rank in evidence.ranks}
+    waits: dict[int, Met] = {r: one for r, rank in by_rank.items() if (one := inside(rank)) and one.call}
+    for_whom: dict[int, set[int]] = {}
+    for rank, one in waits.items():
+        assert one.call is not None
+        lines = groups[one.call.group]
+        expected = set(members(one.call.ranks)) or set(lines)
+        for_whom[rank] = {r for r in expected if r not in lines or lines[r].front < one.number} - {rank}
+    late = set().union(*for_whom.values())
+    unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
+    roots = {r for r in late - unread if r not in waits}
+    if not late:
+        return None
+    if not roots:
+        return _of_unread(waits, unread) if unread else _apart(waits, for_whom, late)
+    waiting = sorted(r for r, whom in for_whom.items() if whom & roots)
+    one = waits[waiting[0]]
+    assert one.call is not None
+    known = [by_rank[r] for r in sorted(roots)]
+    ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
+    first = next((rank for rank in known if rank.rank not in ended), known[0])
+    phase, layer, line = spot(first)
+    doing = "has ended" if ended and len(ended) == len(roots) else _doing(first)
+    said = (
+        f"{_ranks(roots)} {doing}{_at(phase, layer, line)}; {_ranks(waiting)} {_verb(waiting, 'wait')} for it in "
+        f"{one.call.said}, collective {one.number} of the group{_where(one)}"
+    )
+    why = [f"rank {r} ended: {how}." for r, how in ended.items()]
+    why += [f"Of {_ranks(unread)} no collectives were read."] if unread else []
+    return Finding(
+        kind="gone" if len(ended) == len(roots) else "behind",
+        said=said,
+        ranks=sorted(roots),
+        waiting=waiting,
+        phase=phase or one.phase,
+        layer=layer if layer is not None else one.layer,
+        collective=one.call.said,
+        number=one.number,
+        line=line,
+        waiting_at=one.call.at,
+        why=why + [_process(rank) for rank in known if rank.seen and rank.rank not in ended],
+    )
+
+
+def _tells(rank: Rank) -> bool:
+    """Whether it is known which collectives it began, or that it has ended."""
+    return rank.beats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
+
+
+def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
+    """Some wait for ranks of which nothing says whether they have come."""
+    rank, one = next(iter(waits.items()))
+    assert one.call is not None
+    return Finding(
+        kind="unknown",
+        said=f"unknown: {_ranks(waits)} {_verb([*waits], 'wait')}, rank {rank} in {one.call.said}{_where(one)}, and of "
+        f"{_ranks(unread)} no collectives were read",
+        waiting=sorted(waits),
+        collective=one.call.said,
+        number=one.number,
+        waiting_at=one.call.at,
+    )
+
+
+def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set[int]) -> Finding:
+    """Ranks of several groups that wait for each other."""
+    ranks = sorted(r for r in late if for_whom.get(r))
+    parts = []
+    for rank in ranks:
+        one = waits[rank]
+        assert one.call is not None
+        parts.append(f"rank {rank} is in {one.call.said}{_where(one)} and waits for {_ranks(for_whom[rank])}")
+    one = waits[ranks[0]]
+    assert one.call is not None
+    return Finding(
+        kind="apart",
+        said="; ".join(parts),
+        ranks=ranks,
+        waiting=ranks,
+        phase=one.phase,
+        layer=one.layer,
+        collective=one.call.said,
+        number=one.number,
+        line=one.call.at,
+        why=["They began collectives of different groups in different orders."],
+    )
+
+
+def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+    """Case 3."""
+    waits = {rank.rank: one for rank in evidence.ranks if (one := inside(rank)) and one.call}
+    if not waits:
+        return None
+    one = next(iter(waits.values()))
+    assert one.call is not None
+    expected = set(members(one.call.ranks)) or set(groups[one.call.group])
+    same = {r for r, m in waits.items() if m.call and (m.call.group, m.number) == (one.call.group, one.number)}
+    if same != expected:
+        return None
+    return Finding(
+        kind="together",
+        said=f"{_ranks(same)} are all in {one.call.said}, collective {one.number} of the group{_where(one)}, and none is behind",
+        waiting=sorted(same),
+        phase=one.phase,
+        layer=one.layer,
+        collective=one.call.said,
+        number=one.number,
+        waiting_at=one.call.at,
+        why=[
+            "What carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
+        ],
+    )
+
+
+def _on_devices(evidence: Evidence) -> Finding | None:
+    """Case 4 where hosts only handed steps to devices that mark how far they are."""
+    known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
+    handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
+    if not known or not len(known) == len(handed) == len(evidence.ranks):
+        return None
+    norms = sorted({device.norm for device in known.values()})
+    by_norm = [[r for r, d in known.items() if d.norm == n] for n in norms]
+    places = ", ".join(f"{_ranks(ranks)} in {known[ranks[0]].said}" for ranks in by_norm)
+    alike, far = len(norms) == 1, norms[-1] - norms[0] > MOST_APART
+    late = [] if alike or far else by_norm[0]
+    at = None if far else known[by_norm[0][0]]
+    why = ["By the norm that each began last: what comes behind it, up to the next one, is not told apart."]
+    why += ["None is behind the others."] if alike and len(known) > 1 else []
+    why += ["They are too far apart to be in one step: who is behind is not known."] if far else []
+    return Finding(
+        kind="device",
+        said=f"devices stand still in a step handed over as {handed[0].step or 'nothing'}: {places}",
+        ranks=late,
+        waiting=[r for r in known if late and r not in late],
+        layer=at.layer if at else None,
+        phase=at.half if at else "",
+        why=why,
+    )
+
+
+def _by_stacks(evidence: Evidence) -> Finding | None:
+    """Case 2 by stacks alone: some are in a function of torch that waits, and others are not."""
+    stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _frames(evidence, rank))}
+    ranks = {id(rank): rank for rank in evidence.ranks}
+    waits = {r: call for r, frames in stacks.items() if (call := _waits_in(frames)) is not None}
+    out = [r for r in stacks if r not in waits]
+    if any(met(rank) for rank in evidence.ranks) or len(stacks) < 2 or not waits or len(out) * 2 >= len(stacks):  # noqa: PLR2004
+        return None
+    if not out:
+        return _lines_apart(ranks, waits)
+    names = ", ".join(ranks[r].name for r in out)
+    spot = _own(stacks[out[0]])
+    wait = next(iter(waits.values()))
+    return Finding(
+        kind="behind",
+        said=f"{names} {'is' if len(out) == 1 else 'are'} at {spot.said}, and the other {len(waits)} wait in {wait[0].function}, "
+        f"at {wait[1].said}",
+        ranks=_numbers(ranks, out),
+        waiting=_numbers(ranks, waits),
+        collective=wait[0].function,
+        line=spot.said,
+        waiting_at=wait[1].said,
+        why=["By Python stacks alone: which collective it is, and whether it is the same one, they do not say."],
+    )
+
+
+def _numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
+    """Of those that have one."""
+    return [ranks[r].rank for r in some if ranks[r].rank != NOBODY]
+
+
+def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Frame]]) -> Finding | None:
+    """All wait, and few of them at another line than most."""
+    lines: dict[str, list[int]] = collections.defaultdict(list)
+    for r, (call, own) in waits.items():
+        lines[f"{call.function}, at {own.said}"].append(r)
+    most = max(lines.values(), key=len)
+    few = [r for r in waits if r not in most]
+    if not few or len(few) * 2 >= len(waits):
+        return None
+    at = next(line for line, of in lines.items() if few[0] in of)
+    common = next(line for line, of in lines.items() if of is most)
+    return Finding(
+        kind="order",
+        said=f"{', '.join(ranks[r].name for r in few)} waits in {at}, and the other {len(most)} in {common}",
+        ranks=_numbers(ranks, few),
+        waiting=_numbers(ranks, waits),
+        collective=common,
+        line=at,
+        waiting_at=common,
+        why=["By Python stacks alone: shapes and numbers of collectives they do not say."],
+    )
+
+
+def _outside(evidence: Evidence) -> Finding:
+    """Case 4, and whatever is not known."""
+    placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
+    parts = [f"{rank.name} {_doing(rank)}{_at(*spot(rank))}" for rank in placed[:8]]
+    if placed and all(rank.beats is not None for rank in placed) and not any(inside(rank) for rank in placed):
+        on_device = [rank for rank in placed if rank.beats is not None and not rank.beats.waits]
+        why = ["No rank waits in a collective."]
+        if on_device:
+            why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
+        return Finding(kind="unknown" if on_device else "outside", said="; ".join(parts), why=why)
+    said = f"unknown: what was read does not tell who keeps whom waiting. {'; '.join(parts)}".strip()
+    return Finding(kind="unknown", said=said)
+
+
+def _frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:
+    return next(rank.frames for rank in evidence.ranks if id(rank) == key)
+
+
+def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
+    """(the outermost function of torch that waits, who called it)."""
+    for call, above in reversed([*itertools.pairwise(frames)]):
+        if call.function in WAITS and any(part in call.file for part in WAITS_IN):
+            return call, above
+    return None
+
+
+def _own(frames: Sequence[Frame]) -> Frame:
+    """The innermost line of ours, else the innermost that is known."""
+    return next((f for f in frames if OURS in f.file), next((f for f in frames if f.line is not None), frames[0]))
+
+
+def spot(rank: Rank) -> tuple[str, int | None, str]:
+    """(phase, layer, line) where it is."""
+    beat = rank.beats
+    line = ""
+    if rank.frames:
+        inner = next((f for f in rank.frames if f.line is not None), rank.frames[0])
+        own = _own(rank.frames)
+        line = inner.said if inner == own else f"{inner.said}, called at {own.said}"
+    return (beat.phase, beat.layer, line) if beat else ("", None, line)
+
+
+def _doing(rank: Rank) -> str:
+    if rank.beats is not None and rank.beats.last is not None and rank.beats.last.state == RAISED:
+        return "has left a collective with an error and is"
+    return {"sleeps": "sleeps", "spins": "spins"}.get(rank.pace, "is")
+
+
+def _process(rank: Rank) -> str:
+    seen = rank.seen
+    assert seen is not None
+    if seen.cpu is None:
+        return f"rank {rank.rank}: process {seen.pid} was in state {seen.state or 'unknown'}."
+    return f"rank {rank.rank}: its main thread used {seen.cpu:.0%} of a CPU."
+
+
+def _at(phase: str, layer: int | None, line: str) -> str:
+    parts = [
+        f"in phase {phase}" if phase else "",
+        f"of layer {layer}" if layer is not None else "",
+        f"at {line}" if line else "",
+    ]
+    return "".join(f" {part}" for part in parts if part) if any(parts) else " at a place that is not known"
+
+
+def _where(one: Met) -> str:
+    assert one.call is not None
+    parts = [
+        f"phase {one.phase}" if one.phase else "",
+        f"layer {one.layer}" if one.layer is not None else "",
+        " ← ".join(filter(None, (one.call.at, one.call.above))),
+    ]
+    return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    known = sorted(ranks)
+    return f"rank {known[0]}" if len(known) == 1 else f"ranks {spans(known)}"
+
+
+def _verb(ranks: Sequence[int], verb: str) -> str:
+    return f"{verb}s" if len(ranks) == 1 else verb

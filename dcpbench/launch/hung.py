@@ -1,0 +1,179 @@
+"""What is taken down of a job before it is ended: HANGS/TAG-N/, whose files hangs/evidence.py names. No torch.
+
+What ranks leave in LOGS themselves: hangs/beats.py, measuring/flight_recorder.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import RecordsError
+from dcpbench.hangs import evidence, finding
+from dcpbench.hangs.evidence import GPUS_FILE, SEEN_FILE, Seen
+from dcpbench.launch import child
+from dcpbench.launch.jobs import code_words
+from dcpbench.launch.ranks import LOG_LINES, read
+from dcpbench.records.folder import HANGS_FOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dcpbench.hangs.finding import Finding
+    from dcpbench.launch.ranks import Ranks
+
+ASK_S, SPY_S, GPUS_S = 1.0, 5.0, 3.0
+"""How long each may take: the flight recorders, py-spy, nvidia-smi."""
+GPUS = (
+    "index",
+    "name",
+    "utilization.gpu",
+    "memory.used",
+    "clocks.sm",
+    "power.draw",
+    "ecc.errors.uncorrected.volatile.total",
+)
+FINDING_FILE = "finding.json"
+BEATS, ASK, FLIGHT, DEVICE = "beats-{}.bin", "flight-{}.ask", "flight-{}.json", "device-{}.json"
+"""Files of a rank, in its job's folder of logs."""
+
+
+def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
+    """(folder of what was taken down, Python stacks by rank). Everything has its time; what fails is left out."""
+    folder = _new_folder(ranks)
+    pids = ranks.pid_of()
+    before, began = {rank: _cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
+    gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
+    asked = [rank for rank in pids if _ask(ranks.logs / ASK.format(rank))]
+    stacks = ranks.stacks()
+    spent = max(time.monotonic() - began, 1e-3)
+    seen = [_seen(ranks, rank, pids.get(rank), before.get(rank), spent) for rank in ranks.ranks]
+    spies = [
+        _start(["py-spy", "dump", "--native", "--pid", str(p)], folder / f"py-spy-{r}.txt") for r, p in pids.items()
+    ]
+    (folder / SEEN_FILE).write_bytes(msgspec.json.encode(seen))
+    _keep(folder, stacks)
+    for rank in ranks.ranks:
+        _keep_log_and_beats(ranks, rank, folder)
+    until = time.monotonic() + ASK_S
+    for rank in asked:
+        answer = ranks.logs / FLIGHT.format(rank)
+        while not answer.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        for said in (answer, ranks.logs / DEVICE.format(rank)):
+            with contextlib.suppress(OSError):
+                shutil.move(said, folder / said.name)
+    _wait(spies, SPY_S)
+    _wait([gpus], GPUS_S)
+    return folder, stacks
+
+
+def explain(folder: Path, stacks: Mapping[str, str]) -> Finding | None:
+    """Who kept whom waiting, which is left beside what says so, too; None where nothing could be read.
+
+    `stacks`: of ranks on other machines, too.
+    """
+    _keep(folder, stacks)
+    try:
+        found = finding.find(evidence.of_files([folder]))
+    except RecordsError:
+        return None
+    (folder / FINDING_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    return found
+
+
+def _keep(folder: Path, stacks: Mapping[str, str]) -> None:
+    for rank, text in stacks.items():
+        (folder / f"stacks-{rank}.txt").write_text(text)
+
+
+def differing(ranks: Ranks) -> tuple[Path, Finding] | None:
+    """Who began another collective than the others in a job that has ended, and the folder that keeps what says so.
+
+    By the beats that are left; None where they say nothing of the kind.
+    """
+    left = [path for rank in ranks.ranks if (path := ranks.logs / BEATS.format(rank)).exists()]
+    try:
+        found = finding.differs(evidence.of_files(left)) if left else None
+    except RecordsError:
+        return None
+    if found is None:
+        return None
+    folder = _new_folder(ranks)
+    for rank in ranks.ranks:
+        _keep_log_and_beats(ranks, rank, folder)
+    return folder, explain(folder, {}) or found
+
+
+def _new_folder(ranks: Ranks) -> Path:
+    name = ranks.logs.name
+    folder = next(f for n in itertools.count() if not (f := ranks.folder / HANGS_FOLDER / f"{name}-{n}").exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _keep_log_and_beats(ranks: Ranks, rank: int, folder: Path) -> None:
+    if lines := read(ranks.logs / f"rank-{rank}.log").splitlines():
+        (folder / f"log-{rank}.txt").write_text("\n".join(lines[-LOG_LINES:]) + "\n")
+    with contextlib.suppress(OSError):
+        shutil.copyfile(ranks.logs / BEATS.format(rank), folder / BEATS.format(rank))
+
+
+def _cpu_ticks(pid: int) -> int | None:
+    """Clock ticks that a process's main thread has run."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:  # noqa: PTH123 -- no path of a user
+            fields = file.read().rpartition(b")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return None
+
+
+def _seen(ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float) -> Seen:
+    ended = next((code_words(e.code) for e in ranks.exits() if e.rank == rank), "")
+    if pid is None:
+        return Seen(rank=rank, ended=ended or "its process was gone")
+    after, state = _cpu_ticks(pid), child.start_ticks(pid)
+    cpu = None
+    if before is not None and after is not None:
+        cpu = round((after - before) / os.sysconf("SC_CLK_TCK") / seconds, 3)
+    return Seen(rank=rank, pid=pid, state=state[0] if state else "", cpu=cpu, ended=ended)
+
+
+def _ask(pipe: Path) -> bool:
+    """Open a rank's pipe and close it; False where nobody reads it."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+def _start(command: list[str], to: Path) -> subprocess.Popen[bytes] | None:
+    """Start a tool that may be there, with its output in a file."""
+    path = shutil.which(command[0])
+    if path is None:
+        return None
+    with to.open("wb") as out, contextlib.suppress(OSError):
+        return subprocess.Popen(
+            child.tied([path, *command[1:]]), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+    return None
+
+
+def _wait(started: list[subprocess.Popen[bytes] | None], seconds: float) -> None:
+    """End what has not ended by itself in time."""
+    until = time.monotonic() + seconds
+    for process in filter(None, started):
+        try:
+            process.wait(max(until - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

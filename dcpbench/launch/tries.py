@@ -1,0 +1,43 @@
+"""How often a point is tried: --point-retries, and points that are set aside once they have failed too often. No torch."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from dcpbench import errors
+from dcpbench.errors import DcpbenchError
+from dcpbench.records.file import placed_records
+from dcpbench.records.folder import RECORDS_FILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
+"""Errors that say what to type instead: the same command would only end in the same one."""
+LEAST = 2
+"""Tries that --resume gives a point, however few --point-retries asks for."""
+
+
+def may_pass(record: Record) -> bool:
+    """Whether another try may end otherwise: a job hung or broke at the point, and not with an error that says what to type."""
+    return record.outcome in ("failed", "hung") and "stage" in record.detail and record.detail.get("error") not in OURS
+
+
+def failed(folder: Path) -> collections.Counter[str]:
+    """How often each point of a run has failed in a way that may pass, by its key. Raises RecordsError."""
+    if not (folder / RECORDS_FILE).exists():
+        return collections.Counter()
+    return collections.Counter(record.point.key() for _, record in placed_records(folder) if may_pass(record))
+
+
+def set_aside(times: int, retries: int) -> bool:
+    """Whether a point that has failed so often is left out of a run that is gone on with."""
+    return times >= max(LEAST, 1 + retries)
+
+
+def how_to_try_again(times: int, retries: int) -> str:
+    """What to type behind the command."""
+    return f"--resume --point-retries {times}" if set_aside(times, retries) else "--resume"

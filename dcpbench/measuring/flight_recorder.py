@@ -1,0 +1,45 @@
+"""What a rank says of itself when somebody asks, whatever its main thread is at: torch's flight recorder, as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from torch._C import _distributed_c10d
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+def recorded() -> bytes:
+    """The recorder's JSON; empty where this torch writes none."""
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    return b"" if dump is None else bytes(dump())
+
+
+def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
+    """Make a named pipe; whenever somebody opens it for writing and closes it, each file gets what is said then.
+
+    A thread waits for it, at no cost; what is empty leaves no file. Nothing is offered where the file system has no pipes.
+    """
+    try:
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+    except OSError:
+        return
+
+    def wait() -> None:
+        while pipe.exists():
+            with contextlib.suppress(OSError):
+                pipe.read_bytes()  # until whoever asks has closed it
+                for file, say in says.items():
+                    if said := say():
+                        part = file.with_suffix(".part")
+                        part.write_bytes(said)
+                        part.replace(file)
+
+    threading.Thread(target=wait, name="flight-recorder", daemon=True).start()

@@ -1,0 +1,119 @@
+"""The worker, of which one rank does once what it should not: `FAULT=KIND:RANK:CONCURRENCY`.
+
+At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
+attention out · `order` takes the two collectives of `merge` in the other order · `shape` and `dtype` reduce another tensor ·
+`sleeps` and `spins` do so in the experts' phase.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from dcpbench import worker
+from dcpbench.engine.model import Model
+from dcpbench.exchange.ag_rs import AllGatherReduceScatter
+from dcpbench.exchange.collectives import Group
+from dcpbench.kernels.merge import correct
+from dcpbench.measuring.ranges import phase
+from tests import as_fork, forks
+
+FAULT, INSIDE = "FAULT", "--inside"
+KINDS = ("missing", "order", "shape", "dtype", "sleeps", "spins")
+LAYER, STEP = 1, 3
+PHASES = {"order": "merge", "sleeps": "moe", "spins": "moe"}
+"""In which phase each happens; all others in attn_reduce."""
+tell, step, attention, experts = worker.Worker.tell, Model.step, Model.attention, Model.experts
+all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge
+
+
+class Fault:
+    """When it is due, and what is done then. All ranks go through the same lines, the culprit and the others."""
+
+    def __init__(self, kind: str, concurrency: int, culprit: bool) -> None:
+        self.kind, self.concurrency, self.culprit = kind, concurrency, culprit
+        self.at, self.steps, self.layer, self.attending = False, 0, -1, False
+
+    def due(self) -> bool:
+        """Whether this is the moment."""
+        return self.culprit and self.at and self.steps == STEP and self.layer == LAYER
+
+    def tell(self, of: Any, stage: str, note: str = "") -> None:
+        """Worker.tell."""
+        self.at = stage == "measure" and of.point is not None and of.point.concurrency == self.concurrency
+        tell(of, stage, note)
+
+    def step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
+        """Model.step."""
+        self.steps += self.at
+        return step(of, *args, **kwargs)
+
+    def attention(self, of: Any, x: Any, w: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Model.attention."""
+        self.layer, self.attending = index, True
+        found = attention(of, x, w, index, *args, **kwargs)
+        self.attending = False
+        return found
+
+    def all_reduce(self, of: Any, x: torch.Tensor) -> torch.Tensor:
+        """Group.all_reduce."""
+        if self.kind in ("missing", "shape", "dtype") and self.attending and self.due():
+            self.attending = False
+            if self.kind == "missing":
+                return x
+            x = x.flatten()[: x.numel() // 2].contiguous() if self.kind == "shape" else x.double()
+        return all_reduce(of, x)
+
+    def merge(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+        """AllGatherReduceScatter.merge."""
+        if self.kind != "order" or not self.due():
+            return merge(of, o_BHR, lse_BH)
+        with phase("merge"):
+            lse_NBH = lse_BH.expand(of.group.size, *lse_BH.shape).contiguous()
+            found = of.group.reduce_scatter(correct(o_BHR, lse_NBH, of.group.rank, torch.float32))
+            of.group.all_gather(lse_BH)
+            return found
+
+    def experts(self, of: Any, *args: Any) -> Any:
+        """Model.experts."""
+        if self.kind in ("sleeps", "spins") and self.due():
+            with phase("moe"):
+                stall(self.kind)
+        return experts(of, *args)
+
+
+def stall(kind: str) -> None:
+    """Never come back."""
+    while kind == "spins":
+        pass
+    while kind == "sleeps":
+        time.sleep(60)
+
+
+def commit(fault: Fault) -> None:
+    """Put it in the place of the worker's own."""
+    for of, name in (
+        (worker.Worker, "tell"),
+        (Model, "step"),
+        (Model, "attention"),
+        (Model, "experts"),
+        (Group, "all_reduce"),
+        (AllGatherReduceScatter, "merge"),
+    ):
+        setattr(of, name, _method(getattr(fault, name)))
+
+
+def _method(bound: Any) -> Any:
+    return lambda self, *args, **kwargs: bound(self, *args, **kwargs)  # noqa: PLW0108 -- becomes a method
+
+
+if __name__ == "__main__":
+    if forks.ADDRESS in os.environ and INSIDE not in sys.argv:
+        sys.exit(as_fork.main([__spec__.name, *sys.argv[1:], INSIDE]))
+    kind, rank, concurrency = os.environ[FAULT].split(":")
+    commit(Fault(kind, int(concurrency), culprit=os.environ["RANK"] == rank))
+    sys.exit(worker.main(sys.argv[1]))

@@ -1,0 +1,355 @@
+"""Hangs: beats as they are written and read, dumps of other programs, and who is found to keep whom waiting."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.errors import RecordsError
+from dcpbench.hangs import beats, dumps, evidence
+from dcpbench.hangs.beats import Beats
+from dcpbench.hangs.evidence import Device, Seen
+from dcpbench.hangs.finding import find
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.hangs.finding import Finding
+
+X = SimpleNamespace(dtype="torch.float32", shape=(2, 64))
+HALF = SimpleNamespace(dtype="torch.float32", shape=(64,))
+DOUBLE = SimpleNamespace(dtype="torch.float64", shape=(2, 64))
+GROUP = "0"
+
+
+class Job:
+    """Ranks that beat, each by a script of what it does in a step: `(op, phase, layer)`, or with another tensor."""
+
+    def __init__(self, folder: Path, ranks: int, groups: dict[str, Sequence[int]] | None = None) -> None:
+        self.folder = folder
+        groups = groups or {GROUP: range(ranks)}
+        self.ranks = [
+            Beats(folder / f"beats-{r}.bin", r, ranks, waits=True, members=lambda name: (name, groups[name]))
+            for r in range(ranks)
+        ]
+
+    def does(
+        self, rank: int, op: str, phase: str, layer: int, *, x: Any = X, group: str = GROUP, hangs: bool = False
+    ) -> None:
+        """One collective of a rank; it never comes back where it `hangs`."""
+        own = self.ranks[rank]
+        own.layer(layer)
+        own.phase(phase)
+        entered = own.collective(op, x, group)
+        if not hangs:
+            entered.__exit__(None, None, None)
+
+    def steps(self, count: int = 2) -> None:
+        """Whole steps of two layers on all ranks."""
+        for _ in range(count):
+            for layer in range(2):
+                for phase in ("attn_reduce", "mlp_reduce"):
+                    for rank in range(len(self.ranks)):
+                        self.does(rank, "all_reduce", phase, layer)
+
+    def found(self) -> Finding:
+        """What the folder says."""
+        return find(evidence.of_files([self.folder]))
+
+
+def test_beats_say_where_a_rank_is_and_what_it_waits_in(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    job.steps(1)
+    job.ranks[0].step(beats.REPLAY)
+    job.does(0, "all_gather", "merge", 1, x=HALF, hangs=True)
+    read = beats.read(tmp_path / "beats-0.bin")
+    assert (read.rank, read.ranks, read.steps, read.step, read.phase, read.layer) == (0, 1, 1, "replay", "merge", 1)
+    one = read.inside
+    assert one is not None
+    assert one.call is not None
+    assert (one.number, one.call.said) == (5, "all_gather of float32 [64]")
+    assert "test_hangs.py" in one.call.at
+    assert " in does" in one.call.at
+
+
+def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that_is_gone_is_not_made_up(
+    tmp_path: Path,
+) -> None:
+    """1,034 shapes, one each: the ring has the last 1,024, and the texts' places were used anew for the first ten."""
+    job = Job(tmp_path, 1)
+    for n in range(beats.RING + 10):
+        job.does(0, "all_reduce", "moe", 0, x=SimpleNamespace(dtype="torch.float32", shape=(n,)))
+    met = beats.read(tmp_path / "beats-0.bin").met
+    assert [met[0].number, met[-1].number, len(met)] == [11, beats.RING + 10, beats.RING]
+    assert met[-1].call is not None
+    assert met[-1].call.shape == (beats.RING + 9,)
+    place = beats.TEXTS_AT + (beats.RING + 10) % beats.TEXTS * beats.TEXT_BYTES
+    data = bytearray((tmp_path / "beats-0.bin").read_bytes())
+    data[place] ^= 1
+    (tmp_path / "beats-0.bin").write_bytes(data)
+    assert beats.read(tmp_path / "beats-0.bin").met[-1].call is None
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], []])
+def test_spans_are_read_back(ranks: list[int]) -> None:
+    assert beats.members(beats.spans(ranks)) == ranks
+
+
+@pytest.mark.parametrize("x, kind", [(HALF, "shape"), (DOUBLE, "dtype")])  # noqa: PT006 -- as everywhere
+def test_a_rank_with_another_tensor_is_named(tmp_path: Path, x: Any, kind: str) -> None:
+    job = Job(tmp_path, 4)
+    job.steps()
+    for rank in range(4):
+        job.does(rank, "all_reduce", "attn_reduce", 0, x=x if rank == 2 else X, hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks, found.phase, found.layer, found.number) == (kind, [2], "attn_reduce", 0, 9)
+    assert found.waiting == [0, 1, 3]
+
+
+def test_of_two_ranks_the_one_that_left_the_usual_order_is_named(tmp_path: Path) -> None:
+    """Steps are all_reduce in attn_reduce, then in mlp_reduce; rank 0 goes to a gather instead."""
+    job = Job(tmp_path, 2)
+    job.steps()
+    job.does(0, "all_gather", "merge", 0, hangs=True)
+    job.does(1, "all_reduce", "attn_reduce", 0, hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks) == ("order", [0])
+    assert found.why == ["rank 1 went on as in earlier steps."]
+
+
+def test_of_two_ranks_without_a_past_nobody_is_called_wrong(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.does(0, "all_gather", "merge", 0, hangs=True)
+    job.does(1, "all_reduce", "attn_reduce", 0, hangs=True)
+    assert "Nothing tells which of the two is right." in job.found().why
+
+
+def test_the_place_where_ranks_parted_is_named_though_their_tensors_agree_for_a_while(tmp_path: Path) -> None:
+    """Rank 1 leaves attn_reduce of layer 0 out: what it reduces next has the same shape, and only the gather differs."""
+    job = Job(tmp_path, 3)
+    job.steps()
+    for rank in (0, 2):
+        job.does(rank, "all_reduce", "attn_reduce", 0)
+        job.does(rank, "all_reduce", "mlp_reduce", 0, hangs=True)
+    job.does(1, "all_reduce", "mlp_reduce", 0)
+    job.does(1, "all_gather", "lm_head", beats.NO_LAYER, hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks, found.number, found.layer) == ("order", [1], 9, 0)
+    assert any("left that one out" in why for why in found.why)
+
+
+def test_a_rank_that_has_not_come_is_named_with_its_phase_line_and_whether_it_sleeps(tmp_path: Path) -> None:
+    job = Job(tmp_path, 3)
+    job.steps()
+    for rank in (0, 1):
+        job.does(rank, "all_reduce", "mlp_reduce", 1, hangs=True)
+    job.ranks[2].phase("moe")
+    stack = (
+        'Current thread 0x00007f00 (most recent call first):\n  File "/a/dcpbench/engine/model.py", line 7 in experts\n'
+    )
+    (tmp_path / "stacks-2.txt").write_text(f'{stack}  File "/a/w.py", line 1 in <module>\n')
+    seen = [Seen(rank=2, pid=7, state="S", cpu=0.01), Seen(rank=0, pid=8, state="S", cpu=0.0)]
+    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [2], [0, 1], "moe", 1)
+    assert "rank 2 sleeps in phase moe of layer 1 at dcpbench/engine/model.py:7 in experts" in found.said
+    assert "ranks 0-1 wait for it in all_reduce of float32 [2, 64], collective 9 of the group" in found.said
+
+
+def test_a_rank_that_has_ended_is_gone_and_one_that_waits_for_another_is_not_to_blame(tmp_path: Path) -> None:
+    """Ranks 0 and 1 share a group, and 1 and 2 another: 0 waits for 1, which waits for 2, which has ended."""
+    job = Job(tmp_path, 3, {"a": [0, 1], "b": [1, 2]})
+    job.does(0, "all_reduce", "moe", 0, group="a", hangs=True)
+    job.does(1, "all_reduce", "merge", 0, group="b", hangs=True)
+    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode([Seen(rank=2, ended="ended with exit code 3")]))
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting) == ("gone", [2], [1])
+
+
+def test_groups_that_wait_for_each_other_are_told_apart(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, {"a": [0, 1], "b": [0, 1]})
+    job.does(0, "all_reduce", "moe", 0, group="a", hangs=True)
+    job.does(1, "all_reduce", "merge", 0, group="b", hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks) == ("apart", [0, 1])
+
+
+def test_where_all_are_in_the_same_collective_none_is_blamed(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        job.does(rank, "all_reduce", "moe", 0, hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting) == ("together", [], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("norms", "ranks", "layer", "phase", "why"),
+    [
+        ([36, 36], [], 17, "mlp", "None is behind the others."),
+        ([37, 35], [1], 17, "attention", ""),
+        ([121, 1], [], None, "", "who is behind is not known"),
+    ],
+    ids=["alike", "one behind", "apart"],
+)
+def test_of_steps_that_devices_replay_norms_tell_the_layer(
+    tmp_path: Path, norms: list[int], ranks: list[int], layer: int | None, phase: str, why: str
+) -> None:
+    """Norm 36 = 2 · 17 + 2 is the one behind attention of layer 17."""
+    for rank, norm in enumerate(norms):
+        own = Beats(tmp_path / f"beats-{rank}.bin", rank, 2, waits=False, members=lambda _: ("0", [0, 1]))
+        own.step(beats.REPLAY)
+        (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks, found.layer, found.phase) == ("device", ranks, layer, phase)
+    assert "handed over as replay" in found.said
+    assert why in " ".join(found.why)
+
+
+def test_of_replayed_steps_without_marks_nothing_is_claimed(tmp_path: Path) -> None:
+    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).step(beats.REPLAY)
+    assert find(evidence.of_files([tmp_path])).kind == "unknown"
+
+
+SPY = """Process {pid}: python train.py
+Python v3.11.4 (/usr/bin/python3.11)
+
+Thread {pid} (idle): "MainThread"
+{frames}
+Thread 0x7F1 (idle): "Thread-1"
+    wait (threading.py:324)
+"""
+IN_REDUCE = "    all_reduce (torch/distributed/distributed_c10d.py:2501)\n    step (/app/train.py:40)\n    <module> (/app/train.py:90)\n"
+ELSEWHERE = "    load (/app/data.py:12)\n    <module> (/app/train.py:70)\n"
+
+
+def test_dumps_of_py_spy_name_the_process_that_is_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(4):
+        text = SPY.format(pid=100 + rank, frames=ELSEWHERE if rank == 3 else IN_REDUCE)
+        (tmp_path / f"rank{rank}.txt").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["hang", "explain", str(tmp_path), "--json"])
+    assert ended.value.code == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["ranks"], told["line"]) == ("behind", [3], "app/data.py:12 in load")
+
+
+def test_a_number_that_is_a_process_id_is_no_rank(tmp_path: Path) -> None:
+    for pid in (101, 102, 103):
+        frames = ELSEWHERE if pid == 103 else IN_REDUCE
+        (tmp_path / f"dump-{pid}.txt").write_text(SPY.format(pid=pid, frames=frames))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks) == ("behind", [])
+    assert found.said.startswith("process 103 (dump-103.txt) is at app/data.py:12 in load")
+
+
+def test_a_page_tells_the_same_and_what_others_wrote_is_no_markup_there(tmp_path: Path) -> None:
+    """The name of a function in a dump may be anything."""
+    for rank in range(3):
+        frames = ELSEWHERE.replace("load", "<script>alert(1)</script>") if rank == 2 else IN_REDUCE
+        (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["hang", "explain", *map(str, sorted(tmp_path.glob("rank*.txt"))), "--html", str(page)])
+    assert ended.value.code == 0
+    text = page.read_text()
+    assert "behind" in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<script>alert(1)" not in text
+
+
+def test_stacks_that_all_wait_at_one_line_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=IN_REDUCE))
+    with pytest.raises(SystemExit):
+        cli.main(["hang", "explain", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "unknown" in out
+    assert "Read: rank0.txt, rank1.txt." in out
+
+
+def recorded(*calls: tuple[str, list[int], str]) -> dict[str, object]:
+    """A flight recorder's JSON of two ranks; (operation, shape, state) each."""
+    entries = [
+        {
+            "collective_seq_id": n,
+            "input_dtypes": ["Float"],
+            "input_sizes": [shape],
+            "is_p2p": False,
+            "process_group": ["0", "default_pg"],
+            "profiling_name": f"nccl:{op}",
+            "retired": state == "completed",
+            "state": state,
+            "time_created_ns": n,
+        }
+        for n, (op, shape, state) in enumerate(calls, 1)
+    ]
+    return {"version": "2.10", "pg_config": {"0": {"ranks": "[0, 1]"}}, "entries": entries}
+
+
+def test_flight_recorders_name_who_has_not_launched_what_the_other_waits_in(tmp_path: Path) -> None:
+    done = ("all_reduce", [4, 3], "completed")
+    (tmp_path / "flight-0.json").write_text(json.dumps(recorded(done, ("all_gather", [4], "started"))))
+    (tmp_path / "flight-1.json").write_text(json.dumps(recorded(done)))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks, found.number, found.collective) == ("behind", [1], 2, "all_gather of float [4]")
+
+
+def test_of_ranks_whose_collectives_were_not_read_nothing_is_claimed(tmp_path: Path) -> None:
+    """Rank 1 may wait there, too."""
+    (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks, found.waiting) == ("unknown", [], [0])
+    assert "of rank 1 no collectives were read" in found.said
+
+
+def test_parts_of_several_sizes_are_no_fault_of_other_programs(tmp_path: Path) -> None:
+    """What differs and was come back from by all, who went on alike, did no harm either."""
+    done, started = "completed", "started"
+    calls = (
+        [("alltoall", 4, 5, started)],
+        [("all_reduce", 4, 5, done), ("all_reduce", 6, 6, done), ("barrier", 1, 1, started)],
+    )
+    for one in calls:
+        for rank in range(2):
+            told = recorded(*[(op, [sizes[rank]], state) for op, *sizes, state in one])
+            (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
+        assert find(evidence.of_files([tmp_path])).kind == "together"
+
+
+def test_flight_recorders_name_shapes_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
+    (tmp_path / "flight-1.json").write_text(json.dumps(recorded(("all_reduce", [5], "started"))))
+    found = find(evidence.of_files([tmp_path]))
+    assert found.kind == "shape"
+    assert "all_reduce of float [4]" in found.said
+    assert "all_reduce of float [5]" in found.said
+
+
+def test_a_pickle_is_refused_with_what_to_do_and_never_loaded(tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(b"\x80\x04\x95rest")
+    with pytest.raises(RecordsError, match=r"is a pickle.*_dump_fr_trace_json"):
+        evidence.of_files([tmp_path / "nccl_trace_rank_0"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", '{"entries": 3}', '{"entries": [{}]}', '{"entries": [[]]}', "Thread 1 (", "Process 1: x\n    f (y:1)"],
+)
+def test_what_is_no_dump_is_an_error_of_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank0.txt").write_text(text)
+    with pytest.raises(RecordsError):
+        evidence.of_files([tmp_path / "rank0.txt"])
+
+
+def test_threads_of_faulthandler_and_of_py_spy_are_told_apart() -> None:
+    text = 'Thread 0x01 [gloo] (most recent call first):\n  File "a.py", line 3 in f\n\nCurrent thread 0x02 (most recent call first):\n  File "b.py", line 4 in <module>\n'
+    first, second = dumps.threads(text)
+    assert not first.main
+    assert second.main
+    assert [t.main for t in dumps.threads(SPY.format(pid=1, frames=IN_REDUCE))] == [True, False]

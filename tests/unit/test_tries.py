@@ -1,0 +1,46 @@
+"""Points that failed are counted over all commands on a folder, and set aside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.commands import runs
+from dcpbench.launch import tries
+from dcpbench.points.point import Point
+from dcpbench.records.file import RecordFile
+from dcpbench.records.record import Record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+POINTS = [Point(model="tiny", tp=1, concurrency=c, context=8, backend="reference", dtype="fp32") for c in (1, 2, 3)]
+
+
+def fail(folder: Path, point: Point, **detail: str) -> None:
+    """A record of one try."""
+    RecordFile(folder).append(Record(point=point, outcome="failed", reason="it broke", detail=detail))
+
+
+def test_only_failures_that_may_pass_are_counted(tmp_path: Path) -> None:
+    """An interrupt has no stage, as no job broke; an error of ours says what to type instead."""
+    assert not tries.failed(tmp_path)
+    fail(tmp_path, POINTS[0], stage="measure", error="RuntimeError")
+    fail(tmp_path, POINTS[0], stage="measure")
+    fail(tmp_path, POINTS[1], stage="build", error="CapacityError")
+    fail(tmp_path, POINTS[1])
+    assert tries.failed(tmp_path) == {POINTS[0].key(): 2}
+
+
+def test_a_point_that_failed_twice_is_left_out_with_what_tries_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        fail(tmp_path, POINTS[0], stage="measure")
+    fail(tmp_path, POINTS[1], stage="measure")
+    assert runs._without_those_set_aside(POINTS, tmp_path, retries=0) == POINTS[1:]
+    assert capsys.readouterr().err == (
+        "1 point that failed 2 times is set aside: the records say why. To try it again, add --point-retries 2.\n"
+    )
+    assert runs._without_those_set_aside(POINTS, tmp_path, retries=2) == POINTS

@@ -1,0 +1,135 @@
+"""Makes one rank of a sweep go wrong, in each of several ways, and says whether that was named, and how soon.
+
+    python -m tools.hangs --ranks 2,4,8
+
+Each case is a sweep of a tiny model on the CPU, two points on so many gloo ranks: at the first one, one rank leaves a
+collective out, takes two in the other order, gives one another shape or dtype, sleeps, or spins (tests/distributed/
+faulty_worker.py). Ends with 1 where the record did not name the rank, the layer, the collective and the line within 15 s
+after the limit of the point, or the other point was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.hangs.finding import Finding
+from dcpbench.launch import launcher
+from dcpbench.launch.torchrun import Machines
+from dcpbench.points.budget import plan_engines
+from dcpbench.points.machine import Probe
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import read_records
+from tests.distributed import faulty_worker
+from tests.distributed.faulty_worker import FAULT, KINDS, LAYER, PHASES
+
+if TYPE_CHECKING:
+    from dcpbench.launch.jobs import Progress
+    from dcpbench.records.record import Record
+
+ALLOWED_S = 15.0
+NAMES = {"sleeps": ("behind",), "spins": ("behind",), "missing": ("order",), "order": ("order",)}
+"""Kinds of finding that are right; of the others, the fault's own name."""
+REMAINING = 2
+"""Concurrency of the point that comes after the one that goes wrong."""
+
+
+def case(fault: str, ranks: int, timeout: float) -> tuple[list[str], float, Record]:
+    """(what is wrong, seconds from the limit to the record, the record) of one sweep."""
+    culprit = ranks - 1
+    os.environ[FAULT] = f"{fault}:{culprit}:1"
+    said: dict[str, float] = {"heard": 0.0}
+
+    def watch(event: Progress) -> None:
+        if event.stage in ("hung", "failed"):
+            said["named"] = time.time()
+        elif "named" not in said:
+            said["heard"] = event.at
+
+    points = [
+        Point(
+            model="tiny",
+            tp=ranks,
+            dcp=ranks,
+            exchange="ag_rs",
+            concurrency=c,
+            context=16,
+            backend="reference",
+            dtype="fp32",
+        )
+        for c in (1, REMAINING)
+    ]
+    with tempfile.TemporaryDirectory(prefix="dcpbench-hangs-") as name:
+        folder = Path(name)
+        settings = Settings(seconds=0.2, profile=False)
+        work = launcher.Work(
+            folder=folder,
+            settings=settings,
+            device="cpu",
+            worker=faulty_worker.__name__,
+            timeout=timeout,
+            engines=tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU"))),
+        )
+        launcher.run(points, work, Machines(), watch)
+        first, *rest = read_records(folder)
+        where = folder / first.detail.get("evidence", "none") / "finding.json"
+        found = msgspec.json.decode(where.read_bytes(), type=Finding) if where.exists() else None
+    after = said["named"] - said["heard"] - (timeout if first.outcome == "hung" else 0.0)
+    wrong = [text for text, is_so in _checks(fault, culprit, first, found, rest).items() if not is_so]
+    return wrong + ([f"{after:.1f} s"] if after > ALLOWED_S else []), after, first
+
+
+def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest: list[Record]) -> dict[str, bool]:
+    """By what is wrong where it is not so."""
+    reason, phase = first.reason or "", PHASES.get(fault, "attn_reduce")
+    right = NAMES.get(fault, (fault,))
+    return {
+        f"outcome {first.outcome}": first.outcome in ("hung", "failed"),
+        f"kind {first.detail.get('hang')}": first.detail.get("hang") in right,
+        "rank": f"rank {culprit} " in reason and (found is None or found.ranks == [culprit]),
+        "layer": f"layer {LAYER}" in reason,
+        "phase": phase in reason,
+        "collective": "all_reduce of" in reason or "all_gather of" in reason,
+        "line": ".py:" in reason,
+        "the other point": [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the options, run the cases, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4,8", help="default: %(default)s")
+    parser.add_argument("--faults", default=",".join(KINDS), help="default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=8.0, help="limit of a point in seconds; default: %(default)s")
+    parser.add_argument("--reasons", action="store_true", help="print each record's reason, too")
+    asked = parser.parse_args(arguments)
+    print("| fault | ranks | outcome | found | named after | wrong |\n|---|---|---|---|---|---|", flush=True)
+    failed = 0
+    for ranks in map(int, asked.ranks.split(",")):
+        for fault in asked.faults.split(","):
+            wrong, after, record = case(fault, ranks, asked.timeout)
+            failed += bool(wrong)
+            row = (
+                fault,
+                ranks,
+                record.outcome,
+                record.detail.get("hang", ""),
+                f"{after:.1f} s",
+                ", ".join(wrong) or "–",
+            )
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
+            if asked.reasons or wrong:
+                print(f"    {record.reason}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
