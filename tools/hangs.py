@@ -1,6 +1,7 @@
 """Makes one rank of a sweep go wrong, in each of several ways, and says whether that was named, and how soon.
 
     python -m tools.hangs --ranks 2,4,8
+    python -m tools.hangs --gpu H200        # a kernel of the captured step that never ends, on one GPU
 
 Each case is a sweep of a tiny model on the CPU, two points on so many gloo ranks: at the first one, one rank leaves a
 collective out, takes two in the other order, gives one another shape or dtype, sleeps, or spins (tests/distributed/
@@ -23,13 +24,14 @@ import msgspec
 from dcpbench.hangs.finding import Finding
 from dcpbench.launch import launcher
 from dcpbench.launch.torchrun import Machines
+from dcpbench.plan.spec import planned
 from dcpbench.points.budget import plan_engines
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from tests.distributed import faulty_worker
-from tests.distributed.faulty_worker import FAULT, KINDS, LAYER, PHASES
+from tests.distributed.faulty_worker import FAULT, KINDS, LAYER, LOOPS, PHASES
 
 if TYPE_CHECKING:
     from dcpbench.launch.jobs import Progress
@@ -42,7 +44,7 @@ REMAINING = 2
 """Concurrency of the point that comes after the one that goes wrong."""
 
 
-def case(fault: str, ranks: int, timeout: float) -> tuple[list[str], float, Record]:
+def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[str], float, Record]:
     """(what is wrong, seconds from the limit to the record, the record) of one sweep."""
     culprit = ranks - 1
     os.environ[FAULT] = f"{fault}:{culprit}:1"
@@ -67,16 +69,29 @@ def case(fault: str, ranks: int, timeout: float) -> tuple[list[str], float, Reco
         )
         for c in (1, REMAINING)
     ]
+    settings, probe = Settings(seconds=0.2, profile=False), Probe(device="cpu", count=0, name="CPU")
+    if gpu:
+        points = [
+            msgspec.structs.replace(
+                p, model="deepseek-v3", exchange="none", context=512, backend="triton", dtype="bf16", page_size=64
+            )
+            for p in points
+        ]
+        probe = planned(gpu, 1)
+        assert probe.memory_bytes is not None
+        settings = msgspec.structs.replace(
+            settings, kv_memory_bytes=probe.memory_bytes * 7 // 10
+        )  # few layers are held
     with tempfile.TemporaryDirectory(prefix="dcpbench-hangs-") as name:
         folder = Path(name)
-        settings = Settings(seconds=0.2, profile=False)
         work = launcher.Work(
             folder=folder,
             settings=settings,
-            device="cpu",
+            device=probe.device,
             worker=faulty_worker.__name__,
             timeout=timeout,
-            engines=tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU"))),
+            engines=tuple(plan_engines(points, settings, probe)),
+            device_beats=bool(gpu),
         )
         launcher.run(points, work, Machines(), watch)
         first, *rest = read_records(folder)
@@ -89,7 +104,16 @@ def case(fault: str, ranks: int, timeout: float) -> tuple[list[str], float, Reco
 
 def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest: list[Record]) -> dict[str, bool]:
     """By what is wrong where it is not so."""
-    reason, phase = first.reason or "", PHASES.get(fault, "attn_reduce")
+    reason = first.reason or ""
+    others = [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")]
+    if fault == LOOPS:
+        return {
+            f"outcome {first.outcome}": first.outcome == "hung",
+            f"kind {first.detail.get('hang')}": first.detail.get("hang") == "device",
+            "layer": f"layer {LAYER}" in reason,
+            "the other point": others,
+        }
+    phase = PHASES.get(fault, "attn_reduce")
     right = NAMES.get(fault, (fault,))
     return {
         f"outcome {first.outcome}": first.outcome in ("hung", "failed"),
@@ -99,7 +123,7 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
         "phase": phase in reason,
         "collective": "all_reduce of" in reason or "all_gather of" in reason,
         "line": ".py:" in reason,
-        "the other point": [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")],
+        "the other point": others,
     }
 
 
@@ -110,12 +134,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--faults", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--timeout", type=float, default=8.0, help="limit of a point in seconds; default: %(default)s")
     parser.add_argument("--reasons", action="store_true", help="print each record's reason, too")
+    parser.add_argument("--gpu", default="", help="such as H200: one rank on a GPU, in place of ranks on the CPU")
     asked = parser.parse_args(arguments)
+    if asked.gpu:
+        asked.ranks, asked.faults = "1", LOOPS
     print("| fault | ranks | outcome | found | named after | wrong |\n|---|---|---|---|---|---|", flush=True)
     failed = 0
     for ranks in map(int, asked.ranks.split(",")):
         for fault in asked.faults.split(","):
-            wrong, after, record = case(fault, ranks, asked.timeout)
+            wrong, after, record = case(fault, ranks, asked.timeout, asked.gpu)
             failed += bool(wrong)
             row = (
                 fault,

@@ -3,6 +3,7 @@
 At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
 attention out · `order` takes the two collectives of `merge` in the other order · `shape` and `dtype` reduce another tensor ·
 `sleeps` and `spins` do so in the experts' phase.
+`loops`, on a GPU: a kernel in that layer of the captured step, before the experts, never ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from dcpbench import worker
 from dcpbench.engine.model import Model
@@ -24,6 +27,7 @@ from tests import as_fork, forks
 
 FAULT, INSIDE = "FAULT", "--inside"
 KINDS = ("missing", "order", "shape", "dtype", "sleeps", "spins")
+LOOPS = "loops"
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "sleeps": "moe", "spins": "moe"}
 """In which phase each happens; all others in attn_reduce."""
@@ -37,6 +41,8 @@ class Fault:
     def __init__(self, kind: str, concurrency: int, culprit: bool) -> None:
         self.kind, self.concurrency, self.culprit = kind, concurrency, culprit
         self.at, self.steps, self.layer, self.attending = False, 0, -1, False
+        self.goes_on = torch.ones(1, dtype=torch.int32, pin_memory=kind == LOOPS)
+        """What a kernel that loops waits for."""
 
     def due(self) -> bool:
         """Whether this is the moment."""
@@ -45,6 +51,8 @@ class Fault:
     def tell(self, of: Any, stage: str, note: str = "") -> None:
         """Worker.tell."""
         self.at = stage == "measure" and of.point is not None and of.point.concurrency == self.concurrency
+        if self.at and self.culprit:
+            self.goes_on.zero_()
         tell(of, stage, note)
 
     def step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +91,16 @@ class Fault:
         if self.kind in ("sleeps", "spins") and self.due():
             with phase("moe"):
                 stall(self.kind)
+        if self.kind == LOOPS and self.layer == LAYER:
+            _until_kernel[(1,)](self.goes_on)
         return experts(of, *args)
+
+
+@triton.jit
+def _until_kernel(goes_on):
+    said = tl.load(goes_on, volatile=True)
+    while said == 0:
+        said = tl.load(goes_on, volatile=True)
 
 
 def stall(kind: str) -> None:
