@@ -12,6 +12,7 @@ after the limit of the point, or the other point was not measured.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -97,7 +98,7 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
         first, *rest = read_records(folder)
         where = folder / first.detail.get("evidence", "none") / "finding.json"
         found = msgspec.json.decode(where.read_bytes(), type=Finding) if where.exists() else None
-    after = said["named"] - said["heard"] - (timeout if first.outcome == "hung" else 0.0)
+    after = said.get("named", math.inf) - said["heard"] - (timeout if first.outcome == "hung" else 0.0)
     wrong = [text for text, is_so in _checks(fault, culprit, first, found, rest).items() if not is_so]
     return wrong + ([f"{after:.1f} s"] if after > ALLOWED_S else []), after, first
 

@@ -3,7 +3,7 @@
 At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
 attention out · `order` takes the two collectives of `merge` in the other order · `shape` and `dtype` reduce another tensor ·
 `sleeps` and `spins` do so in the experts' phase.
-`loops`, on a GPU: a kernel in that layer of the captured step, before the experts, never ends.
+`loops`, on a GPU: a kernel behind the attention of that layer of the captured step never ends.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Fault:
         self.layer, self.attending = index, True
         found = attention(of, x, w, index, *args, **kwargs)
         self.attending = False
+        if self.kind == LOOPS and index == LAYER:
+            _until_kernel[(1,)](self.goes_on)
         return found
 
     def all_reduce(self, of: Any, x: torch.Tensor) -> torch.Tensor:
@@ -91,8 +93,6 @@ class Fault:
         if self.kind in ("sleeps", "spins") and self.due():
             with phase("moe"):
                 stall(self.kind)
-        if self.kind == LOOPS and self.layer == LAYER:
-            _until_kernel[(1,)](self.goes_on)
         return experts(of, *args)
 
 
