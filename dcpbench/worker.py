@@ -179,7 +179,7 @@ def main(path: str) -> int:
         torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     start(device, rank, ranks, job.port_path(), job.store)
-    marks = torch.zeros(1, dtype=torch.int32, pin_memory=job.device == "cuda") if job.device_beats else None
+    marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
     says = {job.logs() / hung.FLIGHT.format(rank): flight_recorder.recorded}
     if marks is not None:
         says[job.logs() / hung.DEVICE.format(rank)] = lambda: msgspec.json.encode(Device(norm=int(marks[0])))

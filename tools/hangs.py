@@ -92,7 +92,6 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
             worker=faulty_worker.__name__,
             timeout=timeout,
             engines=tuple(plan_engines(points, settings, probe)),
-            device_beats=bool(gpu),
         )
         launcher.run(points, work, Machines(), watch)
         first, *rest = read_records(folder)

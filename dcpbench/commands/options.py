@@ -197,11 +197,6 @@ class RunOnMachines(Run):
         default=0,
         metavar="N",
     )
-    device_beats: bool = MEASURE(
-        "Have norms mark in memory of the host how far a GPU is in a step, also inside a graph: a hang then names the layer. "
-        "What it costs a step is not known; leave it out where times count.",
-        default=False,
-    )
     point_limit: float | None = MEASURE(
         "A point that takes longer than this, its building included, is hung, whatever its progress. Default: none.",
         metavar="SECONDS",

@@ -178,9 +178,9 @@ def check_run(run: Run, *, remote: bool = False) -> None:
 
 def _check_isolation(run: Run, *, remote: bool) -> None:
     retries, limit = _retries(run), _point_limit(run)
-    if remote and (retries or limit is not None or _device_beats(run)):
+    if remote and (retries or limit is not None):
         raise UsageError(
-            "--point-retries, --point-limit and --device-beats are about ranks of ours; leave them out where servers are measured."
+            "--point-retries and --point-limit are about ranks of ours; leave them out where servers are measured."
         )
     if retries < 0:
         raise UsageError(f"--point-retries {retries} is negative; try --point-retries 1, or leave it out.")
@@ -191,10 +191,6 @@ def _check_isolation(run: Run, *, remote: bool) -> None:
 def _retries(run: Run) -> int:
     """0 where the command has no such option."""
     return getattr(run, "point_retries", 0)
-
-
-def _device_beats(run: Run) -> bool:
-    return getattr(run, "device_beats", False)
 
 
 def _point_limit(run: Run) -> float | None:
@@ -392,7 +388,6 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         timeout=run.timeout,
         point_limit=_point_limit(run),
         retries=_retries(run),
-        device_beats=_device_beats(run),
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         worker=WORKER,
     )

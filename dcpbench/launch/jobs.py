@@ -53,8 +53,6 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[int, ...], ...] = ()
     """Kind `verify` with a checkpoint: token ids, one list per request."""
     new_tokens: int = 8
-    device_beats: bool = False
-    """Whether norms mark, in memory of the host, how far the device has come."""
 
 
 class Job(Command, frozen=True, kw_only=True):

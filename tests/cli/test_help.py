@@ -72,7 +72,6 @@ SWEEP_OPTIONS = {
     "--rdzv-id",
     "--point-retries",
     "--point-limit",
-    "--device-beats",
     "-h",
     "--help",
 }
@@ -157,7 +156,6 @@ SERVE_OPTIONS = {
     "--rdzv-id",
     "--point-retries",
     "--point-limit",
-    "--device-beats",
     "-h",
     "--help",
 }
