@@ -16,7 +16,7 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, flag
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.serving.load_words import TRACE_LENGTHS, parse_lengths, parse_limit, parse_slo
-from dcpbench.serving.loads import extent
+from dcpbench.serving.loads import extent, session_count
 from dcpbench.serving.request_files import read_requests
 
 if TYPE_CHECKING:
@@ -169,21 +169,24 @@ class ServeLoads:
                     f"--concurrency {concurrency} is more than the {count} requests, so that fewer are in flight; use "
                     f"{self._more(concurrency)}, or a smaller --concurrency."
                 )
-            yield (
-                concurrency,
-                Load(
-                    mode=mode,
-                    requests=count,
-                    arrival=arrival,
-                    request_rate=rate,
-                    input_tokens=inputs,
-                    output_tokens=outputs,
-                    chunk=chunk,
-                    trace=self.trace.path.name if self.trace else "",
-                    trace_sha256=self.trace.sha256 if self.trace else "",
-                    **{axis.name: getattr(self, axis.name) for axis in ALIKE},
-                ),
+            load = Load(
+                mode=mode,
+                requests=count,
+                arrival=arrival,
+                request_rate=rate,
+                input_tokens=inputs,
+                output_tokens=outputs,
+                chunk=chunk,
+                trace=self.trace.path.name if self.trace else "",
+                trace_sha256=self.trace.sha256 if self.trace else "",
+                **{axis.name: getattr(self, axis.name) for axis in ALIKE},
             )
+            if arrival == CLOSED and concurrency and concurrency > (held := session_count(load)):
+                raise UsageError(
+                    f"--concurrency {concurrency} is more than the {held} sessions of --turns {self.turns} that {count} "
+                    f"requests are; use {self._more(concurrency)}, or a smaller --concurrency."
+                )
+            yield concurrency, load
 
     def _more(self, concurrency: int) -> str:
         """What to type for more requests than clients."""
@@ -228,7 +231,8 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
     loads = ServeLoads(**(base | typed), trace=trace, limit=limit)  # type: ignore[arg-type]
     if not loads.concurrency and not loads.request_rate and not (trace and trace.timed):
         some = cast("tuple[int, ...]", usual["concurrency"])
-        loads = dataclasses.replace(loads, concurrency=tuple(c for c in some if c <= loads.count) or (loads.count,))
+        most = max(loads.count // longest_turns(loads.turns), 1)
+        loads = dataclasses.replace(loads, concurrency=tuple(c for c in some if c <= most) or (most,))
     settings: dict[str, object] = {
         "slo": options.pop("slo", {}),
         "limit_seconds": seconds,

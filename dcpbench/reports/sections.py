@@ -19,6 +19,7 @@ from dcpbench.reports import (
     overview,
     sync_sites,
     tables,
+    turns,
     words,
 )
 from dcpbench.show.text import capital
@@ -201,7 +202,7 @@ def _served(frames: Frames) -> list[Section]:
             title=title,
             paragraphs=explain.served(points) + floors.served(points),
             bullets=explain.marks(points),
-            tables=[tables.served(served, mode), tables.served_details(served, mode)],
+            tables=[tables.served(served, mode), turns.table(frames, mode), tables.served_details(served, mode)],
         )
         for mode, title in ((LIVE, "Serving, live"), (REPLAY, "Serving, replayed in virtual time"))
         if len(points := served[served["mode"] == mode])

@@ -122,6 +122,11 @@ def turn_numbers(load: Load) -> np.ndarray:
     return turns
 
 
+def session_count(load: Load) -> int:
+    """Sessions of a load, or of one without, its requests."""
+    return int((turn_numbers(load) == 0).sum()) if load.sessions else load.requests
+
+
 def arrival_times(load: Load) -> list[float | None]:
     """Seconds after the start at which requests, or sessions, come, the first at 0; None each in a closed loop.
 
@@ -132,7 +137,7 @@ def arrival_times(load: Load) -> list[float | None]:
     if load.arrival == CLOSED:
         return [None] * load.requests
     assert load.request_rate is not None
-    shape, count = load.burstiness, int((turn_numbers(load) == 0).sum())
+    shape, count = load.burstiness, session_count(load)
     gaps = _generator(_seed(load), GAPS).gamma(shape, 1 / load.request_rate / shape, size=count - 1)
     times = [0.0, *np.cumsum(gaps).tolist()]
     if not times[-1] <= MOST_SECONDS:

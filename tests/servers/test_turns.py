@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from dcpbench.points.point import Load
 from dcpbench.servers import turns
+from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import Client, Target
-from dcpbench.servers.load import Run
+from dcpbench.servers.events import Details, Usage
+from dcpbench.servers.load import Call, Outcome, Run
+from dcpbench.servers.measure import _sample
 from dcpbench.servers.prompts import find_manner
 from dcpbench.servers.shares import deal
 from dcpbench.serving.loads import make_requests
+from dcpbench.serving.outcome import rows
 from tests.servers.fake_server import FakeServer, Model, Running, Script
 
 LOAD = Load(requests=9, input_tokens="uniform:10-30", output_tokens="uniform:3-8", turns="3", turn_tokens="5", chunk=64)
@@ -116,3 +121,14 @@ def test_sessions_stay_in_one_process() -> None:
     shares = deal(target, [Made(n) for n in manner_calls], 3, 2)  # type: ignore[arg-type]
     assert sorted(call.number for share in shares for call in share.calls) == manner_calls
     assert len(shares) == 2
+
+
+@pytest.mark.parametrize(("details", "cached"), [(Details(cached_tokens=16), 16), (None, None)])
+def test_a_turn_has_the_cached_tokens_that_the_server_says(details: Details | None, cached: int | None) -> None:
+    request = make_requests(LOAD, 1000)[1]
+    answer = Streamed(1)
+    answer.chunk_s, answer.tokens, answer._chunk_tokens = [2.0], [7], [1]
+    answer.usage = Usage(prompt_tokens=40, completion_tokens=1, prompt_tokens_details=details)
+    outcome = Outcome(Call(0, b"", 1), 1.0, answer=answer, ended=True)
+    sample = _sample(outcome, SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]))
+    assert (sample.cached_tokens, rows([sample])[0].cached_tokens, sample.request.turn) == (cached, cached, 1)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.serve_spec import ServeLoads
-from dcpbench.points.point import Load
+from dcpbench.plan.serve_spec import ServeLoads, read_loads
+from dcpbench.points.point import Load, Point
+from dcpbench.reports.turns import table
 from dcpbench.serving.load_words import load_name
 from dcpbench.serving.loads import extent, make_requests
 from dcpbench.serving.outcome import StepCounts, rows, serve_metrics
@@ -22,6 +24,7 @@ from dcpbench.workloads.serving_loop import Agreement, Loop
 from tests.unit.test_replay import Fixed
 from tests.unit.test_replay_loop import Clock, Device
 from tests.unit.virtual_serving import config, request
+from tests.unit.virtual_serving import serve as virtually
 
 VOCAB = 1000
 PAGE = 16
@@ -213,18 +216,6 @@ def test_mistakes_are_sentences(options: dict[str, object], words: str) -> None:
         ServeLoads(num_requests=8, input_tokens=("10",), output_tokens=("5",), chunk=(64,), **options)
 
 
-def test_metrics_say_what_each_turn_found() -> None:
-    """One client, prompts of 20, 60 and 100 tokens and answers of 20; 39 and 79 tokens are stored before."""
-    traffic = run(sessions(requests=6, turns="3", input_tokens="20", output_tokens="20"), 1)
-    found = serve_metrics(traffic, tp=1, concurrency=1, slo={}, steps=StepCounts()).turns
-    assert [(t.turn, t.requests, t.input_tokens, t.cached_tokens) for t in found] == [
-        (1, 2, 40, 0),
-        (2, 2, 120, 64),
-        (3, 2, 200, 128),
-    ]
-    assert all(t.ttft_ms.samples == 2 for t in found)
-
-
 def test_a_turn_that_waits_for_its_replica_keeps_nobody_from_another() -> None:
     """Replica 0 is full; a new request behind the turn that waits for it goes to replica 1."""
     scheduler = Scheduler(config(page_size=PAGE, replicas=2, max_requests=1))
@@ -242,3 +233,47 @@ def test_a_turn_that_waits_for_its_replica_keeps_nobody_from_another() -> None:
     scheduler.next_step()
     assert [len(r.running) for r in scheduler.replicas] == [1, 1]
     assert [s.request.number for s in scheduler.waiting] == [turn.number]
+
+
+def test_metrics_and_a_table_say_what_each_turn_had_cached() -> None:
+    """Four sessions of three turns of 20 tokens in and 20 out: prompts of 20, 60 and 100 tokens, of whose history of 40 and
+    80 the last token was never stored: 32 and 64 in full pages of 16.
+    """
+    load = sessions(turns="3", input_tokens="20", output_tokens="20")
+    traffic, counts = virtually(make_requests(load, VOCAB), concurrency=2, pages=2000)
+    found = serve_metrics(traffic, tp=1, concurrency=2, slo={}, steps=counts)
+    assert [(t.turn, t.requests, t.input_tokens, t.cached_tokens) for t in found.turns] == [
+        (1, 4, 80, 0),
+        (2, 4, 240, 128),
+        (3, 4, 400, 256),
+    ]
+    assert found.cached_tokens == 128 + 256
+    point = Point(
+        model="tiny",
+        tp=1,
+        workload="serve",
+        concurrency=2,
+        context=120,
+        backend="reference",
+        dtype="fp32",
+        page_size=16,
+        weights="synthetic",
+        load=load,
+    )
+    frames = SimpleNamespace(records=[SimpleNamespace(serve=found, point=point)])
+    assert [row[2:6] for row in table(frames, "live").rows] == [
+        ["1", "4", "20", "0 %"],
+        ["2", "4", "60", "53 %"],
+        ["3", "4", "100", "64 %"],
+    ]
+    assert table(frames, "replay").rows == []
+
+
+def test_more_clients_than_sessions_are_refused_and_by_default_there_are_no_more() -> None:
+    """16 requests of 8 turns are two sessions."""
+    plain = {"num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": (64,)}
+    with pytest.raises(UsageError, match="--concurrency 4 is more than the 2 sessions of --turns 8 that 16 requests"):
+        list(ServeLoads(**plain, concurrency=(4,), turns="8").each())
+    assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").each()] == [2]
+    assert read_loads({"turns": "8"}, plain | {"concurrency": (4,)})[0].concurrency == (2,)
+    assert read_loads({}, plain | {"concurrency": (4,)})[0].concurrency == (4,)

@@ -1,0 +1,47 @@
+"""Of loads of sessions: what the prefix cache had of each turn's prompt, and how long its first token took, by layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from dcpbench.reports import words
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
+from dcpbench.show.numbers import ABSENT, number, percent
+
+if TYPE_CHECKING:
+    from dcpbench.reports.frames import Frames
+
+
+def table(frames: Frames, mode: str) -> Table:
+    """A row for each turn of each point of a mode; empty where no load has several."""
+    rows = [
+        {
+            "load": words.served(record.point),
+            "layout": record.point.layout_name,
+            "turn": turn.turn,
+            "requests": turn.requests,
+            "prompt": turn.input_tokens / turn.requests,
+            "cached": None if turn.cached_tokens is None else turn.cached_tokens / turn.input_tokens,
+            "ttft": turn.ttft_ms.p50,
+        }
+        for record in frames.records
+        if record.serve and record.point.load and record.point.load.mode == mode
+        for turn in record.serve.turns
+    ]
+    return make_table(
+        f"Turns of sessions, {mode}",
+        pd.DataFrame(rows),
+        [
+            ("load", "load"),
+            ("layout", "layout"),
+            ("turn", lambda r: f"{r['turn']:,}"),
+            ("requests", lambda r: f"{r['requests']:,}"),
+            ("prompt tokens", lambda r: f"{r['prompt']:,.0f}"),
+            ("cached", lambda r: percent(r["cached"]) if pd.notna(r["cached"]) else ABSENT),
+            ("TTFT p50 ms", lambda r: number(r["ttft"]) if pd.notna(r["ttft"]) else ABSENT),
+        ],
+        text_columns=2,
+        fold=len(rows) > FOLD_ABOVE,
+    )
