@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dcpbench import __version__
-from dcpbench.commands import bench, dashboard, syncs
+from dcpbench.commands import bench, dashboard, records, syncs
 from dcpbench.commands.ab import ab
 from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import command
@@ -54,6 +54,7 @@ for title, members in COMMANDS.items():
 app.add_typer(bench.app, rich_help_panel=MEASURE)
 app.add_typer(syncs.app, rich_help_panel=CHECK)
 app.add_typer(dashboard.app, rich_help_panel=READ)
+app.add_typer(records.app, rich_help_panel=CHECK)
 
 
 def _version(value: bool) -> None:
