@@ -16,6 +16,7 @@ from dcpbench.commands.ab import ab
 from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import command
 from dcpbench.commands.compare import compare
+from dcpbench.commands.doctor import doctor
 from dcpbench.commands.env import env
 from dcpbench.commands.export import export
 from dcpbench.commands.import_ import import_
@@ -46,7 +47,7 @@ MEASURE, READ, CHECK = "Measure", "Read results", "Check"
 COMMANDS = {
     MEASURE: (sweep, serve, ab, calibrate),
     READ: (recommend, compare, report, show, top, export, import_),
-    CHECK: (verify, env, machines),
+    CHECK: (verify, doctor, env, machines),
 }
 for title, members in COMMANDS.items():
     for member in members:
