@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 from dcpbench import __version__
-from dcpbench.commands import bench, dashboard, hang, syncs
+from dcpbench.commands import bench, dashboard, hang, records, syncs
 from dcpbench.commands.ab import ab
 from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import command
 from dcpbench.commands.compare import compare
+from dcpbench.commands.doctor import doctor
 from dcpbench.commands.env import env
 from dcpbench.commands.export import export
 from dcpbench.commands.import_ import import_
@@ -46,7 +47,7 @@ MEASURE, READ, CHECK = "Measure", "Read results", "Check"
 COMMANDS = {
     MEASURE: (sweep, serve, ab, calibrate),
     READ: (recommend, compare, report, show, top, export, import_),
-    CHECK: (verify, env, machines),
+    CHECK: (verify, doctor, env, machines),
 }
 for title, members in COMMANDS.items():
     for member in members:
@@ -55,6 +56,7 @@ app.add_typer(bench.app, rich_help_panel=MEASURE)
 app.add_typer(syncs.app, rich_help_panel=CHECK)
 app.add_typer(hang.app, rich_help_panel=CHECK)
 app.add_typer(dashboard.app, rich_help_panel=READ)
+app.add_typer(records.app, rich_help_panel=CHECK)
 
 
 def _version(value: bool) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.commands.command import SOME_FAILED
+from dcpbench.commands.doctor import say_at_start
 from dcpbench.errors import UsageError
 from dcpbench.launch import folders, launcher, tries
 from dcpbench.launch.nodes import secret, split_endpoint
@@ -133,6 +134,8 @@ def carry_out(
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             if not is_part():
                 announce(candidates, points, folder, probe, aside=len(left) - len(points))
+                if work_off is None:
+                    say_at_start(folder, cuda=probe.device == "cuda")
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )

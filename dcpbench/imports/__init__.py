@@ -19,7 +19,7 @@ import msgspec
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
 from dcpbench.imports import documents, inferencex, metrics, said, sglang, vllm
 from dcpbench.imports.result import shapes_of
-from dcpbench.launch.folders import make_folder
+from dcpbench.launch.folders import locked
 from dcpbench.plan.options import did_you_mean
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.points.layout import DEGREES, Layout
@@ -374,8 +374,7 @@ def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool)
     path = folder / RECORDS_FILE
     if path.exists() and path.stat().st_size and not force:
         raise OutputError(f"{folder} already holds records; add --force to start over, or give another with -o.")
-    make_folder(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".import-") as name:
+    with locked(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".import-") as name:
         half = Path(name)
         for result, record in found:
             if (rows := metrics.rows(result)) is not None and record.serve:

@@ -9,10 +9,15 @@ CRC-32 finds every single flipped bit, and every run of up to 32 damaged ones.
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HEAD = b'{"checked":"crc32",'
 TAIL = b',"crc32":"%08x"}'
@@ -39,6 +44,15 @@ def seal(text: bytes) -> bytes:
     """The line of a JSON object that has fields, with its checksum and without a newline."""
     body = HEAD + text[1:-1]
     return body + TAIL % zlib.crc32(body)
+
+
+def sealed_parts(line: bytes) -> Iterator[bytes]:
+    """What of a damaged line fits a checksum, as where two lines became one; none of it was decoded."""
+    begins = [found.start() for found in re.finditer(re.escape(HEAD), line)]
+    for begin, end in itertools.pairwise([*begins, len(line)]):  # a string inside a record escapes its quotes
+        for tail in _TAIL.finditer(line, begin, end):
+            if tail.group() == TAIL % zlib.crc32(line[begin : tail.start()]):
+                yield line[begin : tail.end()]
 
 
 def check(line: bytes) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import fnmatch
 import os
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from dcpbench.errors import RecordsError
+from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records import checks, checksums
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
 from dcpbench.records.lines import UNREADABLE
@@ -25,6 +27,8 @@ class _Version(msgspec.Struct):
 
 
 NUL = b"\0"
+WAIT_S, LOOK_S = 5.0, 0.01
+"""How long an append waits for another, and how often it looks."""
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
@@ -39,10 +43,12 @@ class RecordFile:
     def append(self, record: Record) -> None:
         """Write one record, flushed and synced.
 
-        A last line that a crash cut short goes to `records.truncated.txt` first, never lost.
+        A last line that a crash cut short goes to `records.truncated.txt` first, never lost. Raises OutputError where
+        another process is at the same for WAIT_S, or the file system has no locks.
         """
-        _end_last_line(self.path)
         with self.path.open("ab") as f:
+            _lock(f, self.path)
+            _end_last_line(self.path)
             f.write(checksums.seal(_encoder.encode(record)) + b"\n")
             f.flush()
             os.fsync(f.fileno())
@@ -75,8 +81,7 @@ def read_records(folder: Path) -> list[Record]:
 def placed_records(run: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
     """The same one by one, each with the byte at which its line begins; only those from byte `begin` on."""
     path = record_file(run)
-    if not path.is_file():
-        raise RecordsError(_no_records(run))
+    check_there_are_records(run)
     try:
         with path.open("rb") as f:
             f.seek(begin)
@@ -94,7 +99,7 @@ def records_in(lines: Iterable[bytes], path: Path, begin: int = 0) -> Iterator[t
             try:
                 yield place, decode(line)
             except UNREADABLE as e:
-                if _cut_short(line, e):
+                if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
                 raise RecordsError(f"{path}, line {before + number}: {checks.why(line, e)}") from e
@@ -109,6 +114,12 @@ def record_at(path: Path, place: int) -> Record | None:
             return decode(f.readline().rstrip(NUL))
     except (OSError, *UNREADABLE):
         return None
+
+
+def check_there_are_records(run: Path) -> None:
+    """Raise RecordsError where a folder or file that was taken for a run is none."""
+    if not record_file(run).is_file():
+        raise RecordsError(_no_records(run))
 
 
 def _no_records(folder: Path) -> str:
@@ -136,10 +147,10 @@ def cut_short(run: Path) -> bool:
         raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
     if last is None or last.error is None:
         return False
-    return not last.line or _cut_short(last.line, last.error)
+    return not last.line or is_cut_short(last.line, last.error)
 
 
-def _cut_short(line: bytes, error: Exception) -> bool:
+def is_cut_short(line: bytes, error: Exception) -> bool:
     """Whether a line that cannot be read is the beginning of a record at the end of its file."""
     return (
         not line.endswith(b"\n") and line.lstrip().startswith(b"{") and not isinstance(error, msgspec.ValidationError)
@@ -197,6 +208,28 @@ def _last_line(path: Path, block: int = 1 << 20) -> _LastLine | None:
     except UNREADABLE as e:
         return _LastLine(size - len(whole), line, e) if whole else None
     return _LastLine(size - len(whole), line, None)
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Keep every other append out until the file is closed; its folder's lock (launch/folders.py) keeps other runs out."""
+    refused = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            if time.monotonic() > refused:
+                raise OutputError(
+                    f"{path}: another process has been writing a record for {WAIT_S:g} s; end it, or give another folder "
+                    "with -o."
+                ) from e
+            time.sleep(LOOK_S)
+        except OSError as e:
+            raise OutputError(
+                f"{path}: the file system gives no lock on it ({e.strerror}), so that a second writer would not be "
+                "noticed; give a folder on a local disk with -o."
+            ) from e
+        else:
+            return
 
 
 def _end_last_line(path: Path) -> None:

@@ -17,6 +17,7 @@ from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
 from dcpbench.imports.documents import Document
+from dcpbench.launch.folders import locked
 from dcpbench.records.file import read_records
 from dcpbench.reports import answer, frames
 from dcpbench.reports.style import Style
@@ -808,9 +809,14 @@ class TestFolder:
             import_files([path], "vllm", tmp_path / "run", Told())
         assert len(read_records(tmp_path / "run")) == 1
 
+    def test_a_folder_that_a_run_writes_into_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("dcpbench.launch.folders.ENDING_S", 0.0)
+        with locked(tmp_path / "run"), pytest.raises(OutputError, match="a run is still writing here"):
+            imported(tmp_path, "vllm", files.vllm())
+
     def test_nothing_is_left_half_written(self, tmp_path: Path) -> None:
         imported(tmp_path, "vllm", files.vllm())
-        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["records.jsonl", "samples"]
+        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "records.jsonl", "samples"]
 
 
 @st.composite

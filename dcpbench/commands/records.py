@@ -1,0 +1,110 @@
+"""`dcpbench records check` and `repair`: whether every record of a run can be read, and what to do where one cannot."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import WRONG, command
+from dcpbench.show.terminal import say
+from dcpbench.show.text import counted
+
+if TYPE_CHECKING:
+    from dcpbench.records.repair import Audit
+
+app = typer.Typer(
+    name="records",
+    no_args_is_help=True,
+    help="Look through the records of runs, line by line, and take damaged lines out.\n\n"
+    "Start with: dcpbench records check runs/monday",
+)
+Run = Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="A run's folder, or its records.jsonl.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")]
+
+
+@command(app)
+def check(runs: opt.Runs, as_json: AsJson = False) -> int:
+    """Say of every line whether it is the record that was written; nothing is changed.
+
+    A line is sealed with its checksum, which notices any flipped bit. Ends with 1 where a line cannot be read, and with 2
+    where there are no records. Of a run at work the last line may be in the writing.
+
+    Example: dcpbench records check runs/monday
+    """
+    import msgspec
+
+    from dcpbench.commands.runs import print_json
+    from dcpbench.records.repair import audit
+
+    found = [audit(run) for run in runs]
+    if as_json:
+        print_json([msgspec.to_builtins(one) for one in found])
+    else:
+        for one in found:
+            print("\n".join(_said(one)))  # noqa: T201 - the answer
+    return WRONG if any(one.faults for one in found) else 0
+
+
+@command(app)
+def repair(
+    run: Run,
+    as_json: AsJson = False,
+    strange: Annotated[
+        bool,
+        typer.Option(
+            "--strange",
+            help="Also take out lines that are not damaged and that this version cannot read: of another version, or "
+            "written anew by another program.",
+        ),
+    ] = False,
+) -> int:
+    """Take lines that cannot be read out of a run's records, and keep a copy of the file as it was.
+
+    Records that can be read are never lost: their lines stay byte for byte, and those that stand whole inside a damaged line
+    get lines of their own. Refused while a run is writing. What was taken out is measured again by the run's own command
+    with --resume.
+
+    Example: dcpbench records repair runs/monday
+    """
+    import msgspec
+
+    from dcpbench.commands.runs import print_json
+    from dcpbench.launch.folders import locked
+    from dcpbench.records import repair as repairing
+    from dcpbench.records.file import check_there_are_records
+    from dcpbench.records.folder import run_folder
+
+    check_there_are_records(run)
+    with locked(run_folder(run)):
+        done = repairing.repair(run, strange=strange)
+    if as_json:
+        print_json(msgspec.to_builtins(done))
+        return 0
+    if not done.taken_out:
+        say(f"{done.file}: all {counted(done.kept, 'record')} can be read; nothing was changed.")
+        return 0
+    for fault in done.taken_out:
+        saved = f"; {counted(fault.held, 'record')} inside it kept" if fault.held else ""
+        say(f"line {fault.line}, {fault.kind}: taken out ({fault.length_bytes:,} bytes){saved}")
+    say(
+        f"{done.file}: {counted(done.kept, 'record')} kept. The file as it was: {done.backup}. To measure again what is "
+        "missing, repeat the run's command with --resume."
+    )
+    return 0
+
+
+def _said(found: "Audit") -> list[str]:
+    lines = [f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}" for fault in found.faults]
+    without = f", {found.unsealed:,} of them without a checksum" if found.unsealed else ""
+    lines.append(
+        f"{found.file}: {counted(found.records, 'record')} of {counted(found.points, 'point')} can be read{without}."
+    )
+    if found.samples_missing:
+        lines.append(
+            f"{found.file}: {counted(len(found.samples_missing), 'file')} of requests not beside it, such as "
+            f"{found.samples_missing[0]}; copy the whole folder of a run."
+        )
+    if found.faults:
+        lines.append(f"To take out what cannot be read, and keep a copy: dcpbench records repair {found.file}")
+    return lines

@@ -1,0 +1,86 @@
+"""A machine looked over before a long sweep: its GPUs, the system around them, versions. No torch, and nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.doctor import gpus, host, software
+from dcpbench.doctor.findings import BAD, NOTE, OK, UNREAD, Finding, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["BAD", "NOTE", "OK", "UNREAD", "Finding", "Report", "at_start", "examine"]
+
+PATIENCE_S = 1.0
+"""What the start of a sweep waits for a driver that may never answer."""
+
+
+def examine(
+    folder: Path,
+    *,
+    nnodes: int = 1,
+    endpoint: tuple[str, int] | None = None,
+    nvml: Any = None,  # noqa: ANN401 -- a module with pynvml's functions
+    system: host.Host | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Report:
+    """Everything that can be asked of this machine, for a run of so many nodes that writes into `folder`."""
+    report, driver, env = Report(), nvml or _driver(), os.environ if env is None else env
+    gpus.examine(report, driver, env)
+    host.examine(report, system or host.Host(), folder, nnodes=nnodes, endpoint=endpoint)
+    host.settings(report, env)
+    software.examine(report, driver)
+    return report
+
+
+def at_start(
+    folder: Path,
+    *,
+    cuda: bool,
+    nvml: Any = None,  # noqa: ANN401 -- as above
+    system: host.Host | None = None,
+    env: Mapping[str, str] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> list[Finding]:
+    """What would spoil a run that is about to begin, of what can be asked in a moment.
+
+    Of what is not known only a driver that gives no answer in `patience_s` is among it: `dcpbench doctor` says the rest.
+    """
+    report, env = Report(), os.environ if env is None else env
+
+    def look() -> None:
+        host.brief(report, system or host.Host(), folder)
+        host.settings(report, env)
+        if cuda:
+            gpus.examine(report, nvml or _driver(), env, brief=True)
+
+    asking = threading.Thread(target=look, daemon=True)  # a driver that has lost a GPU may keep its caller for good
+    asking.start()
+    asking.join(patience_s)
+    found = [finding for finding in list(report.findings) if finding.level == BAD]
+    if asking.is_alive():
+        what = f"the machine did not answer all questions within {patience_s:g} s."
+        found.append(Finding(check="driver", level=UNREAD, what=what, remedy="dcpbench doctor waits for them."))
+    return found
+
+
+def _driver() -> Any:  # noqa: ANN401 -- as above
+    try:
+        import pynvml
+    except ImportError as e:
+        return _Absent(f"{e}: pip install nvidia-ml-py")
+    return pynvml
+
+
+class _Absent:
+    """In the place of pynvml where it is not installed."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 -- as above
+        raise ImportError(self._why)

@@ -1,0 +1,335 @@
+"""What NVML says of the GPUs: whether they can do, alone and undisturbed, what they are measured for. No torch.
+
+NVML is given as a module with pynvml's functions, so that a test can be the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.doctor.findings import BAD, NOTE, OK, UNREAD, Report, said
+from dcpbench.records.record import throttle_reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+GIB = 1 << 30
+MOST_USED_BYTES = GIB
+"""What a GPU that nobody uses may have in use: the driver's own is less."""
+MOST_BUSY_PERCENT = 5
+HOT_BELOW_SLOWDOWN_C = 10
+HURTING = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
+"""Reasons to throttle that have no place on a GPU at rest."""
+NO_GPU = "so nothing is known of clocks, power, other processes, MIG, ECC and peer access"
+READ, WRITE, NVLINK = 0, 1, 2
+"""NVML_P2P_CAPS_INDEX_* of nvml.h, of which pynvml 13 has made tuples."""
+FABRIC = {1: "has not been started", 2: "is still at work"}
+"""States of nvmlDeviceGetGpuFabricInfo before its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """One GPU, and what is asked of it."""
+
+    nvml: Any
+    index: int
+    handle: Any
+    report: Report
+
+    @property
+    def name(self) -> str:
+        """As findings say it."""
+        return f"GPU {self.index}"
+
+    def ask(self, check: str, function: str, *args: object) -> Any:  # noqa: ANN401 -- what NVML answers
+        """What an NVML function says of this GPU; None, and told, where it says nothing."""
+        return self.report.read(check, lambda: getattr(self.nvml, function)(self.handle, *args), where=self.name)
+
+    def ask_if_any(self, check: str, function: str, *args: object, without: str) -> Any:  # noqa: ANN401 -- as above
+        """The same of what some GPUs do not have, for which NVML has an answer of its own: then None, and `without` is said."""
+        try:
+            return getattr(self.nvml, function)(self.handle, *args)
+        except Exception as e:  # noqa: BLE001 - as Report.read
+            if getattr(e, "value", None) == self.nvml.NVML_ERROR_NOT_SUPPORTED:
+                self.judge(check, "", "", without)
+            else:
+                self.report.add(check, UNREAD, f"not known: {said(e)}.", where=self.name)
+            return None
+
+    def judge(self, check: str, wrong: str, remedy: str, right: str, *, level: str = BAD) -> None:
+        """See Report.judge."""
+        self.report.judge(check, wrong, remedy, right, where=self.name, level=level)
+
+
+def examine(report: Report, nvml: Any, env: Mapping[str, str], *, brief: bool = False) -> None:  # noqa: ANN401 -- as Card's
+    """Everything that can be asked; with `brief` only what is quick and would spoil a run."""
+    cards = visible(report, nvml, env)
+    for card in cards:
+        for check in QUICK if brief else (*QUICK, *SLOW):
+            check(card)
+    _peers(report, nvml, cards)
+    if not brief and cards:
+        _alike(report, cards)
+
+
+def visible(report: Report, nvml: Any, env: Mapping[str, str]) -> list[Card]:  # noqa: ANN401 -- as Card's
+    """The GPUs that a run would use; none, and told, where the driver does not answer."""
+    try:
+        nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
+    except Exception as e:  # noqa: BLE001 - as Report.read
+        report.add("GPUs", UNREAD, f"NVIDIA's driver does not answer ({said(e)}), {NO_GPU}.")
+        return []
+    cards = []
+    for index in range(count):
+        handle = report.read("GPUs", lambda i=index: nvml.nvmlDeviceGetHandleByIndex(i), where=f"GPU {index}")  # type: ignore[misc]
+        if handle is not None:
+            cards.append(Card(nvml, index, handle, report))
+    asked = env.get("CUDA_VISIBLE_DEVICES")
+    if asked is not None:
+        cards = _chosen(cards, [word.strip() for word in asked.split(",") if word.strip()], report)
+    seen = f"{count} in all" if asked is None else f"{len(cards)} of {count}, by CUDA_VISIBLE_DEVICES"
+    remedy = "unset CUDA_VISIBLE_DEVICES, or look with nvidia-smi whether the driver has lost a GPU."
+    report.judge("GPUs", "" if cards else f"a run would see none: {seen}.", remedy, f"{seen}.")
+    return cards
+
+
+def _chosen(cards: list[Card], words: list[str], report: Report) -> list[Card]:
+    """As CUDA takes the variable: up to the first that is none."""
+    found: list[Card] = []
+    for word in words:
+        match = [card for card in cards if str(card.index) == word]
+        if not match and word.startswith("GPU-"):
+            match = [c for c in cards if str(c.ask("GPUs", "nvmlDeviceGetUUID")).startswith(word)]
+        if not match:
+            what = f"CUDA_VISIBLE_DEVICES names {word}, which is no GPU that NVML lists."
+            report.add("GPUs", BAD, what, "name GPUs by the numbers or UUIDs that nvidia-smi -L shows.")
+            break
+        found += match
+    return found
+
+
+def _processes(card: Card) -> None:
+    """Who else is there: seen as a process, or only by the memory that it takes."""
+    check, nvml = "other processes", card.nvml
+    remedy = f"end them, or leave the GPU out: CUDA_VISIBLE_DEVICES. nvidia-smi -i {card.index} shows them."
+    running = card.ask(check, "nvmlDeviceGetComputeRunningProcesses")
+    memory = card.ask(check, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2)
+    if running is None or memory is None:
+        return
+    wrong = ""
+    if running:
+        shown = ", ".join(f"{p.pid} ({_command(p.pid)}, {_gib(p.usedGpuMemory)})" for p in running[:4])
+        wrong = f"{len(running)} other: {shown}{', …' if len(running) > 4 else ''}."  # noqa: PLR2004 -- as many as shown
+    elif memory.used > MOST_USED_BYTES:
+        wrong = f"{_gib(memory.used)} of its memory are in use, by processes that cannot be seen from here."
+    card.judge(check, wrong, remedy, f"none; {_gib(memory.used)} in use.")
+
+
+def _utilisation(card: Card) -> None:
+    found = card.ask_if_any("utilisation", "nvmlDeviceGetUtilizationRates", without="NVML has none of this GPU.")
+    if found is not None:
+        wrong = (
+            f"it is busy {found.gpu} % of the time before anything of ours runs."
+            if found.gpu > MOST_BUSY_PERCENT
+            else ""
+        )
+        card.judge("utilisation", wrong, "end what keeps it busy, maybe in another container.", f"{found.gpu} %.")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "of another container or user"
+
+
+def _gib(size: int | None) -> str:
+    return "memory not known" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def _mig(card: Card) -> None:
+    mode = card.ask_if_any("MIG", "nvmlDeviceGetMigMode", without="it has none.")
+    if mode is not None:
+        wrong = "it is divided into instances (MIG), of which none is the whole GPU." if mode[0] else ""
+        card.judge("MIG", wrong, f"sudo nvidia-smi -i {card.index} -mig 0", "off.")
+
+
+def _throttling(card: Card) -> None:
+    bits = card.ask("throttling", "nvmlDeviceGetCurrentClocksThrottleReasons")
+    if bits is None:
+        return
+    reasons = throttle_reasons(bits)
+    hurts = [reason for reason in reasons if reason in HURTING]
+    remedy = "look after its cooling and its power supply before a measurement; nvidia-smi -q -d PERFORMANCE says more."
+    wrong = f"slowed down while it rests: {', '.join(reasons)}." if hurts else ""
+    card.judge("throttling", wrong, remedy, f"none{', but sw_power_cap' if reasons else ''}.")
+
+
+def _power(card: Card) -> None:
+    limit = card.ask("power", "nvmlDeviceGetEnforcedPowerLimit")
+    usual = card.ask("power", "nvmlDeviceGetPowerManagementDefaultLimit")
+    if limit is None or usual is None:
+        return
+    wrong = f"capped at {limit / 1e3:,.0f} W, below its own {usual / 1e3:,.0f} W." if limit < usual else ""
+    card.judge(
+        "power", wrong, f"sudo nvidia-smi -i {card.index} -pl {usual / 1e3:.0f}", f"limit of {limit / 1e3:,.0f} W."
+    )
+
+
+def _ecc(card: Card) -> None:
+    nvml = card.nvml
+    mode = card.ask_if_any("ECC", "nvmlDeviceGetEccMode", without="its memory has none.")
+    if mode is None:
+        return
+    if not mode[0]:
+        what = "off: no error of its memory is noticed."
+        card.judge("ECC", what, f"sudo nvidia-smi -i {card.index} -e 1, and restart", "", level=NOTE)
+        return
+    errors = card.ask(
+        "ECC", "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    )
+    rows = card.ask_if_any("memory rows", "nvmlDeviceGetRemappedRows", without="none can be remapped.")
+    if errors is not None:
+        wrong = f"{errors:,} errors of its memory since the last restart that could not be corrected." if errors else ""
+        card.judge("ECC", wrong, "restart the machine; where they come again, have the GPU replaced.", "on, no errors.")
+    if rows is not None:
+        _, _, pending, failed = rows
+        wrong = "a row could not be remapped." if failed else "rows wait to be remapped." if pending else ""
+        remedy = "have the GPU replaced." if failed else "reset the GPU, or restart the machine."
+        card.judge("memory rows", wrong, remedy, "none waits to be remapped.")
+
+
+def _clocks(card: Card) -> None:
+    nvml, check = card.nvml, "clocks"
+    top = card.ask(check, "nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
+    now = card.ask(check, "nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
+    asked = card.ask_if_any(
+        check, "nvmlDeviceGetApplicationsClock", nvml.NVML_CLOCK_SM, without="no clocks are set for applications."
+    )
+    if top is None or now is None or asked is None:
+        return
+    wrong = f"set to {asked:,} MHz for applications, of {top:,} MHz." if asked < top else ""
+    card.judge(check, wrong, f"sudo nvidia-smi -i {card.index} -rac", f"up to {top:,} MHz, now {now:,} MHz.")
+
+
+def _temperature(card: Card) -> None:
+    nvml, check = card.nvml, "temperature"
+    now = card.ask(check, "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
+    slow = card.ask(check, "nvmlDeviceGetTemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+    if now is None or slow is None:
+        return
+    wrong = f"{now} °C, and it slows down at {slow} °C." if now > slow - HOT_BELOW_SLOWDOWN_C else ""
+    card.judge(check, wrong, "look after its cooling, or wait.", f"{now} °C.")
+
+
+def _persistence(card: Card) -> None:
+    mode = card.ask_if_any("persistence", "nvmlDeviceGetPersistenceMode", without="its driver has none.")
+    if mode is not None:
+        wrong = "" if mode else "off: the driver lets go of the GPU between two jobs, and each start takes longer."
+        card.judge("persistence", wrong, f"sudo nvidia-smi -i {card.index} -pm 1", "on.", level=NOTE)
+
+
+def _compute_mode(card: Card) -> None:
+    mode = card.ask("compute mode", "nvmlDeviceGetComputeMode")
+    if mode is not None:
+        wrong = "no process may compute on it." if mode == card.nvml.NVML_COMPUTEMODE_PROHIBITED else ""
+        card.judge("compute mode", wrong, f"sudo nvidia-smi -i {card.index} -c DEFAULT", "open to processes.")
+
+
+def _pcie(card: Card) -> None:
+    now, most = (card.ask("PCIe", f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
+    if now is None or most is None:
+        return
+    wrong = f"{now} of its {most} lanes are in use: copies from and to the host take longer." if now < most else ""
+    card.judge("PCIe", wrong, "look with lspci -vv where lanes are lost; reseat the card.", f"{now} lanes.", level=NOTE)
+
+
+def _numa(card: Card) -> None:
+    """Whether this process may run where the GPU's memory of the host is near."""
+    cpus = os.cpu_count() or 1
+    words = card.ask("NUMA", "nvmlDeviceGetCpuAffinity", -(-cpus // 64))
+    if words is None:
+        return
+    near = {64 * i + bit for i, word in enumerate(words) for bit in range(64) if int(word) >> bit & 1}
+    mine = os.sched_getaffinity(0)
+    wrong = "" if near & mine else "none of the cores that this process may use is near it."
+    remedy = "start without taskset or numactl, or let the container have cores of both sockets."
+    card.judge("NUMA", wrong, remedy, f"{len(near & mine)} cores near it.", level=NOTE)
+
+
+def _fabric(card: Card) -> None:
+    """Of GPUs behind NVSwitch: CUDA fails on them until the fabric is up."""
+
+    def state() -> int:
+        found = card.nvml.c_nvmlGpuFabricInfo_t()
+        card.nvml.nvmlDeviceGetGpuFabricInfo(card.handle, ctypes.byref(found))
+        return int(found.state)
+
+    try:
+        found = state()
+    except Exception as e:  # noqa: BLE001 - as Report.read
+        without = getattr(e, "value", None) == card.nvml.NVML_ERROR_NOT_SUPPORTED
+        card.report.add(
+            "fabric",
+            OK if without else UNREAD,
+            "it has none." if without else f"not known: {said(e)}.",
+            where=card.name,
+        )
+        return
+    wrong = f"what joins the GPUs {FABRIC[found]}." if found in FABRIC else ""
+    card.judge("fabric", wrong, "sudo systemctl restart nvidia-fabricmanager", "up." if found else "it has none.")
+
+
+QUICK: tuple[Callable[[Card], None], ...] = (_processes, _utilisation, _mig, _throttling, _power, _ecc, _compute_mode)
+SLOW: tuple[Callable[[Card], None], ...] = (_clocks, _temperature, _persistence, _pcie, _numa, _fabric)
+
+
+def _peers(report: Report, nvml: Any, cards: list[Card]) -> None:  # noqa: ANN401 -- as Card's
+    """Whether each GPU reads and writes the memory of each other one, and by NVLink."""
+    statuses = {
+        getattr(nvml, name): name.removeprefix("NVML_P2P_STATUS_").replace("_", " ").lower()
+        for name in (dir(nvml) if cards else ())
+        if name.startswith("NVML_P2P_STATUS_")
+    }
+    for one, other in itertools.combinations(cards, 2):
+        where = f"{one.name} and {other.index}"
+        found = [
+            report.read(
+                "peer access",
+                lambda a=one, b=other, index=index: nvml.nvmlDeviceGetP2PStatus(a.handle, b.handle, index),  # type: ignore[misc]
+                where=where,
+            )
+            for index in (READ, WRITE, NVLINK)
+        ]
+        if any(status is None for status in found):
+            continue
+        refused = [statuses.get(status, str(status)) for status in found[:2] if status != nvml.NVML_P2P_STATUS_OK]
+        if refused:
+            what = f"they cannot read and write each other's memory ({refused[0]})."
+            remedy = (
+                "take IOMMU and ACS out of the way, share GPUs of one NVSwitch; nvidia-smi topo -p2p r shows all pairs."
+            )
+            report.add("peer access", BAD, what, remedy, where)
+        elif found[2] != nvml.NVML_P2P_STATUS_OK:
+            what = "they reach each other, but not by NVLink, which takes several times as long."
+            report.add("peer access", NOTE, what, "use GPUs that nvidia-smi topo -m shows joined by NV.", where)
+        else:
+            report.add("peer access", OK, "by NVLink.", where=where)
+
+
+def _alike(report: Report, cards: list[Card]) -> None:
+    names = [card.ask("kind of GPU", "nvmlDeviceGetName") for card in cards]
+    if None in names:
+        return
+    wrong = (
+        f"they differ: {', '.join(sorted(set(map(str, names))))}; the slowest decides each step."
+        if len(set(names)) > 1
+        else ""
+    )
+    report.judge("kind of GPU", wrong, "choose GPUs of one kind with CUDA_VISIBLE_DEVICES.", f"all {names[0]}.")

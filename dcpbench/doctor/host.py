@@ -1,0 +1,264 @@
+"""What the system says of the machine around the GPUs: limits, memory that ranks share, disk, ports, clock, cores. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.doctor.findings import BAD, NOTE, OK, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GIB = 1 << 30
+SHARED = Path("/dev/shm")  # noqa: S108 -- only looked at
+SHARED_BYTES = GIB
+"""What NCCL's documentation asks containers to have as /dev/shm (--shm-size=1g)."""
+DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB
+"""Below the first a long sweep may not end; below the second it is worth a look: logs, profiles, compiled kernels."""
+OPEN_FILES, FEW_FILES = 4096, 1024
+"""Connections to a server and between ranks, each a file."""
+PORTS = 1000
+"""That the system may give to processes: ranks meet on such."""
+SHARE_BUSY = 0.25
+"""Of the cores, by others, from which on host times are not ours alone."""
+TIME_ERROR, STA_UNSYNC = 5, 0x40
+"""Of adjtimex(2)."""
+APART_US = 100_000
+"""How far the clocks of nodes may be apart for their logs and ends of ranks to be set in order."""
+LOOPBACK = "127.0.0.1"
+
+
+class Timex(ctypes.Structure):
+    """The head of Linux' struct timex; the rest is not read."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 512),
+    )
+
+
+class Host:
+    """What is asked of the system; a test answers in its place."""
+
+    def text(self, path: str) -> str:
+        """A file of /proc or /sys."""
+        return Path(path).read_text().strip()
+
+    def limit(self, which: int) -> int:
+        """The soft limit that processes started from here have; RLIM_INFINITY: none."""
+        return resource.getrlimit(which)[0]
+
+    def free_bytes(self, folder: Path) -> int:
+        """Of the disk under a folder."""
+        return shutil.disk_usage(folder).free
+
+    def cores(self) -> int:
+        """That this process may use."""
+        return len(os.sched_getaffinity(0))
+
+    def load(self) -> float:
+        """Processes that ran or waited, on average of the last minute."""
+        return os.getloadavg()[0]
+
+    def clock(self) -> tuple[bool, int]:
+        """(whether something keeps the clock, its largest error in µs), of adjtimex(2)."""
+        found = Timex()
+        libc = ctypes.CDLL(None, use_errno=True)
+        state = libc.adjtimex(ctypes.byref(found))
+        if state < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return state != TIME_ERROR and not found.status & STA_UNSYNC, int(found.maxerror)
+
+    def bind(self, host: str, port: int) -> None:
+        """Listen there for a moment."""
+        with socket.create_server((host, port)):
+            pass
+
+    def lock(self, folder: Path) -> None:
+        """Take a lock on a file there."""
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def examine(
+    report: Report, host: Host, folder: Path, *, nnodes: int = 1, endpoint: tuple[str, int] | None = None
+) -> None:
+    """Everything; `endpoint` is where nodes meet."""
+    brief(report, host, folder)
+    _limits(report, host, nnodes)
+    _locks(report, host, folder)
+    _ports(report, host, endpoint)
+    _clock(report, host, nnodes)
+    _cores(report, host)
+
+
+def brief(report: Report, host: Host, folder: Path) -> None:
+    """What ends a run early."""
+    _room(report, host, "shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g")
+    place = _there(folder)
+    _room(
+        report, host, "disk", place, DISK_BYTES, DISK_ROOM_BYTES, "make room, or give a folder on another disk with -o"
+    )
+    _room(report, host, "disk", Path(tempfile.gettempdir()), DISK_BYTES, DISK_BYTES, "make room, or set TMPDIR")
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or what is above it, as far as it is there."""
+    return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path("/"))
+
+
+def _room(report: Report, host: Host, check: str, folder: Path, least: int, usual: int, remedy: str) -> None:
+    free = report.read(check, lambda: host.free_bytes(folder), where=str(folder))
+    if free is None:
+        return
+    what = f"{free / GIB:.1f} GiB are free"
+    level = BAD if free < least else NOTE if free < usual else OK
+    wanted = least if level == BAD else usual
+    said = f"{what}." if level == OK else f"{what}, of the {wanted / GIB:.0f} GiB that a long run should have."
+    report.add(check, level, said, "" if level == OK else f"{remedy}.", str(folder))
+
+
+def _limits(report: Report, host: Host, nnodes: int) -> None:
+    files = report.read("open files", lambda: host.limit(resource.RLIMIT_NOFILE))
+    if files is not None:
+        many = files == resource.RLIM_INFINITY or files >= OPEN_FILES
+        wrong = (
+            "" if many else f"a process may have {files:,} open: fewer than a measured server's many connections take."
+        )
+        level = BAD if files < FEW_FILES else NOTE
+        report.judge("open files", wrong, f"ulimit -n {16 * OPEN_FILES}", "enough.", level=level)
+    if nnodes == 1:
+        return
+    locked = report.read("locked memory", lambda: host.limit(resource.RLIMIT_MEMLOCK))
+    if locked is not None:
+        wrong = (
+            "" if locked == resource.RLIM_INFINITY else f"{locked / GIB:.3g} GiB: RDMA between machines fails on it."
+        )
+        report.judge("locked memory", wrong, "ulimit -l unlimited; for a container --ulimit memlock=-1.", "unlimited.")
+
+
+def _locks(report: Report, host: Host, folder: Path) -> None:
+    place = _there(folder)
+    try:
+        host.lock(place)
+    except OSError as e:
+        what = f"a file there cannot be locked ({e.strerror}), and a run needs that."
+        report.add("locks", BAD, what, "give a folder on a local disk, where you may write, with -o.", str(place))
+    else:
+        report.add("locks", OK, "files can be locked.", where=str(place))
+
+
+def _ports(report: Report, host: Host, endpoint: tuple[str, int] | None) -> None:
+    try:
+        host.bind(LOOPBACK, 0)
+    except OSError as e:
+        what = f"nothing can listen on {LOOPBACK} ({e.strerror}), where ranks meet."
+        report.add("ports", BAD, what, "ip link set lo up")
+    else:
+        report.add("ports", OK, f"ranks can meet on {LOOPBACK}.")
+    span = report.read("ports", lambda: host.text("/proc/sys/net/ipv4/ip_local_port_range").split())
+    if span is not None:
+        low, high = int(span[0]), int(span[-1])
+        wrong = f"the system gives away {high - low + 1:,} ports." if high - low + 1 < PORTS else ""
+        remedy = "sudo sysctl net.ipv4.ip_local_port_range='32768 60999'"
+        report.judge("ports", wrong, remedy, f"{high - low + 1:,} to give away.")
+    if endpoint is not None:
+        _meeting(report, host, *endpoint)
+
+
+def _meeting(report: Report, host: Host, name: str, port: int) -> None:
+    where = f"{name}:{port}"
+    try:
+        host.bind(name, port)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            report.add(
+                "ports", BAD, "something listens there already.", "give another port with --rdzv-endpoint.", where
+            )
+        else:
+            what = f"node 0 cannot listen there ({e.strerror or e}); right where this is another node."
+            report.add("ports", NOTE, what, "give an address of node 0 with --rdzv-endpoint.", where)
+    else:
+        report.add("ports", OK, "node 0 can listen there.", where=where)
+
+
+def _clock(report: Report, host: Host, nnodes: int) -> None:
+    found = report.read("clock", host.clock)
+    if found is None:
+        return
+    kept, error_us = found
+    level = BAD if nnodes > 1 else NOTE
+    wrong = ""
+    if not kept:
+        wrong = "nothing keeps it right: times of several machines cannot be set side by side."
+    elif error_us > APART_US:
+        wrong = f"kept, but it may be {error_us / 1e3:,.0f} ms wrong."
+    remedy = "start chronyd or systemd-timesyncd, on every machine."
+    report.judge("clock", wrong, remedy, f"kept, wrong by {error_us / 1e3:,.3g} ms at most.", level=level)
+
+
+def _cores(report: Report, host: Host) -> None:
+    cores = report.read("cores", host.cores)
+    load = report.read("cores", host.load)
+    if cores is not None and load is not None:
+        wrong = f"{load:.1f} processes keep {cores} cores busy." if load > SHARE_BUSY * cores else ""
+        remedy = "end what else runs: top shows it. Steps wait for the host where it is busy."
+        report.judge("cores", wrong, remedy, f"{cores}, at rest.", level=NOTE)
+    _setting(
+        report, host, "NUMA balancing", "/proc/sys/kernel/numa_balancing", "0",
+        "the kernel moves memory between sockets (numa_balancing), and steps wait meanwhile.",
+        "sudo sysctl kernel.numa_balancing=0",
+    )  # fmt: skip
+    _setting(
+        report, host, "governor", "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance",
+        "the cores save power: host times are longer, and differ.", "sudo cpupower frequency-set -g performance",
+    )  # fmt: skip
+
+
+def _setting(report: Report, host: Host, check: str, path: str, right: str, wrong: str, remedy: str) -> None:
+    """One of the kernel's, by its file. Where that is not there, as in many virtual machines, nobody knows."""
+    found = report.read(check, lambda: host.text(path))
+    if found is not None:
+        report.judge(check, "" if found == right else wrong, remedy, f"{Path(path).name} is {right}.", level=NOTE)
+
+
+def settings(report: Report, env: Mapping[str, str]) -> None:
+    """Environment variables that slow ranks down, or change what is measured."""
+    found = False
+    for name, values, level, what in HURTFUL:
+        value = env.get(name)
+        if value is not None and (value.upper() in values or not values):
+            found = True
+            report.add("environment", level, f"{name}={value[:60]}: {what}.", f"unset {name}", name)
+    if not found:
+        report.add("environment", OK, "no variable that is known to hurt.")
+
+
+SET = ("1", "TRUE", "ON", "YES")
+HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("CUDA_LAUNCH_BLOCKING", SET, BAD, "each launch waits for its kernel"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), BAD, "each collective is checked by another before it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", SET, BAD, "each tensor is allocated by the driver"),
+    ("NCCL_P2P_DISABLE", SET, BAD, "GPUs do not reach each other's memory"),
+    ("NCCL_SHM_DISABLE", SET, NOTE, "ranks of one machine talk over the network"),
+    ("NCCL_DEBUG", ("INFO", "TRACE"), NOTE, "NCCL writes many lines"),
+    ("NCCL_ALGO", (), NOTE, "NCCL is not left to choose, and results say nothing of its choice"),
+    ("NCCL_PROTO", (), NOTE, "NCCL is not left to choose, and results say nothing of its choice"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", ("1",), NOTE, "streams wait for each other"),
+)
+"""Variable, values (none: any), level, and what it does."""

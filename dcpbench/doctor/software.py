@@ -1,0 +1,143 @@
+"""Versions of driver, kernel and packages, held against those that are known to hurt. Nothing of torch is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dcpbench.doctor.findings import BAD, NOTE, OK, UNREAD, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+LEAST_DRIVER = {13: (580,), 12: (525, 60, 13)}
+"""By the major version of CUDA; https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html."""
+
+
+class Known(NamedTuple):
+    """Versions of one thing that are known to hurt."""
+
+    thing: str
+    since: tuple[int, ...]
+    before: tuple[int, ...]
+    """The first that does not hurt any more."""
+    level: str
+    what: str
+    remedy: str
+    source: str
+
+
+KNOWN = (
+    Known(
+        "Linux", (), (5, 5), BAD, "ranks have hung on kernels before 5.5", "start a newer kernel",
+        "https://github.com/huggingface/accelerate/issues/2573",
+    ),
+    Known(
+        "NCCL", (2, 21, 5), (2, 22), BAD, "ranks have hung in it", "pip install 'nvidia-nccl-cu12>=2.22.3'",
+        "https://github.com/sgl-project/sglang/issues/7602, https://github.com/NVIDIA/nccl/issues/1251",
+    ),
+    Known(
+        "NCCL", (2, 22), (2, 27, 3), NOTE, "a race is possible where captured and eager collectives mix",
+        "pip install a torch with a newer one", "NCCL's release notes of 2.27.3",
+    ),
+    Known(
+        "NCCL", (2, 26, 2), (2, 27, 5), NOTE, "capturing large CUDA graphs takes longer than before and after",
+        "pip install a torch with a newer one", "NCCL's release notes of 2.27.5",
+    ),
+    Known("torch", (), (2, 9), BAD, "dcpbench needs 2.9", "pip install 'torch>=2.9'", "pyproject.toml"),
+)  # fmt: skip
+"""What was read of each where it was reported, in `source`."""
+
+
+def parts(version: str) -> tuple[int, ...]:
+    """`2.27.5+cuda12.9` as (2, 27, 5). Raises ValueError without a number at its head."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    if not found:
+        raise ValueError(f"{version!r} is no version")
+    return tuple(map(int, found[1].split(".")))
+
+
+def installed(*names: str) -> str:
+    """The version of the first of these packages that is installed. Raises PackageNotFoundError."""
+    for name in names[:-1]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return importlib.metadata.version(names[-1])
+
+
+def cuda_of_torch() -> str | None:
+    """The version of CUDA that the installed torch was built for; None: for none. Raises OSError, ValueError."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("no torch is installed")
+    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
+    found = re.search(r"^cuda\b[^=\n]*= *(?:'([\d.]+)'|None)", text, re.MULTILINE)
+    if not found:
+        raise ValueError("torch's version.py does not say it")
+    return found[1]
+
+
+def examine(report: Report, nvml: Any) -> None:  # noqa: ANN401 -- a module with pynvml's functions
+    """Everything."""
+    versions: dict[str, Callable[[], str]] = {
+        "Linux": platform.release,
+        "torch": lambda: installed("torch"),
+        "NCCL": lambda: installed(*NCCL_PACKAGES),
+    }
+    built_for = report.read("CUDA of torch", cuda_of_torch)
+    if built_for is None and not any(f.check == "CUDA of torch" for f in report.findings):
+        report.add(
+            "CUDA of torch",
+            NOTE,
+            "this torch is built without CUDA: it uses no GPU.",
+            "https://pytorch.org says what to type for your CUDA",
+        )
+        del versions["NCCL"]
+    for name, ask in versions.items():
+        version = report.read(name, ask)
+        if version is not None:
+            _judge(report, name, version)
+    _driver(report, nvml, built_for)
+
+
+def _judge(report: Report, name: str, version: str) -> None:
+    now = report.read(name, lambda: parts(version))
+    if now is None:
+        return
+    hurts = [known for known in KNOWN if known.thing == name and known.since <= now < known.before]
+    for known in hurts:
+        report.add(name, known.level, f"{version}: {known.what} ({known.source}).", known.remedy)
+    if not hurts:
+        report.add(name, OK, f"{version}; nothing is known against it.")
+
+
+def _driver(report: Report, nvml: Any, built_for: str | None) -> None:  # noqa: ANN401 -- as examine's
+    try:
+        driver = str(nvml.nvmlSystemGetDriverVersion())
+        now = parts(driver)
+    except Exception:  # noqa: BLE001 - a driver that does not answer says so in many ways
+        report.add("driver", UNREAD, "its version is not known: it does not answer.")
+        return
+    if built_for is None:
+        report.add(
+            "driver", UNREAD, f"{driver}; nothing says for which CUDA torch is built, so nothing about both together."
+        )
+        return
+    least = LEAST_DRIVER.get(parts(built_for)[0])
+    if least is None:
+        report.add("driver", UNREAD, f"{driver}; what CUDA {built_for} needs is not known here.")
+        return
+    wrong = (
+        ""
+        if now >= least
+        else f"{driver} is too old for CUDA {built_for} of torch, which needs {'.'.join(map(str, least))}."
+    )
+    remedy = "update the driver, or install a torch for an older CUDA: https://pytorch.org."
+    report.judge("driver", wrong, remedy, f"{driver}, new enough for CUDA {built_for}.")

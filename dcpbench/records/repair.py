@@ -1,0 +1,209 @@
+"""A file of records looked through line by line, and one from which damaged lines were taken. No torch.
+
+{"checked":"crc32",…}           whole: it fits its checksum, and is a record
+{"schema_version":1,…}          whole without a checksum: it is a record; nobody can say whether it always was this one
+{"checked":"crc32",…x…}         damaged: it does not fit, or is no JSON
+{"schema_version":2,…}          strange: nothing says that it is damaged, and this version cannot read it
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import OutputError, RecordsError
+from dcpbench.records import checks, checksums
+from dcpbench.records.file import NUL, check_there_are_records, decode, is_cut_short
+from dcpbench.records.folder import record_file, run_folder
+from dcpbench.records.lines import UNREADABLE
+from dcpbench.records.record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
+BACKUP = ".before-repair"
+"""Added to the name of a file of records, for the copy of it as it was."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that is no record."""
+
+    line: int
+    """From 1."""
+    kind: str
+    """`cut short`, `damaged` or `strange`."""
+    why: str
+    length_bytes: int
+    held: int = 0
+    """Whole records found inside it, between the damage."""
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file of records holds."""
+
+    file: str
+    records: int
+    """Lines that are whole."""
+    unsealed: int
+    """Of these, those without a checksum, as they were written before there were any."""
+    points: int
+    faults: list[Fault]
+    samples_missing: list[str]
+    """Files of requests that records name and that are not beside them."""
+
+
+class Repair(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done to a file of records."""
+
+    file: str
+    kept: int
+    """Records, those included that were found inside damaged lines."""
+    taken_out: list[Fault]
+    backup: str = ""
+    """The file as it was; empty where nothing was done."""
+
+
+def audit(run: Path) -> Audit:
+    """Look through the records of a run's folder, or of a file given directly; nothing is changed.
+
+    Raises RecordsError where there is no such file, or it cannot be read.
+    """
+    path = record_file(run)
+    faults, keys, missing = [], set(), set()
+    records = unsealed = 0
+    for line in _lines(path):
+        if line.fault:
+            faults.append(line.fault)
+        for record in line.records if not line.fault else []:
+            records, unsealed = records + 1, unsealed + (line.kind == UNSEALED)
+            keys.add(record.point.key())
+            named = record.serve.samples_file if record.serve else ""
+            if named and not (run_folder(run) / named).is_file():
+                missing.add(named)
+    return Audit(
+        file=str(path),
+        records=records,
+        unsealed=unsealed,
+        points=len(keys),
+        faults=faults,
+        samples_missing=sorted(missing),
+    )
+
+
+def repair(run: Path, *, strange: bool = False) -> Repair:
+    """Take lines that are no records out of a file, and keep a copy of it as it was. Whole lines stay as they are.
+
+    Records that stand whole between damage in one line, as where a newline was lost, get lines of their own. Lines that
+    are strange are taken out with `strange` alone. Nobody else may write meanwhile: the caller has the folder's lock.
+    Raises RecordsError where strange lines are in the way, or the file cannot be read, and OutputError where the folder
+    cannot be written; the file is then what it was.
+    """
+    path = record_file(run)
+    found = audit(run)
+    if not found.faults:
+        return Repair(file=str(path), kept=found.records, taken_out=[])
+    odd = [fault for fault in found.faults if fault.kind == STRANGE]
+    if odd and not strange:
+        raise RecordsError(
+            f"{path}, line {odd[0].line}: {odd[0].why} It is not damaged, so repair leaves it; add --strange to take it and "
+            f"others like it ({len(odd)} in all) out, too."
+        )
+    try:
+        backup = _copy(path)
+        kept = _rewrite(path)
+    except OSError as e:
+        raise OutputError(
+            f"{path} cannot be repaired ({e.strerror}); it is as it was. Copy it to a disk with room."
+        ) from e
+    return Repair(file=str(path), kept=kept, taken_out=found.faults, backup=str(backup))
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A line, with the records that are in it, and the bytes of each."""
+
+    kind: str
+    records: list[Record]
+    texts: list[bytes]
+    fault: Fault | None = None
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    """All lines but blank ones."""
+    check_there_are_records(path)
+    try:
+        with path.open("rb") as f:
+            for number, whole in enumerate(f, 1):
+                line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
+                if line.strip() or line != whole:
+                    yield _read(number, line)
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+
+
+def _read(number: int, line: bytes) -> _Line:
+    try:
+        record = decode(line)
+    except UNREADABLE as e:
+        kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if _is_strange(e) else DAMAGED
+        inside = list(_inside(line)) if kind != STRANGE else []
+        why = "the end of the file was never written" if kind == CUT_SHORT else checks.why(line, e)
+        fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), held=len(inside))
+        return _Line(kind, [record for record, _ in inside], [text for _, text in inside], fault)
+    kind = SEALED if line.lstrip().startswith(checksums.HEAD) else UNSEALED
+    return _Line(kind, [record], [line.strip(b"\r\n")])
+
+
+def _is_strange(error: Exception) -> bool:
+    """Whether a line is JSON as it was written, by someone whose records this version does not read."""
+    if isinstance(error, checksums.RewrittenError):
+        return True
+    return isinstance(error, msgspec.ValidationError) and not isinstance(error, checksums.DamageError)
+
+
+def _inside(line: bytes) -> Iterator[tuple[Record, bytes]]:
+    """Whole records inside a damaged line, with their bytes: sealed ones, or one without a checksum between NULs."""
+    for text in list(checksums.sealed_parts(line)) or [line.strip(NUL + b"\r\n")]:
+        try:
+            yield decode(text), text
+        except UNREADABLE:
+            continue
+
+
+def _copy(path: Path) -> Path:
+    """The file as it is, under a name that is free, on disk."""
+    names = (path.with_name(f"{path.name}{BACKUP}{n}") for n in ("", *(f"-{n}" for n in range(2, 10_000))))
+    for backup in names:
+        try:
+            with backup.open("xb") as out, path.open("rb") as f:
+                shutil.copyfileobj(f, out)
+                out.flush()
+                os.fsync(out.fileno())
+        except FileExistsError:
+            continue
+        return backup
+    raise OutputError(f"{path.parent} holds 9,999 copies of {path.name} by earlier repairs; move them elsewhere.")
+
+
+def _rewrite(path: Path) -> int:
+    """Put a file of all whole records in the place of the file; how many there are."""
+    kept = 0
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            for line in _lines(path):
+                for text in line.texts:
+                    out.write(text + b"\n")
+                    kept += 1
+            out.flush()
+            os.fsync(out.fileno())
+        shutil.copymode(path, name)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return kept

@@ -1,0 +1,371 @@
+"""`dcpbench doctor` with drivers and systems that answer as the test says: each fault is told, and nothing unread is well."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pynvml
+import pytest
+
+from dcpbench import cli
+from dcpbench.commands import doctor as command
+from dcpbench.doctor import BAD, NOTE, OK, UNREAD, at_start, examine, gpus, host, software
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.doctor.findings import Report
+
+GIB = 1 << 30
+LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+UNSUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+HEALTHY = {
+    "nvmlInit": None,
+    "nvmlDeviceGetCount": 2,
+    "nvmlSystemGetDriverVersion": "580.65.06",
+    "nvmlDeviceGetName": "NVIDIA H200",
+    "nvmlDeviceGetComputeRunningProcesses": [],
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=400 << 20, total=141 * GIB),
+    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+    "nvmlDeviceGetMigMode": [0, 0],
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 1,
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
+    "nvmlDeviceGetEccMode": [1, 1],
+    "nvmlDeviceGetTotalEccErrors": 0,
+    "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+    "nvmlDeviceGetComputeMode": pynvml.NVML_COMPUTEMODE_DEFAULT,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetClockInfo": 345,
+    "nvmlDeviceGetApplicationsClock": 1980,
+    "nvmlDeviceGetTemperature": 35,
+    "nvmlDeviceGetTemperatureThreshold": 87,
+    "nvmlDeviceGetPersistenceMode": 1,
+    "nvmlDeviceGetCurrPcieLinkWidth": 16,
+    "nvmlDeviceGetMaxPcieLinkWidth": 16,
+    "nvmlDeviceGetCpuAffinity": [2**64 - 1],
+    "nvmlDeviceGetGpuFabricInfo": UNSUPPORTED,
+    "nvmlDeviceGetP2PStatus": pynvml.NVML_P2P_STATUS_OK,
+}
+
+
+class Driver:
+    """pynvml's names, with these answers; GPU n has the handle n."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = HEALTHY | answers
+
+    def __dir__(self) -> list[str]:
+        return dir(pynvml)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvml") or name == "nvmlMemory_v2":
+            return getattr(pynvml, name)
+        if name == "nvmlDeviceGetHandleByIndex":
+            return lambda index: index
+        answer = self.answers[name]
+
+        def answered(*args: Any) -> Any:
+            found = answer(*args) if callable(answer) else answer
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return answered
+
+
+class System(host.Host):
+    """A machine at rest, but for what is given."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = {
+            "limit": resource.RLIM_INFINITY,
+            "free_bytes": 500 * GIB,
+            "cores": 64,
+            "load": 0.5,
+            "clock": (True, 900),
+            "bind": None,
+            "lock": None,
+        } | answers
+        self.files = {
+            "/proc/sys/net/ipv4/ip_local_port_range": "32768\t60999",
+            "/proc/sys/kernel/numa_balancing": "0",
+            "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
+        } | answers.get("files", {})
+
+    def _answer(self, name: str, *args: Any) -> Any:
+        found = self.answers[name]
+        found = found(*args) if callable(found) else found
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def text(self, path: str) -> str:
+        if isinstance(self.files[path], Exception):
+            raise self.files[path]
+        return self.files[path]
+
+    limit = lambda self, which: self._answer("limit", which)  # noqa: E731
+    free_bytes = lambda self, folder: self._answer("free_bytes", folder)  # noqa: E731
+    cores = lambda self: self._answer("cores")  # noqa: E731
+    load = lambda self: self._answer("load")  # noqa: E731
+    clock = lambda self: self._answer("clock")  # noqa: E731
+    bind = lambda self, *place: self._answer("bind", *place)  # noqa: E731
+    lock = lambda self, folder: self._answer("lock", folder)  # noqa: E731
+
+
+@pytest.fixture(autouse=True)
+def versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions with nothing against them."""
+    monkeypatch.setattr(software, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(software, "installed", lambda *names: "2.13.0" if names == ("torch",) else "2.28.9")
+    monkeypatch.setattr(software.platform, "release", lambda: "6.8.0-90-generic")
+
+
+def found(level: str, report: Report) -> list[str]:
+    """Check, place and sentence of all findings of a level."""
+    return [f"{f.check} {f.where}: {f.what}" for f in report.findings if f.level == level]
+
+
+def looked(
+    tmp_path: Path, *, env: dict[str, str] | None = None, system: System | None = None, nnodes: int = 1, **answers: Any
+) -> Report:
+    return examine(tmp_path, nnodes=nnodes, nvml=Driver(**answers), system=system or System(), env=env or {})
+
+
+def test_a_machine_in_good_order_has_nothing_against_it(tmp_path: Path) -> None:
+    report = looked(tmp_path)
+    assert {f.level for f in report.findings} == {OK}
+    assert report.exit_code == 0
+    assert {"clocks", "power", "MIG", "ECC", "peer access", "NUMA", "disk", "ports", "clock", "NCCL", "driver"} <= {
+        f.check for f in report.findings
+    }
+
+
+def of(index: int, wrong: Any, right: Any) -> Any:
+    """An answer of one GPU alone."""
+    return lambda handle, *_: wrong if handle == index else right
+
+
+GPU_FAULTS = {
+    "power": (
+        {"nvmlDeviceGetEnforcedPowerLimit": of(1, 500_000, 700_000)},
+        "capped at 500 W",
+        "nvidia-smi -i 1 -pl 700",
+    ),
+    "MIG": ({"nvmlDeviceGetMigMode": of(1, [1, 1], [0, 0])}, "instances", "nvidia-smi -i 1 -mig 0"),
+    "ECC": ({"nvmlDeviceGetTotalEccErrors": of(1, 3, 0)}, "3 errors", "replaced"),
+    "memory rows": ({"nvmlDeviceGetRemappedRows": of(1, (0, 1, 1, 0), (0, 0, 0, 0))}, "wait to be", "reset the GPU"),
+    "throttling": ({"nvmlDeviceGetCurrentClocksThrottleReasons": of(1, 0x40, 1)}, "hw_thermal", "cooling"),
+    "compute mode": ({"nvmlDeviceGetComputeMode": of(1, 2, 0)}, "no process", "-c DEFAULT"),
+    "clocks": ({"nvmlDeviceGetApplicationsClock": of(1, 1200, 1980)}, "1,200 MHz", "-rac"),
+    "temperature": ({"nvmlDeviceGetTemperature": of(1, 80, 35)}, "80 °C", "wait"),
+    "utilisation": (
+        {"nvmlDeviceGetUtilizationRates": of(1, SimpleNamespace(gpu=97), SimpleNamespace(gpu=0))},
+        "busy 97 %",
+        "end what",
+    ),
+    "other processes": (
+        {"nvmlDeviceGetComputeRunningProcesses": of(1, [SimpleNamespace(pid=1, usedGpuMemory=3 * GIB)], [])},
+        "1 other: 1 (",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", GPU_FAULTS)
+def test_a_fault_of_one_gpu_is_told_with_its_number_and_its_remedy(check: str, tmp_path: Path) -> None:
+    answers, said, remedy = GPU_FAULTS[check]
+    report = looked(tmp_path, **answers)
+    (bad,) = [f for f in report.findings if f.level != OK]
+    assert (bad.check, bad.level, bad.where) == (check, BAD, "GPU 1")
+    assert said in bad.what
+    assert remedy in bad.remedy
+    assert report.exit_code == 1
+
+
+def test_processes_of_another_container_show_by_the_memory_that_they_take(tmp_path: Path) -> None:
+    full, empty = SimpleNamespace(used=9 * GIB), SimpleNamespace(used=0)
+    (bad,) = found(BAD, looked(tmp_path, nvmlDeviceGetMemoryInfo=of(0, full, empty)))
+    assert bad == "other processes GPU 0: 9.0 GiB of its memory are in use, by processes that cannot be seen from here."
+
+
+@pytest.mark.parametrize(
+    "function", sorted(set(HEALTHY) - {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetGpuFabricInfo"})
+)
+def test_what_the_driver_does_not_answer_is_unread_and_never_well(function: str, tmp_path: Path) -> None:
+    """Each question alone fails as of a GPU that fell off its bus: its check is told as not known, and is not told as well."""
+    whole = {f.check for f in looked(tmp_path).findings}
+    report = looked(tmp_path, **{function: LOST})
+    unread = {f.check for f in report.findings if f.level == UNREAD}
+    assert unread, "said"
+    assert not found(BAD, report)
+    assert report.exit_code == 4
+    assert unread <= whole
+    assert not unread & {f.check for f in report.findings if f.level == OK}
+
+
+def test_without_a_driver_everything_about_gpus_is_unread(tmp_path: Path) -> None:
+    missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    report = looked(tmp_path, nvmlInit=missing, nvmlSystemGetDriverVersion=missing)
+    said = found(UNREAD, report)
+    assert len(said) == 2
+    assert "nothing is known of clocks, power, other processes, MIG, ECC and peer access" in said[0]
+    assert not {"clocks", "power", "MIG", "ECC", "peer access"} & {f.check for f in report.findings}
+    assert report.exit_code == 4
+
+
+def test_what_a_gpu_does_not_have_is_no_gap(tmp_path: Path) -> None:
+    report = looked(tmp_path, nvmlDeviceGetMigMode=UNSUPPORTED, nvmlDeviceGetEccMode=UNSUPPORTED)
+    assert report.exit_code == 0
+    assert "MIG GPU 0: it has none." in found(OK, report)
+
+
+def test_gpus_that_cannot_reach_each_other_are_named_in_pairs(tmp_path: Path) -> None:
+    def status(one: int, other: int, _: int) -> int:
+        return pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED if (one, other) == (0, 2) else pynvml.NVML_P2P_STATUS_OK
+
+    report = looked(tmp_path, nvmlDeviceGetCount=3, nvmlDeviceGetP2PStatus=status)
+    assert found(BAD, report) == [
+        "peer access GPU 0 and 2: they cannot read and write each other's memory (chipset not supported)."
+    ]
+    slow = looked(tmp_path, nvmlDeviceGetP2PStatus=lambda *a: int(a[2] == gpus.NVLINK))
+    assert found(NOTE, slow) == [
+        "peer access GPU 0 and 1: they reach each other, but not by NVLink, which takes several times as long."
+    ]
+
+
+def test_only_gpus_that_a_run_would_use_are_looked_at(tmp_path: Path) -> None:
+    answers = {"nvmlDeviceGetMigMode": of(1, [1, 1], [0, 0])}
+    assert looked(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"}, **answers).exit_code == 0
+    report = looked(tmp_path, env={"CUDA_VISIBLE_DEVICES": "7"}, **answers)
+    assert "CUDA_VISIBLE_DEVICES names 7, which is no GPU that NVML lists." in found(BAD, report)[0]
+
+
+HOST_FAULTS = {
+    "shared memory": (System(free_bytes=lambda p: 64 << 20 if p == host.SHARED else 500 * GIB), 1, BAD, "0.1 GiB"),
+    "disk": (System(free_bytes=5 * GIB), 1, NOTE, "5.0 GiB"),
+    "open files": (System(limit=256), 1, BAD, "256"),
+    "locked memory": (System(limit=lambda which: 64 << 10 if which == resource.RLIMIT_MEMLOCK else -1), 2, BAD, "RDMA"),
+    "locks": (System(lock=OSError(errno.ENOLCK, "No locks available")), 1, BAD, "No locks available"),
+    "ports": (System(bind=OSError(errno.EADDRNOTAVAIL, "Cannot assign")), 1, BAD, "where ranks meet"),
+    "clock": (System(clock=(False, 0)), 2, BAD, "nothing keeps it right"),
+    "cores": (System(load=40.0), 1, NOTE, "40.0 processes keep 64 cores busy"),
+    "NUMA balancing": (System(files={"/proc/sys/kernel/numa_balancing": "1"}), 1, NOTE, "numa_balancing"),
+}
+
+
+@pytest.mark.parametrize("check", HOST_FAULTS)
+def test_a_fault_of_the_system_is_told_with_its_remedy(check: str, tmp_path: Path) -> None:
+    system, nnodes, level, said = HOST_FAULTS[check]
+    wrong = [f for f in looked(tmp_path, system=system, nnodes=nnodes).findings if f.level != OK]
+    assert {(f.check, f.level) for f in wrong} == {(check, level)}
+    assert said in wrong[0].what
+    assert all(f.remedy for f in wrong)
+
+
+@pytest.mark.parametrize("name", ["limit", "free_bytes", "cores", "load", "clock"])
+def test_what_the_system_does_not_answer_is_unread(name: str, tmp_path: Path) -> None:
+    report = looked(tmp_path, system=System(**{name: OSError(errno.EPERM, "Operation not permitted")}))
+    assert any("Operation not permitted" in said for said in found(UNREAD, report))
+    assert report.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("env", "level"),
+    [({"CUDA_LAUNCH_BLOCKING": "1"}, BAD), ({"NCCL_DEBUG": "info"}, NOTE), ({"NCCL_ALGO": "Ring"}, NOTE)],
+)
+def test_a_variable_that_hurts_is_told(env: dict[str, str], level: str, tmp_path: Path) -> None:
+    assert [s.split("=")[0] for s in found(level, looked(tmp_path, env=env))] == [f"environment {n}: {n}" for n in env]
+
+
+class TestVersions:
+    @pytest.mark.parametrize(
+        ("nccl", "levels"),
+        [
+            ("2.21.5", {BAD}),
+            ("2.26.2", {NOTE}),
+            ("2.27.3", {NOTE}),
+            ("2.27.5", {OK}),
+            ("2.28.9+cuda13", {OK}),
+            ("?", {UNREAD}),
+        ],
+    )
+    def test_of_nccl(self, nccl: str, levels: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(software, "installed", lambda *names: "2.13.0" if names == ("torch",) else nccl)
+        assert {f.level for f in looked(tmp_path).findings if f.check == "NCCL"} == levels
+
+    @pytest.mark.parametrize(
+        ("driver", "cuda", "level"),
+        [
+            ("570.1", "13.0", BAD),
+            ("570.1", "12.8", OK),
+            ("525.60.13", "12.8", OK),
+            ("525.60", "12.8", BAD),
+            ("580", "14.0", UNREAD),
+        ],
+    )
+    def test_of_the_driver_beside_torch(
+        self, driver: str, cuda: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(software, "cuda_of_torch", lambda: cuda)
+        report = looked(tmp_path, nvmlSystemGetDriverVersion=driver)
+        assert [f.level for f in report.findings if f.check == "driver"] == [level]
+
+    def test_torchs_own_is_read_without_importing_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.undo()
+        (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
+        spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: spec)
+        assert software.cuda_of_torch() == "13.0"
+        (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
+        assert software.cuda_of_torch() is None
+
+
+class TestAtTheStartOfASweep:
+    def test_it_says_only_what_would_spoil_the_run(self, tmp_path: Path) -> None:
+        driver = Driver(nvmlDeviceGetMigMode=of(1, [1, 1], [0, 0]), nvmlDeviceGetPersistenceMode=0)
+        said = at_start(tmp_path, cuda=True, nvml=driver, system=System(load=60.0), env={"NCCL_DEBUG": "INFO"})
+        assert [(f.check, f.where) for f in said] == [("MIG", "GPU 1")]
+        assert at_start(tmp_path, cuda=False, nvml=driver, system=System(), env={}) == []
+
+    def test_a_driver_that_never_answers_keeps_no_sweep(self, tmp_path: Path) -> None:
+        answer = threading.Event()
+        driver = Driver(nvmlDeviceGetCount=lambda: answer.wait() and 0)
+        (said,) = at_start(tmp_path, cuda=True, nvml=driver, system=System(), env={}, patience_s=0.05)
+        answer.set()
+        assert said.level == UNREAD
+        assert "did not answer" in said.what
+
+
+class TestCommand:
+    def test_what_several_gpus_share_is_one_line_with_one_command(self, tmp_path: Path) -> None:
+        shown = command.lines(looked(tmp_path, nvmlDeviceGetPersistenceMode=0).findings)
+        (line,) = shown
+        assert line.startswith("• persistence (GPU 0, GPU 1): off: the driver lets go of the GPU between two jobs")
+        assert line.endswith("To do: sudo nvidia-smi -i 0,1 -pm 1")
+
+    def test_it_answers_in_json_and_by_its_exit_code(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("dcpbench.doctor._driver", lambda: Driver(nvmlDeviceGetMigMode=[1, 1]))
+        monkeypatch.setattr(host, "Host", System)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["doctor", "-o", str(tmp_path), "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert end.value.code == told["exit_code"] == 1
+        assert [f["where"] for f in told["findings"] if f["level"] == BAD] == ["GPU 0", "GPU 1"]
+
+    def test_this_machine_is_looked_at_without_a_failure_and_without_a_change(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["doctor", "-o", str(tmp_path / "new")])
+        assert end.value.code in (0, 1, 4)
+        assert "Read, and as it should be: " in capsys.readouterr().out
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,218 @@
+"""A damaged file of records is told line by line, and repaired without the loss of a record that can be read."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpbench import cli
+from dcpbench.errors import OutputError, RecordsError
+from dcpbench.launch.folders import locked
+from dcpbench.points.layout import Layout
+from dcpbench.records import file
+from dcpbench.records.file import RecordFile, read_records
+from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.repair import BACKUP, CUT_SHORT, DAMAGED, STRANGE, audit, repair
+from dcpbench.records.runs import last_records
+from tests.unit import record_builder as build
+
+RECORDS = [build.ok(build.point(Layout(4), concurrency=n), steps=3) for n in (1, 2, 4)]
+ROOT = Path(__file__).parents[2]
+EARLIEST = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
+"""Version 1 before checksums: the first records that were kept."""
+
+
+def lines_of(folder: Path) -> list[bytes]:
+    """Three sealed records, as lines without their ends."""
+    for record in RECORDS:
+        RecordFile(folder).append(record)
+    return (folder / RECORDS_FILE).read_bytes().splitlines()
+
+
+def put(folder: Path, *lines: bytes, end: bytes = b"\n") -> Path:
+    """The file of these lines."""
+    path = folder / RECORDS_FILE
+    path.write_bytes(b"\n".join(lines) + end)
+    return path
+
+
+def test_a_whole_file_is_left_alone(tmp_path: Path) -> None:
+    before = put(tmp_path, *lines_of(tmp_path)).read_bytes()
+    done = repair(tmp_path)
+    assert (done.kept, done.taken_out, done.backup) == (3, [], "")
+    assert [p.name for p in tmp_path.iterdir()] == [RECORDS_FILE]
+    assert (tmp_path / RECORDS_FILE).read_bytes() == before
+
+
+def test_a_damaged_line_is_told_and_taken_out_and_the_others_stay_byte_for_byte(tmp_path: Path) -> None:
+    one, two, three = lines_of(tmp_path)
+    before = put(tmp_path, one, two.replace(b'"concurrency":2', b'"concurrency":3'), three).read_bytes()
+    (fault,) = audit(tmp_path).faults
+    assert (fault.line, fault.kind) == (2, DAMAGED)
+    assert "its checksum" in fault.why
+    done = repair(tmp_path)
+    assert (tmp_path / RECORDS_FILE).read_bytes() == one + b"\n" + three + b"\n"
+    assert Path(done.backup).read_bytes() == before
+    assert read_records(tmp_path) == [RECORDS[0], RECORDS[2]]
+
+
+@settings(max_examples=25)
+@given(byte=st.binary(max_size=9), seed=st.integers(0, 99))
+def test_records_that_damage_joined_to_one_line_get_lines_of_their_own(
+    byte: bytes, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The newline between two records became something else: both are whole, and both are kept."""
+    folder = tmp_path_factory.mktemp("run")
+    lines = lines_of(folder)
+    random.Random(seed).shuffle(lines)
+    between = byte.replace(b"\n", b"").replace(b"{", b"")
+    put(folder, (between or b"\x0b").join(lines))
+    assert repair(folder).kept == 3
+    assert (folder / RECORDS_FILE).read_bytes().splitlines() == lines
+
+
+def test_half_a_line_before_a_whole_one_costs_that_half_alone(tmp_path: Path) -> None:
+    """Whoever appended after a crash without a look at the end of the file."""
+    one, two, three = lines_of(tmp_path)
+    put(tmp_path, one[: len(one) // 2] + two, bytes(40) + three)
+    assert [fault.held for fault in audit(tmp_path).faults] == [1, 1]
+    repair(tmp_path)
+    assert read_records(tmp_path) == RECORDS[1:]
+
+
+@pytest.mark.parametrize("end", [b'{"checked":"crc32","schema_ver', bytes(4096)], ids=["half a line", "NULs"])
+def test_a_last_line_that_was_cut_short_is_taken_out(end: bytes, tmp_path: Path) -> None:
+    put(tmp_path, *lines_of(tmp_path), end=b"\n" + end)
+    assert [fault.kind for fault in audit(tmp_path).faults] == [CUT_SHORT]
+    repair(tmp_path)
+    assert audit(tmp_path).faults == []
+    assert read_records(tmp_path) == RECORDS
+
+
+def test_a_line_of_another_version_is_no_damage_and_stays_until_that_is_asked_for(tmp_path: Path) -> None:
+    other = b'{"schema_version":2,"point":"of another shape"}'
+    before = put(tmp_path, *lines_of(tmp_path), other, b"{damaged").read_bytes()
+    with pytest.raises(RecordsError, match=r"line 4: schema_version 2.* add --strange"):
+        repair(tmp_path)
+    assert (tmp_path / RECORDS_FILE).read_bytes() == before
+    assert not list(tmp_path.glob(f"*{BACKUP}*")), "nothing was done"
+    assert [fault.kind for fault in repair(tmp_path, strange=True).taken_out] == [STRANGE, DAMAGED]
+    assert read_records(tmp_path) == RECORDS
+
+
+def test_a_second_repair_keeps_the_copy_of_the_first(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path)
+    names = []
+    for number in (1, 2):
+        put(tmp_path, *lines, b"{damaged %d" % number)
+        names.append(Path(repair(tmp_path).backup))
+    assert [name.name for name in names] == [RECORDS_FILE + BACKUP, f"{RECORDS_FILE}{BACKUP}-2"]
+    assert b"damaged 1" in names[0].read_bytes()
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_flipped_bits_take_a_record_that_they_do_not_touch(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Up to eight bits flip in one line of three: each flip is noticed, and the other two lines survive the repair."""
+    folder = tmp_path_factory.mktemp("run")
+    lines = lines_of(folder)
+    hit = data.draw(st.integers(0, 2))
+    line = bytearray(lines[hit])
+    for bit in data.draw(st.sets(st.integers(0, len(line) * 8 - 1), min_size=1, max_size=8)):
+        line[bit // 8] ^= 1 << bit % 8
+    put(folder, *(bytes(line) if n == hit else text for n, text in enumerate(lines)))
+    assert audit(folder).faults, "noticed"
+    repair(folder, strange=True)
+    assert read_records(folder) == [record for n, record in enumerate(RECORDS) if n != hit]
+
+
+class TestVersionOne:
+    """There has been no other version: its lines once had no checksum and fewer fields, and are read as they are."""
+
+    def test_the_first_records_that_were_kept_are_read_with_every_value_they_hold(self) -> None:
+        lines = (EARLIEST / RECORDS_FILE).read_bytes().splitlines()
+        assert audit(EARLIEST).unsealed == len(lines)
+        for line, record in zip(lines, read_records(EARLIEST), strict=True):
+            held, now = json.loads(line), json.loads(msgspec.json.encode(record))
+            assert {name for name in held if name not in now} == set(), "no field is dropped"
+            assert {k: v for k, v in now["point"].items() if k in held["point"]} == held["point"]
+            assert {k: v for k, v in (now["metrics"] or {}).items() if k in (held["metrics"] or {})} == (
+                held["metrics"] or {}
+            )
+
+    def test_a_record_is_written_anew_with_a_checksum_and_is_still_the_same_point(self, tmp_path: Path) -> None:
+        old = last_records(EARLIEST)
+        for record in old.values():
+            RecordFile(tmp_path).append(record)
+        assert last_records(tmp_path) == old
+        assert audit(tmp_path).unsealed == 0
+
+
+class TestOneWriter:
+    def test_an_append_waits_for_another_and_then_refuses(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(tmp_path, *lines_of(tmp_path))
+        monkeypatch.setattr(file, "WAIT_S", 0.0)
+        with (tmp_path / RECORDS_FILE).open("ab") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(OutputError, match="another process has been writing a record"):
+                RecordFile(tmp_path).append(RECORDS[0])
+        RecordFile(tmp_path).append(RECORDS[0])
+        assert len(read_records(tmp_path)) == 4
+
+    def test_repair_is_refused_while_a_run_writes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("dcpbench.launch.folders.ENDING_S", 0.0)
+        before = put(tmp_path, *lines_of(tmp_path), b"{damaged").read_bytes()
+        with locked(tmp_path):
+            code, _, err = typed(capsys, "repair", str(tmp_path))
+        assert (code, "a run is still writing here" in err) == (2, True)
+        assert (tmp_path / RECORDS_FILE).read_bytes() == before
+
+
+def typed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `dcpbench records …`."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["records", *words])
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+class TestCommand:
+    def test_check_ends_with_1_where_a_line_cannot_be_read_and_0_after_the_repair(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = put(tmp_path, *lines_of(tmp_path), b"{damaged")
+        code, out, _ = typed(capsys, "check", str(tmp_path))
+        assert code == 1
+        assert f"{path}, line 4: damaged: " in out
+        assert f"{path}: 3 records of 3 points can be read.\n" in out
+        assert out.endswith(f"dcpbench records repair {path}\n")
+        code, _, err = typed(capsys, "repair", str(tmp_path))
+        assert (code, "3 records kept. The file as it was: " in err) == (0, True)
+        assert typed(capsys, "check", str(tmp_path))[0] == 0
+        assert "nothing was changed" in typed(capsys, "repair", str(path))[2]
+
+    def test_both_answer_in_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        put(tmp_path, *lines_of(tmp_path), b"{damaged")
+        (found,) = json.loads(typed(capsys, "check", str(tmp_path), "--json")[1])
+        assert (found["records"], found["points"], found["faults"][0]["line"]) == (3, 3, 4)
+        assert json.loads(typed(capsys, "repair", str(tmp_path), "--json")[1])["kept"] == 3
+
+    @pytest.mark.parametrize("verb", ["check", "repair"])
+    def test_a_folder_without_records_is_refused_and_left_as_it_is(
+        self, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert typed(capsys, verb, str(tmp_path))[0] == 2
+        assert not list(tmp_path.iterdir()), "no lock either"
