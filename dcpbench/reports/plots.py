@@ -32,6 +32,9 @@ MOST_LENGTHS = 9
 MOST_LINES = 16
 MOST_LOADS = 48
 """Of one figure: models and runs with figures of their own, panels, lines in a panel, and points of a line."""
+SOME_LENGTHS = 6
+SOME_LOADS = 24
+"""Of panels and points, where there are more than that: a sample reads as well by fewer, and is drawn in half the time."""
 FORMATS = ("png", "svg")
 """Of every figure."""
 OVERVIEW, BREAK_EVEN, KV, PHASES = "overview", "break-even", "kv", "phases"
@@ -176,9 +179,12 @@ def thinned(
 ) -> tuple[pd.DataFrame, str]:
     """The points that a figure shows, and in words how many of what that is; empty where it is all of them."""
     said: list[str] = []
-    for column, by, most in (("rest", ["input_typical", "rest"], MOST_LENGTHS), (along, [along], MOST_LOADS)):
+    for column, by, most, some in (
+        ("rest", ["input_typical", "rest"], MOST_LENGTHS, SOME_LENGTHS),
+        (along, [along], MOST_LOADS, SOME_LOADS),
+    ):
         values = points.drop_duplicates(column).sort_values(by, kind="stable")[column].dropna().tolist()
-        kept = evenly(values, most)
+        kept = evenly(values, some) if len(values) > most else values
         if len(kept) < len(values):
             said.append(f"{len(kept)} of {len(values):,} {'lengths' if column == 'rest' else 'loads'}")
             points = points[points[column].isin(set(kept))]

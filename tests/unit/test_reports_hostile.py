@@ -288,15 +288,15 @@ def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
 
 
 def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_so(tmp_path: Path) -> None:
-    """20 contexts × 60 loads × 2 layouts = 2,400 points: 2,000 rows, 9 panels, 48 loads a line, both layouts."""
+    """20 contexts × 60 loads × 2 layouts = 2,400 points: 2,000 rows, 6 panels, 24 loads a line, both layouts."""
     read = grid(tmp_path / "run", 20, 60)
     told = sections.report(read, [])
     tables = [table for section in told for table in section.tables]
     assert max(len(table.rows) for table in tables) == MOST_ROWS
     assert any("the first 2,000 of 2,400; points.csv has every point" in table.title for table in tables)
     shown, note = plots.thinned(read.points)
-    assert (shown["context"].nunique(), shown["concurrency"].nunique(), len(shown)) == (9, 48, 9 * 48 * 2)
-    assert note == " (shown: 9 of 20 lengths, 48 of 60 loads; all in points.csv)"
+    assert (shown["context"].nunique(), shown["concurrency"].nunique(), len(shown)) == (6, 24, 6 * 24 * 2)
+    assert note == " (shown: 6 of 20 lengths, 24 of 60 loads; all in points.csv)"
     assert {1, 20} <= set(shown["context"]), "the ends are always shown"
     assert max(map(len, told[0].bullets)) < 600, "sentences count what they cannot name"
     assert all(len(table.columns) <= answer_tables.MOST_COLUMNS + 3 for table in told[0].tables)
