@@ -306,6 +306,7 @@ def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises(real)
     assert any("it does not, it still synchronises twice a call." in told for told in record["findings"])
 
 
+@pytest.mark.long
 def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu(real) -> None:
     """Start and end are numbers on the GPU: 2 reads. From the host's counts: none."""
     record = real("dp-slice", "--tokens", "8", "--dp", "3")

@@ -65,6 +65,7 @@ def outcomes(records: list[Record]) -> list[tuple[int, int, str]]:
     return [(r.point.tp, r.point.context, r.outcome) for r in records]
 
 
+@pytest.mark.long
 def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: 
     assert records[0].reason == records[1].reason == "rank 0: CapacityError: 3 GiB are missing."
 
 
+@pytest.mark.long
 def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path) -> None:
     """It goes to failed.jsonl, and verify has no --resume to advise."""
     checking = msgspec.structs.replace(work(tmp_path), kind="verify")

@@ -194,6 +194,7 @@ class TestBlame:
         ],
     )
     @pytest.mark.usefixtures("forked_agent")
+    @pytest.mark.long
     def test_the_rank_that_ended_is_blamed_and_not_the_one_that_missed_it(
         self, context: int, reason: str, code: str, tmp_path: Path
     ) -> None:

@@ -85,6 +85,7 @@ def start(folder: Path, input_tokens: int, **env: str) -> subprocess.Popen[str]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.long
 def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
     """The ranks get the time to write a record, after Ctrl-C from torchrun itself; --resume serves the load anew."""
     run = start(tmp_path, 120, DCPBENCH_QUICK="" if number == signal.SIGINT else "1")
@@ -101,6 +102,7 @@ def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, c
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     """These ranks would write for ever: they are killed, and nothing is recorded."""
     run = start(tmp_path, 121)

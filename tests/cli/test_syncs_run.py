@@ -401,6 +401,7 @@ class TestWhole:
             self.code_of(script(program, "pass"))
         assert raised.value.exit_code == 3
 
+    @pytest.mark.long
     def test_ctrl_c_reaches_the_program_and_ends_with_130(self, tmp_path: Path, program: Path) -> None:
         """The terminal sends it to every process of the group; what was recorded is still scanned."""
         name = script(program, "import time, training\ntraining.loop(1)\nprint('up', flush=True)\ntime.sleep(9999)")

@@ -357,6 +357,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # experts of width 0
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.long
 def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp_path):
     """In one process: what is compared is the arithmetic, which all layouts share."""
     write, changed, written = VARIANTS[variant]

@@ -146,6 +146,7 @@ def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, trut
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "forty"])
+@pytest.mark.long
 def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
     """Replicas with unequal rows, stripes, both policies, each exchange and its options."""
     load, record, folder = served(case)

@@ -102,6 +102,7 @@ def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
     assert (folder / name).is_file()
 
 
+@pytest.mark.long
 def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
     """Three samples or more, and as many cases as the larger point needs."""
     _, _, times = job
@@ -143,6 +144,7 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("layout", [LONE, REPLICAS], ids=str)
+@pytest.mark.long
 def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureRequest) -> None:
     record = request.getfixturevalue("one_rank") if layout == LONE else request.getfixturevalue("two_ranks")[2]
     assert record.point.layout == layout

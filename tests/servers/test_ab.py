@@ -48,6 +48,7 @@ def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pyte
     assert {str(r.point.layout) for r in read_run(out / "b" / "round-2").records} == {"tp2·dcp2"}
 
 
+@pytest.mark.long
 def test_two_configurations_of_an_engine_are_started_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def compared(rng: np.random.Generator, context: int = 100, **b: float) -> Found:
     return compare(context, *sides)
 
 
+@pytest.mark.long
 def test_a_server_compared_with_itself_gives_no_alarm() -> None:
     """20 times, with noise of both kinds, at eight lengths each."""
     rng = np.random.default_rng(1)

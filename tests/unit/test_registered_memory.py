@@ -50,7 +50,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(
         registered_memory, "allocate", lambda _backend, n, _device: (torch.zeros(n, dtype=torch.uint8), object())
     )
-    monkeypatch.setattr(registered_memory.dist, "all_reduce", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr(Group, "all_reduce", lambda _group, x: x)
     monkeypatch.setattr(registered_memory.torch.cuda, "synchronize", lambda _device: None)
     return backend
 

@@ -33,6 +33,7 @@ def prompts(rng: np.random.Generator, count: int, context: int, share: float, ra
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.long
 def test_any_load_within_the_extent_can_be_replayed(seed: int) -> None:
     """Any layout, pool of 3 pages or more, chunk, policy, sharing and arrival; every request is answered."""
     rng = np.random.default_rng(seed)

@@ -86,6 +86,7 @@ class TestBytes:
     @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-cut"])
     @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
     @pytest.mark.parametrize("ep", [CUT, WHOLE])
+    @pytest.mark.long
     def test_the_rank_with_most_scales_holds_as_many_in_fp8(self, shape, layout, wide, ep):
         """Linear layers and experts take a byte a number and 4 a block; ranks whose borders cut blocks have more of these.
 
