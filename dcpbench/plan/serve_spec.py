@@ -294,6 +294,13 @@ def measured_before(given: Mapping[str, object]) -> str | None:
     return str(Path(str(path)).absolute())
 
 
+def _turns(name: str, value: object) -> str:
+    try:
+        return str(parse_lengths(flag(name), value))
+    except UsageError as e:
+        raise UsageError(f"{flag(name)} {value}: no number of turns; write 4, uniform:2-8 or lognormal:4:0.5.") from e
+
+
 def longest_turns(turns: str) -> int:
     """The most turns that a session can have, the median where nothing bounds them."""
     lengths = parse_lengths("--turns", turns)
@@ -319,7 +326,7 @@ def _real(name: str, value: object) -> float:
 SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _real if axis.kind is float else read.parser_of(axis) for axis in ALIKE},
-    "turns": lambda name, value: str(parse_lengths(flag(name), value)),
+    "turns": _turns,
     "turn_tokens": lambda name, value: str(parse_lengths(flag(name), value)),
     "request_rate": _rates,
     "requests": read.name_of,
