@@ -2,6 +2,7 @@
 
     python -m tools.hangs --ranks 2,4,8
     python -m tools.hangs --gpu H200        # a kernel of the captured step that never ends, on one GPU
+    python -m tools.hangs --gpu H200 --ranks 2        # the same on one of two GPUs, which NCCL joins
 
 Each case is a sweep of a tiny model on the CPU, two points on so many gloo ranks: at the first one, one rank leaves a
 collective out, takes two in the other order, gives one another shape or dtype, sleeps, or spins (tests/distributed/
@@ -74,11 +75,17 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
     if gpu:
         points = [
             msgspec.structs.replace(
-                p, model="deepseek-v3", exchange="none", context=512, backend="triton", dtype="bf16", page_size=64
+                p,
+                model="deepseek-v3",
+                exchange="ag_rs" if ranks > 1 else "none",
+                context=512,
+                backend="triton",
+                dtype="bf16",
+                page_size=64,
             )
             for p in points
         ]
-        probe = planned(gpu, 1)
+        probe = planned(gpu, ranks)
         assert probe.memory_bytes is not None
         settings = msgspec.structs.replace(
             settings, kv_memory_bytes=probe.memory_bytes * 7 // 10
@@ -130,14 +137,16 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, run the cases, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4,8", help="default: %(default)s")
-    parser.add_argument("--faults", default=",".join(KINDS), help="default: %(default)s")
+    parser.add_argument("--ranks", default=None, help="default: 2,4,8; with --gpu 1")
+    parser.add_argument("--faults", default=None, help=f"default: {','.join(KINDS)}; with --gpu {LOOPS}")
     parser.add_argument("--timeout", type=float, default=8.0, help="limit of a point in seconds; default: %(default)s")
     parser.add_argument("--reasons", action="store_true", help="print each record's reason, too")
-    parser.add_argument("--gpu", default="", help="such as H200: one rank on a GPU, in place of ranks on the CPU")
+    parser.add_argument("--gpu", default="", help="such as H200: ranks on GPUs, in place of the CPU")
     asked = parser.parse_args(arguments)
-    if asked.gpu:
-        asked.ranks, asked.faults = "1", LOOPS
+    asked.ranks = asked.ranks or ("1" if asked.gpu else "2,4,8")
+    asked.faults = asked.faults or (LOOPS if asked.gpu else ",".join(KINDS))
+    if asked.gpu and asked.faults != LOOPS:
+        parser.error(f"steps on GPUs are replayed, so that no rank can leave a collective out: --faults {LOOPS}")
     print("| fault | ranks | outcome | found | named after | wrong |\n|---|---|---|---|---|---|", flush=True)
     failed = 0
     for ranks in map(int, asked.ranks.split(",")):

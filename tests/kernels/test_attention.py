@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend, rounding_error
+from dcpbench.kernels.attention import AttentionSpec, Shards, hopper_pairs, make_backend, rounding_error, triton_mla
 from dcpbench.kernels.attention.reference import mla_decode
-from dcpbench.kernels.attention.triton_mla import PageTables
+from dcpbench.kernels.attention.triton_mla import PageTables, kernel_for
 
 NAN = float("nan")
 CUDA = torch.device("cuda")
@@ -374,7 +374,7 @@ def test_the_hopper_kernel_agrees_with_fp64_on_uneven_batches(dtype, heads, page
     lengths = (3000, 63, 64, 65, 0, 1, *(130,) * 150)
     case = problem(CUDA, dtype, lengths, heads=heads, page_size=page_size, **FULL)
     backend = make_backend("triton", case[0])
-    assert backend.kernel == "hopper"
+    assert backend.kernel == ("hopper" if page_size == 1 else "hopper-pairs")
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=1e-2)
 
@@ -428,3 +428,22 @@ def test_rows_in_fp8_agree_with_fp64_on_the_values_they_stand_for(name, unowned,
     backend = make_backend(name, spec)
     backend.plan(shards)
     assert_agrees(spec, q, stored, shards, run(backend, spec, q, stored), limit=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "installed", "kernel"),
+    [
+        (1, True, "hopper"),
+        (16, True, "hopper-pairs"),
+        (48, True, "hopper"),
+        (128, True, "hopper-pairs"),
+        (64, False, "hopper"),
+    ],
+)
+def test_pages_that_can_be_copied_whole_are_read_in_pairs(page_size, installed, kernel, device, monkeypatch):
+    """A tile is 64 rows: a page of 48 has its border within a tile. Without a compiler Triton's kernel runs."""
+    monkeypatch.setattr(hopper_pairs, "installed", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(triton_mla.triton, "__version__", "3.6.0")
+    spec = problem(device, torch.bfloat16, (70,), heads=4, page_size=page_size, **FULL)[0]
+    assert kernel_for(on_hopper(spec)) == kernel

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton
 
-from dcpbench.kernels.attention import QUERIES
+from dcpbench.kernels.attention import QUERIES, hopper_pairs
 from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
 
@@ -38,13 +38,18 @@ INTERPRETED_PARTS = 4
 
 
 def kernel_for(spec: AttentionSpec) -> str:
-    """'hopper', or 'hopper-fp8' over e4m3, where its instructions exist and sizes are those it is for, else 'plain'."""
+    """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
+
+    There 'hopper-fp8' over e4m3, else 'hopper-pairs' where pages can be copied whole and it can be compiled, or 'hopper'.
+    """
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
     fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
     if not (hopper and fits):
         return "plain"
-    return "hopper-fp8" if spec.fp8 else "hopper"
+    if spec.fp8:
+        return "hopper-fp8"
+    return "hopper-pairs" if hopper_pairs.reads(spec.page_size) and hopper_pairs.installed() else "hopper"
 
 
 def merge_shape(pieces: int) -> tuple[int, int, int]:
@@ -127,7 +132,9 @@ class TritonBackend:
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         block_b = max(32, triton.next_power_of_2(spec.batch))
         # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
-        if self.kernel == "hopper":
+        if self.kernel == "hopper-pairs":
+            hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (spec.scale * LOG2_E, *numbers))
+        elif self.kernel == "hopper":
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
 
             hopper_kernel[grid](

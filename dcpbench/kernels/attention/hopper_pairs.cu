@@ -1,0 +1,603 @@
+// Paged MLA decode for Hopper over rows of 512 + 64 numbers: two warpgroups take the tiles of a pair in turn, and each
+// adds up half of the columns of both, so that scores of one tile run beside values of the other, the schedule that
+// FlashMLA's authors describe as "seesaw". A warp of its own has the copy engine fill what was let go. Compiled for sm_90a by
+// NVRTC (hopper_pairs.py).
+//
+// Defined from outside: ELEMENT (bf16 or f16), PAGE (a multiple of 16), LEAST and SLACK (partition.py).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+static constexpr int HEADS = 64, TILE = 64, LATENT = 512, WIDTH = 576, TILES = WIDTH / 64;
+static constexpr int GROUP = 128;                     // threads of a warpgroup
+static constexpr int BLOCK = 64 * 64 * 2;             // bytes of 64 rows and 64 columns, swizzled by 128 bytes
+static constexpr int BOX = PAGE < TILE ? PAGE : TILE; // rows that one copy takes
+static constexpr int BOXES = TILE / BOX;
+static constexpr int ROPE = TILES - 1;
+
+struct Shared {
+    alignas(1024) char q[TILES][BLOCK];
+    char kv[2][TILES][BLOCK]; // the rope block of the second tile also holds its weights
+    char weights[BLOCK];      // of the first tile
+    float top[2][HEADS];      // running largest score after the first and after the second tile, times log2(e)
+    float shrink[HEADS];      // of sums so far, by the first tile
+    float total[2][HEADS];
+    u64 full[2][TILES];
+    u64 empty[4]; // by Stretch
+    u64 q_full, q_empty;
+};
+
+// What is let go together: half of the values of a tile, with the rope block by whoever is done with it last.
+enum Stretch { FIRST_LEFT, FIRST_RIGHT, SECOND_LEFT, SECOND_RIGHT };
+
+enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY, CLEARED }; // and CLEARED + 1
+
+// Read anew wherever it is asked for: what follows from it is not kept in registers from tile to tile.
+__device__ __forceinline__ u32 thread() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init_barrier(u64* bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count));
+}
+
+__device__ __forceinline__ void expect(u64* bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(u64* bar, u32 phase) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}\n" ::"r"(shared_address(bar)), "r"(phase) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u64* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, u64* bar) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(shared_address(to)), "l"((u64)map), "r"(column), "r"(row), "r"(shared_address(bar)) : "memory");
+}
+
+__device__ __forceinline__ void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// Blocks of 64 rows of 128 bytes, swizzled; `leading` is from one block of 64 columns to the next where columns lead.
+__device__ __forceinline__ u64 descriptor(const void* p, int leading) {
+    return ((u64)(shared_address(p) & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
+#define R32(x, i) R16(x, i), R16(x, i + 16)
+
+// scores[64 heads, 64 rows] (+)= q[64, 16] . rows[64, 16]T
+__device__ __forceinline__ void mma_scores(float (&s)[32], u64 q, u64 rows, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "%32, %33, p, 1, 1, 0, 0;\n}\n"
+                 : R32(s, 0)
+                 : "l"(q), "l"(rows), "r"(add));
+}
+
+#define SUMS                                                                                                                   \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                         \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                         \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                                         \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                                         \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                                         \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                             \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
+
+// sums[64 heads, 256 columns] += weights[64, 16 rows] . values[16 rows, 256]
+__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u64 values) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS
+                 ", {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+                 : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
+                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+}
+
+__device__ __forceinline__ void mma_values(float (&o)[128], u64 weights, u64 values) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS ", %128, %129, 1, 1, 1, 0, 1;\n"
+                 : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
+                 : "l"(weights), "l"(values));
+}
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 out;
+    asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ float power(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+__device__ __forceinline__ int warp_sum(int x) {
+    for (int i = 16; i; i /= 2) x += __shfl_xor_sync(~0u, x, i);
+    return x;
+}
+
+struct Share {
+    int first, start, begin, end, size;
+};
+
+// partition.py's `share`; every warp computes it.
+__device__ Share share(const int* lengths, int part, int parts, int batch) {
+    const int lane = threadIdx.x % 32;
+    const auto read = [&](int b) { return b < batch ? (lengths[b] + TILE - 1) / TILE : 0; };
+    const int first_tiles = read(lane);
+    const auto tiles_of = [&](int b0) { return b0 ? read(b0 + lane) : first_tiles; };
+    int sum = 0, longest = 0;
+    for (int b0 = 0; b0 < batch; b0 += 32) {
+        const int tiles = tiles_of(b0);
+        sum += tiles;
+        longest = max(longest, tiles);
+    }
+    const int total = warp_sum(sum);
+    longest = __reduce_max_sync(~0u, longest);
+    const int size = max((total + parts - 1) / parts, LEAST);
+    const int per_request = max(parts / batch, 1), requests = (batch + parts - 1) / parts;
+    const int aligned_size = max((longest + per_request - 1) / per_request, LEAST);
+    const bool aligned = requests * aligned_size <= size + size / 16 + SLACK;
+    Share s;
+    if (aligned) {
+        const int b = part / per_request * requests;
+        int before = 0, own = 0;
+        for (int b0 = 0; b0 < min(b + requests, batch); b0 += 32) {
+            const int tiles = tiles_of(b0);
+            if (b0 + lane < b) before += tiles;
+            else if (b0 + lane < b + requests) own += tiles;
+        }
+        before = warp_sum(before);
+        const int after = before + warp_sum(own);
+        s.begin = min(min(before + part % per_request * aligned_size, after), total);
+        s.end = min(s.begin + requests * aligned_size, after);
+    } else {
+        s.begin = min(part * size, total);
+        s.end = min(s.begin + size, total);
+    }
+    s.size = aligned ? aligned_size : size;
+    s.first = 0, s.start = 0;
+    int passed = 0;
+    for (int b0 = 0; b0 < batch; b0 += 32) {
+        const int tiles = tiles_of(b0);
+        int upto = tiles;
+        for (int i = 1; i < 32; i *= 2) {
+            const int other = __shfl_up_sync(~0u, upto, i);
+            if (lane >= i) upto += other;
+        }
+        const bool past = b0 + lane < batch && passed + upto <= s.begin;
+        s.first += __popc(__ballot_sync(~0u, past));
+        s.start += warp_sum(past ? tiles : 0);
+        passed += __shfl_sync(~0u, upto, 31);
+    }
+    return s;
+}
+
+struct Piece {
+    const int* pages;
+    int length, t0, t1;
+};
+
+// First row in the pool of this lane's box of tile t. Boxes past the end are read from page 0, and made zeros later.
+__device__ __forceinline__ int box_row(const Piece& piece, int t) {
+    const int lane = threadIdx.x % 32, k = t * TILE + lane * BOX;
+    const bool live = t < piece.t1 && lane < BOXES && k < piece.length;
+    return live ? __ldg(piece.pages + k / PAGE) * PAGE + k % PAGE : 0;
+}
+
+// Columns [64 * A, 64 * B) and, if asked for, rope of a tile's rows.
+template <int A, int B> __device__ __forceinline__ void fill(Shared& sh, const TensorMap* kv, int tile, bool rope, int row) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = A; i <= B; ++i) {
+        const int block = i == B ? ROPE : i;
+        if (i == B && !rope) break;
+        if (lane == 0) expect(&sh.full[tile][block], BLOCK);
+        if (lane < BOXES) copy_box(sh.kv[tile][block] + lane * BOX * 128, kv, 64 * block, row, &sh.full[tile][block]);
+    }
+}
+
+// The warp that fills tiles, in the order in which they are let go; it is ahead of the scores across pieces, too.
+struct Filler {
+    u32 first = 1, second = 1; // phases of their next fills
+    u32 queries = 1;
+
+    __device__ __forceinline__ void take(Shared& sh, const TensorMap* q, const TensorMap* kv, const Piece& piece, int q_row) {
+        int row0 = box_row(piece, piece.t0), row1 = box_row(piece, piece.t0 + 1);
+        wait_for(&sh.q_empty, queries);
+        queries ^= 1;
+        if (threadIdx.x % 32 == 0) {
+            expect(&sh.q_full, TILES * BLOCK);
+            for (int block = 0; block < TILES; ++block) copy_box(sh.q[block], q, 64 * block, q_row, &sh.q_full);
+        }
+        for (int t = piece.t0; t < piece.t1; t += 2) {
+            const int next0 = box_row(piece, t + 2), next1 = box_row(piece, t + 3);
+            const bool both = t + 1 < piece.t1;
+            wait_for(&sh.empty[FIRST_LEFT], first);
+            fill<0, 4>(sh, kv, 0, false, row0);
+            if (both) {
+                wait_for(&sh.empty[SECOND_RIGHT], second);
+                fill<4, 8>(sh, kv, 1, false, row1);
+            }
+            wait_for(&sh.empty[FIRST_RIGHT], first);
+            fill<4, 8>(sh, kv, 0, true, row0);
+            if (both) {
+                wait_for(&sh.empty[SECOND_LEFT], second);
+                fill<0, 4>(sh, kv, 1, true, row1);
+            }
+            first ^= 1;
+            if (both) second ^= 1;
+            row0 = next0, row1 = next1;
+        }
+    }
+};
+
+__device__ __forceinline__ void let_go(Shared& sh, Stretch stretch) {
+    if (thread() % 32 == 0) arrive_at(&sh.empty[stretch]);
+}
+
+// Scores of a tile, in the order in which its blocks were asked for.
+template <int A, int B>
+__device__ __forceinline__ void score_blocks(Shared& sh, int tile, u32 phase, float (&s)[32], bool first) {
+#pragma unroll
+    for (int block = A; block < B; ++block) {
+        wait_for(&sh.full[tile][block], phase);
+        mma_begin();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const bool add = !(first && block == A && k == 0);
+            mma_scores(s, descriptor(sh.q[block] + 32 * k, 16), descriptor(sh.kv[tile][block] + 32 * k, 16), add);
+        }
+    }
+}
+
+__device__ __forceinline__ void mask(float (&s)[32], int live) {
+    const int column = thread() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+        if (i / 4 * 8 + column + i % 2 >= live) s[i] = -INFINITY;
+}
+
+__device__ __forceinline__ void largest(const float (&s)[32], float (&top)[2]) {
+    top[0] = s[0], top[1] = s[2];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    top[0] = quad_max(top[0]), top[1] = quad_max(top[1]);
+}
+
+__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], float scale, float (&total)[2]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        s[i] = power(s[i] * scale - top[i / 2 % 2]);
+        total[i / 2 % 2] += s[i];
+    }
+}
+
+// Mostly no row of the warp has met a larger score.
+__device__ __forceinline__ void shrink_sums(float (&o)[128], const float (&by)[2]) {
+    if (__all_sync(~0u, by[0] == 1 && by[1] == 1)) return;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= by[i / 2 % 2];
+}
+
+__device__ __forceinline__ void pack(const float (&s)[32], u32 (&p)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) p[i] = packed(s[2 * i], s[2 * i + 1]);
+}
+
+// The first of a thread's two heads in a block; the other is 8 further.
+__device__ __forceinline__ int row_of(u32 x) { return x % GROUP / 32 * 16 + x % 32 / 4; }
+
+// Weights as rows of heads, swizzled as products read them.
+__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[16]) {
+    const u32 x = thread(), lane = x % 32, row = x % GROUP / 32 * 16 + lane % 16;
+    const u32 at = shared_address(to) + row * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ (32 * k)), "r"(p[4 * k]),
+                     "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
+                     : "memory");
+}
+
+// Makes rows from `live` on of four blocks zeros, after all of the warpgroup are done reading them.
+__device__ __forceinline__ void clear(char* blocks, int live, int id) {
+    meet(id, GROUP);
+    for (int i = thread() % GROUP; i < 4 * (TILE - live) * 8; i += GROUP) {
+        const int block = i / ((TILE - live) * 8), rest = i % ((TILE - live) * 8);
+        *(uint4*)(blocks + block * BLOCK + live * 128 + rest * 16) = make_uint4(0, 0, 0, 0);
+    }
+    fence_async();
+    meet(id, GROUP);
+}
+
+__device__ __forceinline__ void add_local(Shared& sh, int tile, int column_block, float (&o)[128], const u32 (&p)[16]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) mma_values(o, p + 4 * k, descriptor(sh.kv[tile][column_block] + 2048 * k, BLOCK));
+}
+
+__device__ __forceinline__ void add_remote(Shared& sh, const char* weights, int tile, int column_block, float (&o)[128]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        mma_values(o, descriptor(weights + 32 * k, 16), descriptor(sh.kv[tile][column_block] + 2048 * k, BLOCK));
+}
+
+struct Fills {
+    u32 phase[2]; // of the next fill of each tile
+};
+
+// The first tiles of a piece's pairs, and the left half of the values of all.
+__device__ __forceinline__ void take_first(
+    Shared& sh, const Piece& piece, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    float s[32], shrink[2];
+    u32 p[16];
+    for (int t = piece.t0; t < piece.t1; t += 2) {
+        const bool both = t + 1 < piece.t1;
+        const int live = piece.length - t * TILE;
+        score_blocks<0, TILES>(sh, 0, fills.phase[0], s, true);
+        mma_commit();
+        mma_wait<0>();
+        fills.phase[0] ^= 1;
+        if (live < TILE) {
+            mask(s, live);
+            clear(sh.kv[0][0], live, CLEARED);
+        }
+        const int row = row_of(thread());
+        float here[2];
+        largest(s, here);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            here[i] = fmaxf(top[i], here[i] * scale);
+            shrink[i] = power(top[i] - here[i]);
+            top[i] = here[i];
+            total[i] *= shrink[i];
+            if (thread() % 4 == 0) sh.top[0][row + 8 * i] = here[i], sh.shrink[row + 8 * i] = shrink[i];
+        }
+        arrive(FIRST_SCORED, 2 * GROUP);
+        weigh(s, top, scale, total);
+        pack(s, p);
+        shrink_sums(o, shrink);
+        mma_begin();
+        add_local(sh, 0, 0, o, p);
+        mma_commit();
+        mma_wait<0>();
+        let_go(sh, FIRST_LEFT);
+        if (!both) {
+            store_weights(sh.weights, p);
+            fence_async();
+            arrive(FIRST_READY, 2 * GROUP);
+            return;
+        }
+        meet(SECOND_READY, 2 * GROUP);
+        const int place = row_of(thread());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float later = sh.top[1][place + 8 * i];
+            shrink[i] = power(top[i] - later);
+            total[i] *= shrink[i];
+            top[i] = later;
+        }
+        if (!__all_sync(~0u, shrink[0] == 1 && shrink[1] == 1)) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) p[i] = packed(s[2 * i] * shrink[i % 2], s[2 * i + 1] * shrink[i % 2]);
+        }
+        store_weights(sh.weights, p);
+        fence_async();
+        arrive(FIRST_READY, 2 * GROUP);
+        if (live < 2 * TILE) clear(sh.kv[1][0], live - TILE, CLEARED);
+        shrink_sums(o, shrink);
+        mma_begin();
+        add_remote(sh, sh.kv[1][ROPE], 1, 0, o);
+        mma_commit();
+        mma_wait<0>();
+        let_go(sh, SECOND_LEFT);
+    }
+}
+
+// The second tile of a pair, and the right half of the values of both.
+__device__ __forceinline__ void second_of_pair(
+    Shared& sh, const Piece& piece, int t, float scale, Fills& fills, float (&o)[128], float (&total)[2]) {
+    const int live = piece.length - t * TILE;
+    float shrink[2];
+    if (t + 1 == piece.t1) {
+        meet(FIRST_SCORED, 2 * GROUP);
+        if (live < TILE) clear(sh.kv[0][4], live, CLEARED + 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) shrink[i] = sh.shrink[row_of(thread()) + 8 * i], total[i] *= shrink[i];
+        shrink_sums(o, shrink);
+        meet(FIRST_READY, 2 * GROUP);
+        mma_begin();
+        add_remote(sh, sh.weights, 0, 4, o);
+        mma_commit();
+        mma_wait<0>();
+        let_go(sh, FIRST_RIGHT);
+        return;
+    }
+    float s[32], top[2];
+    u32 p[16];
+    score_blocks<4, 8>(sh, 1, fills.phase[1], s, true);
+    score_blocks<0, 4>(sh, 1, fills.phase[1], s, false);
+    score_blocks<ROPE, TILES>(sh, 1, fills.phase[1], s, false);
+    mma_commit();
+    mma_wait<0>();
+    fills.phase[1] ^= 1;
+    if (live < 2 * TILE) {
+        mask(s, live - TILE);
+        clear(sh.kv[1][4], live - TILE, CLEARED + 1);
+    }
+    largest(s, top);
+    meet(FIRST_SCORED, 2 * GROUP);
+    const int row = row_of(thread());
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float before = sh.top[0][row + 8 * i];
+        top[i] = fmaxf(before, top[i] * scale);
+        shrink[i] = sh.shrink[row + 8 * i] * power(before - top[i]);
+        total[i] *= shrink[i];
+        if (thread() % 4 == 0) sh.top[1][row + 8 * i] = top[i];
+    }
+    weigh(s, top, scale, total);
+    pack(s, p);
+    store_weights(sh.kv[1][ROPE], p); // all warps have met since their scores of these rows
+    fence_async();
+    arrive(SECOND_READY, 2 * GROUP);
+    shrink_sums(o, shrink);
+    mma_begin();
+    add_local(sh, 1, 4, o, p);
+    mma_commit();
+    meet(FIRST_READY, 2 * GROUP);
+    mma_begin();
+    add_remote(sh, sh.weights, 0, 4, o);
+    mma_commit();
+    mma_wait<1>();
+    let_go(sh, SECOND_RIGHT);
+    mma_wait<0>();
+    let_go(sh, FIRST_RIGHT);
+}
+
+struct Arguments {
+    const int* tables;
+    const int* lengths;
+    float* part_o;
+    float* part_lse;
+    int* pieces_of;
+    void* o;
+    float* lse;
+    float scale_log2, ln2;
+    int table_stride, heads, batch, parts;
+};
+
+// Calls `work` with each request of which this program has tiles, and which those are.
+template <class Work> __device__ __forceinline__ void for_each_piece(const Arguments& a, const Share& own, Work work) {
+    for (int b = own.first, start = own.start; start < own.end; ++b) {
+        const int length = a.lengths[b], tiles = (length + TILE - 1) / TILE;
+        const Piece piece = {a.tables + (long long)b * a.table_stride, length, max(own.begin - start, 0), min(tiles, own.end - start)};
+        if (piece.t0 < piece.t1) work(b, tiles, piece);
+        start += tiles;
+    }
+}
+
+// What is added up: of a whole request to its output, of a piece in fp32 to its slot.
+template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Arguments& a, const Share& own, int part, int head_block) {
+    const int lane = threadIdx.x % 32;
+    Fills fills = {{0, 0}};
+    u32 q_phase = 0;
+    for_each_piece(a, own, [&](int b, int tiles, const Piece& piece) {
+        float o[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i] = 0;
+        float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
+        wait_for(&sh.q_full, q_phase);
+        q_phase ^= 1;
+        if (group == 0)
+            take_first(sh, piece, a.scale_log2, fills, o, top, total);
+        else
+            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, piece, t, a.scale_log2, fills, o, total);
+        if (lane == 0) arrive_at(&sh.q_empty);
+
+        const int row = row_of(threadIdx.x);
+        total[0] = quad_sum(total[0]), total[1] = quad_sum(total[1]);
+        if (lane % 4 == 0)
+            for (int i = 0; i < 2; ++i) {
+                sh.total[group][row + 8 * i] = total[i];
+                if (group == 0) sh.top[1][row + 8 * i] = top[i];
+            }
+        meet(BOTH, 2 * GROUP);
+        const bool whole = piece.t0 == 0 && piece.t1 == tiles;
+        const int slot = 2 * part + (piece.t1 < tiles);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int h = head_block * HEADS + row + 8 * i;
+            const float sum = sh.total[0][row + 8 * i] + sh.total[1][row + 8 * i], by = 1 / sum;
+            if (h < a.heads) {
+                const int column = 256 * group + lane % 4 * 2;
+                if (whole) {
+                    u32* to = (u32*)a.o + (((long long)b * a.heads + h) * LATENT + column) / 2;
+#pragma unroll
+                    for (int j = 0; j < 32; ++j) to[4 * j] = packed(o[4 * j + 2 * i] * by, o[4 * j + 2 * i + 1] * by);
+                } else {
+                    float2* to = (float2*)(a.part_o + ((long long)slot * a.heads + h) * LATENT + column);
+#pragma unroll
+                    for (int j = 0; j < 32; ++j) to[4 * j] = make_float2(o[4 * j + 2 * i] * by, o[4 * j + 2 * i + 1] * by);
+                }
+                if (group == 0 && lane % 4 == 0) {
+                    const float log2_sum = sh.top[1][row + 8 * i] + log2f(sum);
+                    if (whole)
+                        a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
+                    else
+                        a.part_lse[(long long)slot * a.heads + h] = log2_sum;
+                }
+            }
+        }
+        if (piece.t0 == 0 && threadIdx.x == 0) {
+            a.pieces_of[2 * b] = part;
+            a.pieces_of[2 * b + 1] = 1 + (tiles - piece.t1 + own.size - 1) / own.size;
+        }
+        meet(BOTH, 2 * GROUP);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
+hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const __grid_constant__ Arguments a) {
+    extern __shared__ char raw[];
+    Shared& sh = *(Shared*)(((u64)raw + 1023) & ~1023ull);
+    const int head_blocks = (a.heads + HEADS - 1) / HEADS;
+    const int part = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
+    const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * TILES; ++i) init_barrier(&sh.full[0][0] + i, 1);
+        for (int i = 0; i < 4; ++i) init_barrier(&sh.empty[i], 4);
+        init_barrier(&sh.q_full, 1);
+        init_barrier(&sh.q_empty, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&q_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&kv_map) : "memory");
+    }
+    const Share own = share(a.lengths, part, a.parts, a.batch);
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        add_up<0>(sh, a, own, part, head_block);
+    } else if (group == 1) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        add_up<1>(sh, a, own, part, head_block);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x < 2 * GROUP + 32) {
+            Filler filler;
+            for_each_piece(a, own, [&](int b, int, const Piece& piece) { filler.take(sh, &q_map, &kv_map, piece, b * a.heads + head_block * HEADS); });
+        }
+    }
+}
