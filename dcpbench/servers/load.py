@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.servers.answers import Streamed
@@ -78,7 +79,11 @@ class Pace:
     """How well this process kept up."""
 
     lags_s: list[float] = dataclasses.field(default_factory=list)
+    ages_s: list[float] = dataclasses.field(default_factory=list)
+    """Of what was read, where the kernel stamps it."""
     cpu_s: float = 0.0
+    starved_s: float | None = None
+    """For which it was ready, and had no core."""
     wall_s: float = 0.0
 
 
@@ -141,7 +146,8 @@ class Run:
         sending = self._closed() if self.clients is not None else self._open()
         with settled_heap():
             beat = loop.create_task(self._beat())
-            cpu = time.process_time()
+            cpu, starved = time.process_time(), starved_s()
+            del self.client.ages_s[:]
             try:
                 async with asyncio.timeout(self._left_s()):
                     await sending
@@ -149,6 +155,8 @@ class Run:
                 pass
             finally:
                 self.pace.cpu_s = time.process_time() - cpu
+                self.pace.starved_s = None if starved is None else (starved_s() or 0.0) - starved
+                self.pace.ages_s = self.client.ages_s
                 self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began
                 beat.cancel()
                 await self._give_up()
@@ -237,6 +245,14 @@ class Run:
 def may_retry(error: RequestError) -> bool:
     """Whether the same request may be taken a moment later: the server is busy, or not there."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
+
+
+def starved_s() -> float | None:
+    """For which this thread has been ready and had no core, since it began; None where the kernel does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 async def _until(moment_s: float) -> None:

@@ -458,11 +458,15 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
 def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]) -> ClientLoad:
     late = [(o.sent_s - o.submitted_s) * 1e3 for o in outcomes if o.sent_s is not None]
     lags = [lag for pace in paces for lag in pace.lags_s]
+    ages = [age for pace in paces for age in pace.ages_s]
+    starved = [pace.starved_s / pace.wall_s for pace in paces if pace.starved_s is not None and pace.wall_s]
     return ClientLoad(
         processes=len(paces),
         cpu_share=max(pace.cpu_s / pace.wall_s if pace.wall_s else 0.0 for pace in paces),
         late_p99_ms=float(np.percentile(late, P99)) if late else None,
         lag_p99_ms=float(np.percentile(lags, P99)) * 1e3 if lags else None,
+        read_late_p99_ms=float(np.percentile(ages, P99)) * 1e3 if ages else None,
+        starved_share=max(starved, default=None),
         **null,  # type: ignore[arg-type]  # names of its fields
     )
 
