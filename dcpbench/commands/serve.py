@@ -229,6 +229,11 @@ class Remote(Group):
         "expected, as far as there are cores.",
         metavar="N",
     )
+    client_realtime: bool = REMOTE(
+        "Let the client run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to "
+        "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
+        default=True,
+    )
     check_client: bool = REMOTE(
         "After each load, read as many streams of a server that does nothing for a second: what TTFT and ITL have of the "
         "client's own.",
@@ -429,6 +434,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         warm_up=remote.warm_up,
         retries=remote.retries,
         processes=remote.client_processes,
+        realtime=remote.client_realtime,
         check_client=remote.check_client,
         traces=remote.traces,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),

@@ -497,7 +497,7 @@ async def _connected(host: str, port: int) -> StampedSocket:
     error: OSError | None = None
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = StampedSocket(family, kind, protocol).stamp()
-        sock.setblocking(False)
+        sock.settimeout(0)
         try:
             await loop.sock_connect(sock, address)
         except OSError as e:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,6 +85,8 @@ class Pace:
     cpu_s: float = 0.0
     starved_s: float | None = None
     """For which it was ready, and had no core."""
+    realtime: bool = False
+    """Whether it went before everything else on its core."""
     wall_s: float = 0.0
 
 
@@ -108,14 +111,15 @@ class Run:
         at_once: int | None = None,
         limit_s: float | None = None,
         retries: int = 0,
+        realtime: bool = False,
     ) -> None:
-        """`clients` of a closed loop; None: each call at its time, `at_once` of them at most."""
+        """`clients` of a closed loop; None: each call at its time, `at_once` of them at most. `realtime`: see first_in_line."""
         self.client, self.calls, self.clients = client, calls, clients
         self.outcomes: list[Outcome] = []
         self.start_s = 0.0
         self.pace = Pace()
         self._room = asyncio.Semaphore(at_once) if at_once is not None else None
-        self._limit_s, self._retries = limit_s, retries
+        self._limit_s, self._retries, self._realtime = limit_s, retries, realtime
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, connections: int) -> None:
@@ -144,7 +148,7 @@ class Run:
         self.start_s = time.perf_counter() if start_s is None else start_s
         loop = asyncio.get_running_loop()
         sending = self._closed() if self.clients is not None else self._open()
-        with settled_heap():
+        with settled_heap(), first_in_line(wanted=self._realtime) as self.pace.realtime:
             beat = loop.create_task(self._beat())
             cpu, starved = time.process_time(), starved_s()
             del self.client.ages_s[:]
@@ -245,6 +249,26 @@ class Run:
 def may_retry(error: RequestError) -> bool:
     """Whether the same request may be taken a moment later: the server is busy, or not there."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
+
+
+@contextlib.contextmanager
+def first_in_line(*, wanted: bool = True) -> Iterator[bool]:
+    """This thread runs as soon as it can, before all ordinary ones of its core (SCHED_RR); whether the kernel allows that.
+
+    It needs root, CAP_SYS_NICE or an RLIMIT_RTPRIO. What it starts meanwhile is ordinary.
+    """
+    allowed = False
+    if wanted and hasattr(os, "sched_setscheduler"):
+        before, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+            allowed = True
+    try:
+        yield allowed
+    finally:
+        if allowed:
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, before, priority)
 
 
 def starved_s() -> float | None:

@@ -83,6 +83,8 @@ class Asked:
     """Of each request that a busy server sends away."""
     processes: int | None = None
     """Of the client; None: as many as the load is expected to need."""
+    realtime: bool = True
+    """Whether the client goes before everything else on its cores, where the kernel lets it."""
     check_client: bool = True
     """Whether the client is measured alone after each load."""
     traces: Path | None = None
@@ -227,6 +229,7 @@ async def _send(
             at_once=point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None,
             limit_s=settings.limit_seconds,
             retries=asked.retries,
+            realtime=asked.realtime,
         ) as run:
             sent.run = run
             await run.prepare(min(point.concurrency, MOST_OPEN))
@@ -240,7 +243,7 @@ async def _send(
     streams = at_once(sent.run.outcomes)
     if asked.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")
-        sent.null = await overhead(streams, len(sent.run.paces))
+        sent.null = await overhead(streams, len(sent.run.paces), realtime=asked.realtime)
     if asked.traces is not None:
         await _profile(point, asked, manner, sent, asked.traces, tell)
 
@@ -467,6 +470,7 @@ def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mappi
         lag_p99_ms=float(np.percentile(lags, P99)) * 1e3 if lags else None,
         read_late_p99_ms=float(np.percentile(ages, P99)) * 1e3 if ages else None,
         starved_share=max(starved, default=None),
+        realtime=all(pace.realtime for pace in paces),
         **null,  # type: ignore[arg-type]  # names of its fields
     )
 

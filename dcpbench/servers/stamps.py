@@ -10,10 +10,7 @@ import socket
 import struct
 import sys
 import time
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Buffer
+from typing import Any, Self
 
 TIMESPEC = struct.Struct("@ll")
 ANCILLARY = socket.CMSG_SPACE(TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
@@ -39,7 +36,7 @@ class StampedSocket(socket.socket):
                 pass
         return self
 
-    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ANN401 -- whatever asyncio reads into
         """See socket.socket."""
         if not self._stamps:
             return super().recv_into(buffer, nbytes, flags)
