@@ -387,7 +387,10 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     if run.dry_run:
         able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
-            for words in dict.fromkeys(shlex.join(preset.words(p, settings_of(p), model, 0)) for p in able):
+            traces = str(remote.traces or "")
+            for words in dict.fromkeys(
+                shlex.join(preset.words(p, settings_of(p), model, 0, traces=traces)) for p in able
+            ):
                 say(words)
         return 0
     folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)

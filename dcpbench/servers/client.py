@@ -226,9 +226,10 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio.BufferedProtocol."""
         now = time.perf_counter()
-        if (age_s := self._socket.age_s) is not None:
-            self._ages_s.append(age_s)
-            now = max(now - age_s, self._heard_s)  # the machine's date may have been set meanwhile
+        if (came_s := self._socket.came_s) is not None:
+            came_s = min(max(came_s, self._heard_s), now)  # the machine's date may have been set meanwhile
+            self._ages_s.append(now - came_s)
+            now = came_s
         self._heard_s = now
         data = bytes(BUFFER[:nbytes])
         if self._reply is None:

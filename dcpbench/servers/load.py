@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 EARLY_S = 1.2e-3
 """epoll wakes a process up to a millisecond late: so the loop is woken before a request is due, and turns until it is."""
 BEAT_S = 0.02
+SOON_S = 0.01
+"""Until a load begins, from the moment that all is ready."""
 RETRY_S = 1.0
 """Before a request is sent again where the server does not say."""
 MOST_RETRY_S = 60.0
@@ -145,10 +147,10 @@ class Run:
 
     async def run(self, start_s: float | None = None) -> None:
         """To the end, or to the limit. `start_s`: by time.perf_counter(), the same for all processes of a load."""
-        self.start_s = time.perf_counter() if start_s is None else start_s
         loop = asyncio.get_running_loop()
-        sending = self._closed() if self.clients is not None else self._open()
         with settled_heap(), first_in_line(wanted=self._realtime) as self.pace.realtime:
+            self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
+            sending = self._closed() if self.clients is not None else self._open()
             beat = loop.create_task(self._beat())
             cpu, starved = time.process_time(), starved_s()
             del self.client.ages_s[:]

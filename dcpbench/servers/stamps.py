@@ -17,13 +17,15 @@ ANCILLARY = socket.CMSG_SPACE(TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") el
 SO_TIMESTAMPNS = 35
 """Of Linux, but for three architectures that nobody serves from; where it means nothing the kernel says so."""
 NS = 1e-9
+SURE_NS = 20_000
+"""Between two readings of one clock, within which another is taken for simultaneous."""
 
 
 class StampedSocket(socket.socket):
     """Of TCP. What asyncio reads from it is stamped."""
 
-    age_s: float | None = None
-    """How long what was read last had lain in the kernel; None where it does not say."""
+    came_s: float | None = None
+    """When what was read last had come, by time.perf_counter(); None where the kernel does not say."""
     _stamps = False
 
     def stamp(self) -> Self:
@@ -41,14 +43,26 @@ class StampedSocket(socket.socket):
         if not self._stamps:
             return super().recv_into(buffer, nbytes, flags)
         count, told, _, _ = self.recvmsg_into([buffer], ANCILLARY, flags)
-        self.age_s = age_s(told)
+        self.came_s = came_s(told)
         return count
 
 
-def age_s(told: list[tuple[int, int, bytes]]) -> float | None:
-    """Since the bytes came with which the kernel tells this; the last of them, where it has put several packets together."""
+def came_s(told: list[tuple[int, int, bytes]]) -> float | None:
+    """When the bytes came with which the kernel tells this, by time.perf_counter(); None where it does not say.
+
+    Of several packets that were read as one it tells of the last.
+    """
     for level, kind, data in told:
         if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS) and len(data) == TIMESPEC.size:
             seconds, ns = TIMESPEC.unpack(data)
-            return max((time.time_ns() - seconds * 1_000_000_000 - ns) * NS, 0.0) if seconds else None
+            return (seconds * 1_000_000_000 + ns - _apart_ns()) * NS if seconds else None
     return None
+
+
+def _apart_ns() -> int:
+    """The date less time.perf_counter(), now, as clocks may be set; read again where this process was stopped in between."""
+    while True:
+        before = time.perf_counter_ns()
+        date = time.time_ns()
+        if (after := time.perf_counter_ns()) - before < SURE_NS:
+            return date - (before + after) // 2

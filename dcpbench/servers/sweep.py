@@ -73,7 +73,8 @@ def measure_started(
     for _, group in itertools.groupby(ordered, key=server_of):
         left = list(group)
         port = free_port()
-        words = engine.words(left[0], settings_of(left[0]), model, port)
+        traces = str(asked.traces.absolute()) if asked.traces else ""
+        words = engine.words(left[0], settings_of(left[0]), model, port, traces=traces)
         log = _log(folder, engine, left[0])
         one = dataclasses.replace(
             asked,
@@ -83,7 +84,7 @@ def measure_started(
             device_count=left[0].tp,
             facts={"command": shlex.join(words), "log": str(log.relative_to(folder))},
         )
-        profiling = {name: str(asked.traces.absolute()) for name in FOLDERS} if asked.traces else {}
+        profiling = dict.fromkeys(FOLDERS, traces) if traces else {}
         with Server(words, log, profiling | engine.env, port, engine.ready) as server:
             why = ""
             try:

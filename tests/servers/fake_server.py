@@ -28,7 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Self
 
-from dcpbench.servers.stamps import ANCILLARY, StampedSocket, age_s
+from dcpbench.servers.stamps import ANCILLARY, StampedSocket, came_s
 
 FAULTS = (
     "401",
@@ -154,12 +154,12 @@ class Listening(socket.socket):
 class Accepted(StampedSocket):
     """Which says when the last of what it has read had come."""
 
-    came_s = 0.0
+    came_s: float | None = None
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         """See socket.socket."""
         data, told, _, _ = self.recvmsg(size, ANCILLARY, flags)
-        self.came_s = time.perf_counter() - (age_s(told) or 0.0)
+        self.came_s = came_s(told) or time.perf_counter()
         return data
 
 
@@ -341,8 +341,8 @@ class FakeServer:
         return self.scripts[number] if number < len(self.scripts) else self.script
 
     async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
-        came_s = getattr(writer.get_extra_info("socket")._sock, "came_s", 0.0)
-        sent = Sent(len(self.sent), path, came_s or time.perf_counter())
+        stamped = getattr(writer.get_extra_info("socket")._sock, "came_s", None)
+        sent = Sent(len(self.sent), path, stamped or time.perf_counter())
         self.sent.append(sent)
         script = self._script(headers, sent.number)
         if script.fault and (sent.number + 1) % script.fault_every == 0:
