@@ -17,7 +17,7 @@ from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record
 from dcpbench.servers.client import Target
 from dcpbench.servers.launch import Server, free_port
-from dcpbench.servers.measure import look, manner_of, measure
+from dcpbench.servers.measure import look, manner_of, measure, without_key
 from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import in_short
 
@@ -119,7 +119,7 @@ def _log(folder: Path, engine: Engine, point: Point) -> Path:
 
 
 def _failed(point: Point, why: str, asked: Asked) -> Record:
-    return Record(
+    record = Record(
         point=point,
         outcome="failed",
         reason=f"{why.rstrip('.')}. Read {asked.facts['log']} in the run's folder",
@@ -127,3 +127,4 @@ def _failed(point: Point, why: str, asked: Asked) -> Record:
         marks=["cpu"] if asked.device == CPU else [],
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
+    return without_key(record, asked.target.key)
