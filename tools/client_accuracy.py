@@ -1,9 +1,9 @@
 """How true times of `serve --url` are: against a server that writes down when it sent what, in another process.
 
-    python -m tools.client_accuracy [-o FILE.md] [--quick] [--client-processes N]
+    python -m tools.client_accuracy [-o FILE.md] [--quick] [OPTIONS OF serve, as --client-processes 2]
 
 Every line says what the server knows, what dcpbench says of it, and whether they are within 2 % or 1 ms. The server and the client share
-the machine's cores, as both of them would not in earnest. Answers are of different lengths, so that clients do not all send at one
+the machine's cores, as both of them would not in earnest. Both take when bytes came from the kernel, where it says. Answers are of different lengths, so that clients do not all send at one
 moment: how long such requests then wait for the server to look is its own time, which it does not write down.
 """
 
@@ -26,7 +26,7 @@ from dcpbench.records.runs import read_run
 from dcpbench.serving.samples import read_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -134,16 +134,18 @@ def check(
     return found
 
 
-def measured(case: Case, folder: Path, processes: int = 1) -> tuple[Record, list[tuple[str, float, float, bool]]]:
+def measured(case: Case, folder: Path, more: Sequence[str] = ()) -> tuple[Record, list[tuple[str, float, float, bool]]]:
     """One case."""
     log, run = folder / "sent.jsonl", folder / "run"
     slo = ",".join(f"{name}={ms:g}" for name, ms in SLO.items())
     with served(case.server, log) as url:
         words = f"serve --url {url} --device cpu --num-requests {case.requests} --input-tokens 100 {case.load} --slo {slo} -o {run}"
-        words += f" --client-processes {processes}"
         environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
         subprocess.run(
-            [sys.executable, "-m", "dcpbench.cli", *words.split()], check=True, capture_output=True, env=environment
+            [sys.executable, "-m", "dcpbench.cli", *words.split(), *more],
+            check=True,
+            capture_output=True,
+            env=environment,
         )
     (record,) = read_run(run).records
     assert record.serve is not None
@@ -156,25 +158,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--client-processes", type=int, default=1)
-    asked = parser.parse_args()
+    asked, more = parser.parse_known_args()
     lines = ["| load | what | server | dcpbench | within 2 % or 1 ms |", "|---|---|---:|---:|---|"]
     right = True
     for case in QUICK if asked.quick else CASES:
         with tempfile.TemporaryDirectory() as folder:
-            record, found = measured(case, Path(folder), asked.client_processes)
+            record, found = measured(case, Path(folder), more)
         for what, true, ours, ok in found:
             right &= ok
             lines.append(f"| {case.name} | {what} | {true:,.2f} | {ours:,.2f} | {'yes' if ok else '**no**'} |")
         client = record.server.client if record.server else None
         if client is not None:
             lines.append(
-                f"| {case.name} | client: CPU, lag p99, late p99 ms | | {client.cpu_share:.0%}, {client.lag_p99_ms or 0:.2f}, {client.late_p99_ms or 0:.2f} | |"
+                f"| {case.name} | client: CPU, without a core, sent late, lag, read late p99 ms | | {client.cpu_share:.0%}, {client.starved_share or 0:.0%}, {client.late_p99_ms or 0:.2f}, {client.lag_p99_ms or 0:.2f}, {client.read_late_p99_ms or 0:.2f} | |"
             )
             lines.append(
                 f"| {case.name} | client alone: streams, TTFT p50, ITL p99 ms | | {client.null_streams}, {client.null_ttft_p50_ms or 0:.2f}, {client.null_lag_p99_ms or 0:.2f} | |"
             )
-    text = "\n".join(lines) + "\n"
+    checks = [line for line in lines if line.endswith((" yes |", " **no** |"))]
+    text = "\n".join(lines) + f"\n\n{sum(line.endswith(' yes |') for line in checks)} of {len(checks)} hold.\n"
     sys.stdout.write(text)
     if asked.output:
         asked.output.write_text(text)

@@ -229,6 +229,11 @@ class Remote(Group):
         "expected, as far as there are cores.",
         metavar="N",
     )
+    client_realtime: bool = REMOTE(
+        "Let the client run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to "
+        "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
+        default=True,
+    )
     check_client: bool = REMOTE(
         "After each load, read as many streams of a server that does nothing for a second: what TTFT and ITL have of the "
         "client's own.",
@@ -382,7 +387,10 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     if run.dry_run:
         able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
-            for words in dict.fromkeys(shlex.join(preset.words(p, settings_of(p), model, 0)) for p in able):
+            traces = str(remote.traces or "")
+            for words in dict.fromkeys(
+                shlex.join(preset.words(p, settings_of(p), model, 0, traces=traces)) for p in able
+            ):
                 say(words)
         return 0
     folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
@@ -429,6 +437,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         warm_up=remote.warm_up,
         retries=remote.retries,
         processes=remote.client_processes,
+        realtime=remote.client_realtime,
         check_client=remote.check_client,
         traces=remote.traces,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),

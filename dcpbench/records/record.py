@@ -436,7 +436,14 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     late_p99_ms: float | None = None
     """How long after a request was due, or a client was free, it was sent."""
     lag_p99_ms: float | None = None
-    """How long after they were due things were done that were planned every 20 ms: how late an event may be stamped."""
+    """How long after they were due things were done that were planned every 20 ms: how late requests may leave."""
+    read_late_p99_ms: float | None = None
+    """How long bytes had lain in the kernel when the client read them. The kernel's stamps are taken for times then, so that
+    this is in no latency; null where it has none, and latencies may hold as much as `lag_p99_ms`."""
+    starved_share: float | None = None
+    """Of the run's time, for which a process of the client was ready and other processes had the cores; of the worst one."""
+    realtime: bool | None = None
+    """Whether it went before everything else on its cores (SCHED_RR), as the kernel lets root and CAP_SYS_NICE."""
     null_streams: int | None = None
     """Streams of a server that does nothing, which the same processes read for a second after the run: as many as the run
     had at once, up to 512. Null, like what follows, where that was not measured."""

@@ -109,7 +109,8 @@ MARKS = {
     "shown: answers ended early, or lengths were drawn.",
     "requests_failed": "some requests failed; all figures are of the others.",
     "gaps_divided": "tokens came several at a time: the gap between two stream chunks is divided over the later one's tokens.",
-    "client_bound": "the client that sent the requests was itself too slow: its latencies are upper bounds; give it a core of its own, or send less.",
+    "client_bound": "the client that sent the requests was itself too slow, or other programs had its cores: it sent late, so that latencies are "
+    "upper bounds and the output of clients that wait for answers is a lower one; give it cores of its own, or send less.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }

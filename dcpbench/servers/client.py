@@ -1,8 +1,8 @@
 """HTTP/1.1 as a load generator needs it: bytes are stamped when they come, before anything else is done with them.
 
-A connection is an asyncio.Protocol that parses what it receives and hands each piece of a body on at once, in the same
-turn of the loop: no stream, queue or task stands between the socket and the clock. docs/servers.md has what that costs
-beside aiohttp and httpx. What is held of heads, lines and bodies is bounded.
+They are stamped by the kernel where it does (stamps.py), else by the read. A connection is an asyncio.Protocol that parses what
+it receives and hands each piece of a body on at once, in the same turn of the loop: no stream, queue or task stands
+between the socket and the clock. What is held of heads, lines and bodies is bounded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.servers.events import StreamError, error_in
+from dcpbench.servers.stamps import StampedSocket
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
@@ -177,8 +178,9 @@ def status_error(status: int, headers: dict[bytes, bytes], body: bytes) -> Reque
 class Connection(asyncio.BufferedProtocol):
     """One connection, with one request at a time on its way."""
 
-    def __init__(self, lost: Callable[[Connection], None]) -> None:
-        self._lost = lost
+    def __init__(self, sock: StampedSocket, ages_s: list[float], lost: Callable[[Connection], None]) -> None:
+        self._socket, self._ages_s, self._lost = sock, ages_s, lost
+        self._heard_s = 0.0
         self._transport: asyncio.Transport | None = None
         self._reply: Reply | None = None
         self._done: asyncio.Future[None] | None = None
@@ -201,7 +203,7 @@ class Connection(asyncio.BufferedProtocol):
         """Send a request; done when its answer is whole, with RequestError where it failed."""
         assert self._transport is not None
         self._parse, self._held, self._left, self._trailer, self._keep = self._parse_head, b"", 0, False, True
-        self.answered, self._reply = False, reply
+        self.answered, self._reply, self._heard_s = False, reply, time.perf_counter()
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         return self._done
@@ -224,6 +226,11 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio.BufferedProtocol."""
         now = time.perf_counter()
+        if (came_s := self._socket.came_s) is not None:
+            came_s = min(max(came_s, self._heard_s), now)  # the machine's date may have been set meanwhile
+            self._ages_s.append(now - came_s)
+            now = came_s
+        self._heard_s = now
         data = bytes(BUFFER[:nbytes])
         if self._reply is None:
             self.abort()
@@ -365,6 +372,8 @@ class Client:
         self.target = target
         self.resent = 0
         """Requests that were sent again because the connection had been closed before the server read anything."""
+        self.ages_s: list[float] = []
+        """How long each piece had lain in the kernel when it was read, where the kernel says."""
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._tls: ssl.SSLContext | None = ssl.create_default_context() if target.scheme == "https" else None
@@ -453,8 +462,12 @@ class Client:
     async def _connect(self) -> Connection:
         target, loop = self.target, asyncio.get_running_loop()
         try:
+            sock = await _connected(target.host, target.port)
             _, connection = await loop.create_connection(
-                lambda: Connection(self._forget), target.host, target.port, ssl=self._tls
+                lambda: Connection(sock, self.ages_s, self._forget),
+                sock=sock,
+                ssl=self._tls,
+                server_hostname=target.host if self._tls else None,
             )
         except ssl.SSLError as e:
             what = e.reason or str(e)
@@ -477,3 +490,23 @@ class Client:
         self._all.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
+
+
+async def _connected(host: str, port: int) -> StampedSocket:
+    """A socket to the first of a host's addresses that takes one. Raises OSError, that of the last."""
+    loop = asyncio.get_running_loop()
+    error: OSError | None = None
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = StampedSocket(family, kind, protocol).stamp()
+        sock.settimeout(0)
+        try:
+            await loop.sock_connect(sock, address)
+        except OSError as e:
+            sock.close()
+            error = e
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise error or OSError("no address")

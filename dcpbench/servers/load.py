@@ -16,7 +16,9 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.servers.answers import Streamed
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 EARLY_S = 1.2e-3
 """epoll wakes a process up to a millisecond late: so the loop is woken before a request is due, and turns until it is."""
 BEAT_S = 0.02
+SOON_S = 0.01
+"""Until a load begins, from the moment that all is ready."""
 RETRY_S = 1.0
 """Before a request is sent again where the server does not say."""
 MOST_RETRY_S = 60.0
@@ -78,7 +82,13 @@ class Pace:
     """How well this process kept up."""
 
     lags_s: list[float] = dataclasses.field(default_factory=list)
+    ages_s: list[float] = dataclasses.field(default_factory=list)
+    """Of what was read, where the kernel stamps it."""
     cpu_s: float = 0.0
+    starved_s: float | None = None
+    """For which it was ready, and had no core."""
+    realtime: bool = False
+    """Whether it went before everything else on its core."""
     wall_s: float = 0.0
 
 
@@ -103,14 +113,15 @@ class Run:
         at_once: int | None = None,
         limit_s: float | None = None,
         retries: int = 0,
+        realtime: bool = False,
     ) -> None:
-        """`clients` of a closed loop; None: each call at its time, `at_once` of them at most."""
+        """`clients` of a closed loop; None: each call at its time, `at_once` of them at most. `realtime`: see first_in_line."""
         self.client, self.calls, self.clients = client, calls, clients
         self.outcomes: list[Outcome] = []
         self.start_s = 0.0
         self.pace = Pace()
         self._room = asyncio.Semaphore(at_once) if at_once is not None else None
-        self._limit_s, self._retries = limit_s, retries
+        self._limit_s, self._retries, self._realtime = limit_s, retries, realtime
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, connections: int) -> None:
@@ -136,12 +147,13 @@ class Run:
 
     async def run(self, start_s: float | None = None) -> None:
         """To the end, or to the limit. `start_s`: by time.perf_counter(), the same for all processes of a load."""
-        self.start_s = time.perf_counter() if start_s is None else start_s
         loop = asyncio.get_running_loop()
-        sending = self._closed() if self.clients is not None else self._open()
-        with settled_heap():
+        with settled_heap(), first_in_line(wanted=self._realtime) as self.pace.realtime:
+            self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
+            sending = self._closed() if self.clients is not None else self._open()
             beat = loop.create_task(self._beat())
-            cpu = time.process_time()
+            cpu, starved = time.process_time(), starved_s()
+            del self.client.ages_s[:]
             try:
                 async with asyncio.timeout(self._left_s()):
                     await sending
@@ -149,6 +161,8 @@ class Run:
                 pass
             finally:
                 self.pace.cpu_s = time.process_time() - cpu
+                self.pace.starved_s = None if starved is None else (starved_s() or 0.0) - starved
+                self.pace.ages_s = self.client.ages_s
                 self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began
                 beat.cancel()
                 await self._give_up()
@@ -237,6 +251,34 @@ class Run:
 def may_retry(error: RequestError) -> bool:
     """Whether the same request may be taken a moment later: the server is busy, or not there."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
+
+
+@contextlib.contextmanager
+def first_in_line(*, wanted: bool = True) -> Iterator[bool]:
+    """This thread runs as soon as it can, before all ordinary ones of its core (SCHED_RR); whether the kernel allows that.
+
+    It needs root, CAP_SYS_NICE or an RLIMIT_RTPRIO. What it starts meanwhile is ordinary.
+    """
+    allowed = False
+    if wanted and hasattr(os, "sched_setscheduler"):
+        before, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+            allowed = True
+    try:
+        yield allowed
+    finally:
+        if allowed:
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, before, priority)
+
+
+def starved_s() -> float | None:
+    """For which this thread has been ready and had no core, since it began; None where the kernel does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 async def _until(moment_s: float) -> None:

@@ -67,6 +67,8 @@ MOST_OPEN = 256
 CHUNKS_EACH = 8_000
 """Chunks a second for which a process of the client is taken: about a third of a core."""
 TELL_S = 1.0
+SHORTEST_KEY, BLOT = 8, b"(API key)"
+"""Words such as EMPTY, which servers that want none are given, may stand anywhere."""
 P99 = 99
 
 
@@ -83,6 +85,8 @@ class Asked:
     """Of each request that a busy server sends away."""
     processes: int | None = None
     """Of the client; None: as many as the load is expected to need."""
+    realtime: bool = True
+    """Whether the client goes before everything else on its cores, where the kernel lets it."""
     check_client: bool = True
     """Whether the client is measured alone after each load."""
     traces: Path | None = None
@@ -205,9 +209,18 @@ def measure(
     except (WorkerError, UsageError) as e:
         failed = str(e)
     record = _record(point, asked, info, manner, settings, folder, sent, failed=failed, stopped=stopped is not None)
-    return msgspec.structs.replace(
+    record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
-    ), stopped
+    )
+    return without_key(record, asked.target.key), stopped
+
+
+def without_key(record: Record, key: str) -> Record:
+    """A record in which an API key is blotted out, whoever repeated it: the server in an error, or a command line."""
+    if len(key) < SHORTEST_KEY:
+        return record
+    said = msgspec.json.encode(key)[1:-1]
+    return msgspec.json.decode(msgspec.json.encode(record).replace(said, BLOT), type=Record)
 
 
 async def _send(
@@ -227,20 +240,21 @@ async def _send(
             at_once=point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None,
             limit_s=settings.limit_seconds,
             retries=asked.retries,
+            realtime=asked.realtime,
         ) as run:
             sent.run = run
             await run.prepare(min(point.concurrency, MOST_OPEN))
             sent.before = await server_info.counters(client)
             told = asyncio.get_running_loop().create_task(_tell(run, tell))
             try:
-                await run.run(time.perf_counter() + 0.01)
+                await run.run()
             finally:
                 told.cancel()
         sent.after = await server_info.counters(client)
     streams = at_once(sent.run.outcomes)
     if asked.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")
-        sent.null = await overhead(streams, len(sent.run.paces))
+        sent.null = await overhead(streams, len(sent.run.paces), realtime=asked.realtime)
     if asked.traces is not None:
         await _profile(point, asked, manner, sent, asked.traces, tell)
 
@@ -458,11 +472,16 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
 def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]) -> ClientLoad:
     late = [(o.sent_s - o.submitted_s) * 1e3 for o in outcomes if o.sent_s is not None]
     lags = [lag for pace in paces for lag in pace.lags_s]
+    ages = [age for pace in paces for age in pace.ages_s]
+    starved = [pace.starved_s / pace.wall_s for pace in paces if pace.starved_s is not None and pace.wall_s]
     return ClientLoad(
         processes=len(paces),
         cpu_share=max(pace.cpu_s / pace.wall_s if pace.wall_s else 0.0 for pace in paces),
         late_p99_ms=float(np.percentile(late, P99)) if late else None,
         lag_p99_ms=float(np.percentile(lags, P99)) * 1e3 if lags else None,
+        read_late_p99_ms=float(np.percentile(ages, P99)) * 1e3 if ages else None,
+        starved_share=max(starved, default=None),
+        realtime=all(pace.realtime for pace in paces),
         **null,  # type: ignore[arg-type]  # names of its fields
     )
 

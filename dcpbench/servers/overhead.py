@@ -53,13 +53,13 @@ def null() -> Iterator[Target]:
             server.terminate()
 
 
-async def overhead(streams: int, processes: int) -> dict[str, float | int]:
+async def overhead(streams: int, processes: int, *, realtime: bool = False) -> dict[str, float | int]:
     """Fields of ClientLoad that begin with null_, of so many streams at once. Raises WorkerError."""
     streams = max(min(streams, MOST_STREAMS), 1)
     with null() as target:
         data = target.request("POST", "/v1/completions", b'{"max_tokens": %d}' % TOKENS)
         calls = [Call(number, data, TOKENS, number * BEGIN_S / streams) for number in range(streams)]
-        async with sending(target, calls, None, processes) as run:
+        async with sending(target, calls, None, processes, realtime=realtime) as run:
             await run.prepare(streams)
             await run.run()
     answers = [o.answer for o in run.outcomes if o.error is None and o.answer is not None]

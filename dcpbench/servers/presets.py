@@ -3,6 +3,7 @@
     name = "vllm"
     command = "vllm serve {model} --host {host} --port {port}"
     ready = "/health"
+    profiler = "--profiler-config.torch_profiler_dir {traces}"    # added with --traces
     [layout]                       # flags of degrees and of the exchange, added where they say more than 1 or none
     tp = "--tensor-parallel-size {attn_tp}"
     dcp = "--decode-context-parallel-size {dcp}"
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")
 """What may stand in braces."""
+TRACES = "traces"
+"""And in the flags of the profiler: the folder of --traces."""
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
 LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "interleave", "kv", "nodes")
 """What of a layout has flags."""
@@ -54,6 +57,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of ours, those that it has; empty: nobody says."""
     flags: dict[str, Value | list[Value]] = {}
     """Further flags, without their dashes; a list is an axis."""
+    profiler: str = ""
+    """Flags with which its profiler can be started by HTTP, and writes into the folder {traces}."""
     env: dict[str, str] = {}
 
     def servers(self) -> list[dict[str, str]]:
@@ -70,8 +75,9 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         host: str = "127.0.0.1",
         *,
         nnodes: int = 1,
+        traces: str = "",
     ) -> list[str]:
-        """The command line of the server for a point; of several machines that of the first."""
+        """The command line of the server for a point; of several machines that of the first. `traces`: folder of its profiler."""
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
@@ -84,6 +90,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "exchange": exchange,
             "interleave": point.interleave,
             "nnodes": nnodes,
+            TRACES: traces,
         }
         said = {
             "tp": max(point.tp, 1) > 1,
@@ -98,6 +105,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         words = shlex.split(self.command)
         for name, text in self.layout.items():
             words += shlex.split(text) if said[name] else []
+        words += shlex.split(self.profiler) if traces else []
         words = [word.format_map(known) for word in words]
         same = {name: value for name, value in self.flags.items() if not isinstance(value, list)}
         for name, value in (same | dict(settings)).items():
@@ -123,10 +131,11 @@ PRESETS = {
             "nodes": "--nnodes {nnodes} --node-rank 0 --master-addr NODE0",
         },
         exchanges=["ag_rs", "a2a"],
+        profiler="--profiler-config.profiler torch --profiler-config.torch_profiler_dir {traces}",
     ),
     SGLANG: Engine(
         name=SGLANG,
-        command="python3 -m sglang.launch_server --model-path {model} --host {host} --port {port}",
+        command="python3 -m sglang.launch_server --model-path {model} --host {host} --port {port} --enable-metrics",
         layout={
             "tp": "--tp-size {tp}",
             "dp": "--dp-size {dp} --enable-dp-attention",
@@ -190,14 +199,15 @@ def _read(path: Path) -> Engine:
 
 
 def _check(found: Engine, where: str) -> None:
-    for text in (found.command, *found.layout.values()):
+    for text in (found.command, *found.layout.values(), found.profiler):
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
             shlex.split(text)
         except ValueError as e:
             raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a brace of its own.") from e
-        if unknown := [name for name in used if name not in KNOWN]:
-            raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(KNOWN)}.")
+        known = (*KNOWN, TRACES) if text == found.profiler else KNOWN
+        if unknown := [name for name in used if name not in known]:
+            raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(known)}.")
     if "{port}" not in found.command:
         raise UsageError(f"{where}: the command has no {{port}}, which dcpbench chooses; write for example {EXAMPLE}.")
     if wrong := [name for name in found.layout if name not in LAYOUT]:

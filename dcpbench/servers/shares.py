@@ -45,6 +45,7 @@ class Share:
     at_once: int | None
     limit_s: float | None
     retries: int
+    realtime: bool
     connections: int = 0
 
 
@@ -62,6 +63,7 @@ def deal(
     at_once: int | None = None,
     limit_s: float | None = None,
     retries: int = 0,
+    realtime: bool = False,
 ) -> list[Share]:
     """Shares of a load, none of them empty; see the module."""
     count = max(min(processes, len(calls), *(n for n in (clients, at_once) if n is not None)), 1)
@@ -74,6 +76,7 @@ def deal(
             at_once=None if at_once is None else divided(at_once, count)[part],
             limit_s=limit_s,
             retries=retries,
+            realtime=realtime,
         )
         for part in range(count)
     ]
@@ -188,9 +191,12 @@ async def sending(
     at_once: int | None = None,
     limit_s: float | None = None,
     retries: int = 0,
+    realtime: bool = False,
 ) -> AsyncIterator[Run | Shares]:
     """A load that this process sends, or several; nothing of it is left once the block ends."""
-    shares = deal(target, calls, clients, processes, at_once=at_once, limit_s=limit_s, retries=retries)
+    shares = deal(
+        target, calls, clients, processes, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime
+    )
     if len(shares) > 1:
         several = Shares(shares)
         try:
@@ -199,7 +205,7 @@ async def sending(
             several.close()
         return
     async with Client(target) as client:
-        yield Run(client, calls, clients, at_once=at_once, limit_s=limit_s, retries=retries)
+        yield Run(client, calls, clients, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime)
 
 
 @contextlib.contextmanager
@@ -223,7 +229,13 @@ async def _work(pipe: Connection, share: Share) -> None:
     loop = asyncio.get_running_loop()
     async with Client(share.target) as client:
         run = Run(
-            client, share.calls, share.clients, at_once=share.at_once, limit_s=share.limit_s, retries=share.retries
+            client,
+            share.calls,
+            share.clients,
+            at_once=share.at_once,
+            limit_s=share.limit_s,
+            retries=share.retries,
+            realtime=share.realtime,
         )
         await run.prepare(share.connections)
         pipe.send((READY, None))

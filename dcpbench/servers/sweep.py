@@ -17,7 +17,7 @@ from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record
 from dcpbench.servers.client import Target
 from dcpbench.servers.launch import Server, free_port
-from dcpbench.servers.measure import look, manner_of, measure
+from dcpbench.servers.measure import look, manner_of, measure, without_key
 from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import in_short
 
@@ -73,7 +73,8 @@ def measure_started(
     for _, group in itertools.groupby(ordered, key=server_of):
         left = list(group)
         port = free_port()
-        words = engine.words(left[0], settings_of(left[0]), model, port)
+        traces = str(asked.traces.absolute()) if asked.traces else ""
+        words = engine.words(left[0], settings_of(left[0]), model, port, traces=traces)
         log = _log(folder, engine, left[0])
         one = dataclasses.replace(
             asked,
@@ -83,7 +84,7 @@ def measure_started(
             device_count=left[0].tp,
             facts={"command": shlex.join(words), "log": str(log.relative_to(folder))},
         )
-        profiling = {name: str(asked.traces.absolute()) for name in FOLDERS} if asked.traces else {}
+        profiling = dict.fromkeys(FOLDERS, traces) if traces else {}
         with Server(words, log, profiling | engine.env, port, engine.ready) as server:
             why = ""
             try:
@@ -118,7 +119,7 @@ def _log(folder: Path, engine: Engine, point: Point) -> Path:
 
 
 def _failed(point: Point, why: str, asked: Asked) -> Record:
-    return Record(
+    record = Record(
         point=point,
         outcome="failed",
         reason=f"{why.rstrip('.')}. Read {asked.facts['log']} in the run's folder",
@@ -126,3 +127,4 @@ def _failed(point: Point, why: str, asked: Asked) -> Record:
         marks=["cpu"] if asked.device == CPU else [],
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
+    return without_key(record, asked.target.key)

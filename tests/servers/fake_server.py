@@ -20,12 +20,15 @@ import os
 import random
 import shutil
 import signal
+import socket
 import ssl
 import sys
 import time
 import zlib
 from pathlib import Path
 from typing import Any, Self
+
+from dcpbench.servers.stamps import ANCILLARY, StampedSocket, came_s
 
 FAULTS = (
     "401",
@@ -129,7 +132,7 @@ class Sent:
     number: int
     path: str
     came_s: float
-    """When its head and body had been read."""
+    """When all of it was there, by the kernel's stamp where it has one."""
     prompt_tokens: int = 0
     token_s: list[float] = dataclasses.field(default_factory=list)
     """Just before each token's chunk was written."""
@@ -137,6 +140,35 @@ class Sent:
     fault: str = ""
     body: dict[str, Any] = dataclasses.field(default_factory=dict)
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Listening(socket.socket):
+    """Whose connections are stamped."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See socket.socket."""
+        number, address = self._accept()  # type: ignore[attr-defined]
+        return Accepted(self.family, self.type, self.proto, fileno=number).stamp(), address
+
+
+class Accepted(StampedSocket):
+    """Which says when the last of what it has read had come."""
+
+    came_s: float | None = None
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """See socket.socket."""
+        data, told, _, _ = self.recvmsg(size, ANCILLARY, flags)
+        self.came_s = came_s(told) or time.perf_counter()
+        return data
+
+
+def listening(host: str, port: int) -> Listening:
+    """A socket that takes connections, whose requests are stamped."""
+    sock = Listening(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # which asyncio sets TCP_NODELAY by
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, port))
+    return sock
 
 
 OPENAI = {
@@ -309,7 +341,8 @@ class FakeServer:
         return self.scripts[number] if number < len(self.scripts) else self.script
 
     async def _complete(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
-        sent = Sent(len(self.sent), path, time.perf_counter())
+        stamped = getattr(writer.get_extra_info("socket")._sock, "came_s", None)
+        sent = Sent(len(self.sent), path, stamped or time.perf_counter())
         self.sent.append(sent)
         script = self._script(headers, sent.number)
         if script.fault and (sent.number + 1) % script.fault_every == 0:
@@ -590,7 +623,9 @@ class Running:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        self._listening = await asyncio.start_server(self.server.serve, "127.0.0.1", 0, ssl=self._tls, backlog=1024)
+        self._listening = await asyncio.start_server(
+            self.server.serve, sock=listening("127.0.0.1", 0), ssl=self._tls, backlog=1024
+        )
         port = self._listening.sockets[0].getsockname()[1]
         self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{port}"
         return self
@@ -658,9 +693,10 @@ async def _main(given: argparse.Namespace, others: list[str]) -> None:
     if given.tls_cert:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(given.tls_cert, given.tls_key)
-    listening = await asyncio.start_server(server.serve, given.host, given.port, ssl=tls, backlog=1024)
+    sock = listening(given.host, given.port)
+    taking = await asyncio.start_server(server.serve, sock=sock, ssl=tls, backlog=1024)
     scheme = "https" if tls else "http"
-    sys.stdout.write(f"listening on {scheme}://{given.host}:{listening.sockets[0].getsockname()[1]}" + "\n")
+    sys.stdout.write(f"listening on {scheme}://{given.host}:{sock.getsockname()[1]}" + "\n")
     sys.stdout.flush()
     if given.health_delay:
         server.ready = False
@@ -668,7 +704,7 @@ async def _main(given: argparse.Namespace, others: list[str]) -> None:
     if given.crash_after:
         loop.call_later(given.crash_after, _crash)
     await stopped.wait()
-    listening.close()
+    taking.close()
     if given.log:
         lines = (json.dumps(dataclasses.asdict(sent)) + "\n" for sent in server.sent)
         await asyncio.to_thread(Path(given.log).write_text, "".join(lines))

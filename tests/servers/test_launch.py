@@ -215,6 +215,19 @@ def test_presets_say_layouts_in_the_engines_words() -> None:
     assert "--tp-size 8 --dp-size 4 --enable-dp-attention --dcp-size 2" in words_of("sglang", tp=8, dp=4, dcp=2)
 
 
+def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() -> None:
+    """vLLM by its flags, into the folder; SGLang by its environment alone, and with metrics in any case."""
+    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
+    degrees = {"tp": 1, "dp": 1, "dcp": 1}
+    point = engine_point(
+        model="m", layout=degrees, backend="x", load=load, concurrency=1, context=2, precision={"dtype": "unknown"}
+    )
+    vllm = PRESETS["vllm"].words(point, {}, "m", 7, traces="/t")
+    assert vllm[-4:] == ["--profiler-config.profiler", "torch", "--profiler-config.torch_profiler_dir", "/t"]
+    assert "/t" not in PRESETS["vllm"].words(point, {}, "m", 7)
+    assert PRESETS["sglang"].words(point, {}, "m", 7, traces="/t")[-1] == "--enable-metrics"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

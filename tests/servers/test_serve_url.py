@@ -11,7 +11,7 @@ import pytest
 from dcpbench import cli
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.runs import read_run
-from dcpbench.servers.measure import judged
+from dcpbench.servers.measure import judged, without_key
 from dcpbench.serving.samples import read_samples
 from tools.client_accuracy import QUICK, check, served, truth
 
@@ -194,3 +194,14 @@ def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: i
     (candidate,) = judged([point], longest)
     assert (candidate.error is not None) == refused
     assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused
+
+
+def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran) -> None:
+    """In an error, or in the command that started it; a word that stands for no key is left."""
+    said = msgspec.structs.replace(
+        ran.record, reason='wrong key sk-with"quotes', detail={"command": 'x sk-with"quotes'}
+    )
+    told = msgspec.json.encode(without_key(said, 'sk-with"quotes')).decode()
+    assert "sk-with" not in told
+    assert told.count("(API key)") == 2
+    assert without_key(said, "wrong") == said

@@ -1,0 +1,89 @@
+"""Bytes are stamped by the kernel: what a client that is woken late says of a server is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from dcpbench.servers.client import Client, Target
+from dcpbench.servers.load import Run, first_in_line
+from dcpbench.servers.null_server import CHUNK, END, HEAD
+from dcpbench.servers.stamps import SO_TIMESTAMPNS, TIMESPEC, came_s
+from tests.servers.test_faults import call
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux stamps")
+BLOCKED_S, READ_S = 0.3, 0.001
+"""Two clocks are read one after the other."""
+
+
+@linux
+def test_a_client_that_was_held_up_takes_no_time_of_it_for_the_servers() -> None:
+    """Its loop is blocked until the answer has been there for 300 ms; the answer is stamped with when it came."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        target = Target.at(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        loops: list[asyncio.AbstractEventLoop] = []
+        held, answered = threading.Event(), threading.Event()
+        said_s: list[float] = []
+
+        def server() -> None:
+            taken, _ = listening.accept()
+            with taken:
+                taken.recv(1 << 16)
+                loops[0].call_soon_threadsafe(hold)
+                held.wait(10)
+                taken.sendall(HEAD + CHUNK + END)
+                said_s.append(time.perf_counter())
+                answered.set()
+
+        async def held_up() -> Run:
+            async with Client(target) as client:
+                run = Run(client, [call(target, tokens=1)], 1)
+                await run.prepare(1)
+                loops.append(asyncio.get_running_loop())
+                await run.run()
+                return run
+
+        def hold() -> None:
+            held.set()
+            if answered.wait(10):
+                time.sleep(BLOCKED_S)
+
+        thread = threading.Thread(target=server)
+        thread.start()
+        run = asyncio.run(held_up())
+        thread.join()
+    (outcome,) = run.outcomes
+    assert outcome.error is None
+    assert outcome.answer is not None
+    assert outcome.answer.chunk_s[0] <= said_s[0] + READ_S
+    assert max(run.pace.ages_s) >= BLOCKED_S - READ_S
+
+
+def test_a_stamp_is_told_by_the_clock_of_our_times() -> None:
+    """Now is now; what is no stamp, or an empty one, is none."""
+    date = time.time_ns()
+    kind = (socket.SOL_SOCKET, SO_TIMESTAMPNS)
+    told = came_s([(*kind, TIMESPEC.pack(*divmod(date, 1_000_000_000)))])
+    assert told is not None
+    assert told == pytest.approx(time.perf_counter(), abs=5)
+    assert came_s([(*kind, TIMESPEC.pack(0, 0))]) is None
+    assert came_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS + 1, TIMESPEC.pack(1, 1))]) is None
+    assert came_s([]) is None
+
+
+@linux
+def test_a_client_that_goes_first_is_ordinary_again_afterwards() -> None:
+    """Also where the kernel does not let it."""
+    before = os.sched_getscheduler(0)
+    with first_in_line() as allowed:
+        policy = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+        assert policy == (os.SCHED_RR if allowed else before)
+    assert os.sched_getscheduler(0) == before
+    with first_in_line(wanted=False) as allowed:
+        assert not allowed
