@@ -129,7 +129,7 @@ class Kubernetes(Group):
 
 
 @command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
-def slurm(context: typer.Context, job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
+def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
     """Submit a run to Slurm, follow it to its end, and end as it ended.
 
     One job with one task on each machine, which starts its ranks with torchrun. The run's folder must be one that all
@@ -152,7 +152,7 @@ def slurm(context: typer.Context, job: Job, cluster: Slurm, containers: SlurmCon
     for option in cluster.sbatch or []:
         if not option.startswith("-"):
             raise UsageError(f"--sbatch {option}: write an option of sbatch, such as --sbatch=--qos=high.")
-    asked = _asked(context, words or [], job, "slurm")
+    asked = _asked(caller, words or [], job, "slurm")
     asks = queue.Cluster(
         program=_program(cluster.dcpbench, inside=bool(containers.pyxis or containers.apptainer)),
         directory=Path.cwd(),
@@ -175,7 +175,7 @@ def slurm(context: typer.Context, job: Job, cluster: Slurm, containers: SlurmCon
 
 
 @command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
-def k8s(context: typer.Context, job: Job, cluster: Kubernetes, words: Words = None) -> int:
+def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = None) -> int:
     """Submit a run to Kubernetes, follow it to its end, copy it here, and end as it ended.
 
     An indexed Job with one pod on each machine, which starts its ranks with torchrun. Paths among the options of the run
@@ -191,7 +191,7 @@ def k8s(context: typer.Context, job: Job, cluster: Kubernetes, words: Words = No
 
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
-    asked = _asked(context, words or [], job, "k8s")
+    asked = _asked(caller, words or [], job, "k8s")
     if asked.time:
         queue.seconds(asked.time)
     if not cluster.claim and (job.detach or asked.start == "--resume"):
@@ -255,24 +255,27 @@ def cancel(run: Run) -> int:
 
 def _carried_out(asked: Asked, job: Job, submit: Callable[[], Submitted]) -> int:
     """Submit, and stay with the job unless that is not wanted. An interrupt cancels it first."""
-    from dcpbench.launch.stopping import said_when_stopped
+    from dcpbench.launch.stopping import held_back, said_when_stopped
     from dcpbench.submit.follow import cancel as end
     from dcpbench.submit.follow import follow as stay
 
     _check_folder(asked)
+    submitted: Submitted | None = None
     with said_when_stopped(""):
-        submitted = submit()
-        say(f"{submitted.said} is submitted. Run: {asked.folder}")
-        if job.detach:
-            say(f"To see how far it is: {_again('follow', asked.folder)}\nTo end it: {_again('cancel', asked.folder)}")
-            return 0
-        queue = _queue(submitted, asked.folder)
         try:
-            return stay(queue)
+            with held_back():  # whoever interrupts it now has a job that must be known to be cancelled
+                submitted = submit()
+            say(f"{submitted.said} is submitted. Run: {asked.folder}")
+            if job.detach:
+                say(f"To see how far it is: {_again('follow', asked.folder)}")
+                say(f"To end it: {_again('cancel', asked.folder)}")
+                return 0
+            return stay(_queue(submitted, asked.folder))
         except (KeyboardInterrupt, SystemExit):
-            say(f"\nCancelling {submitted.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
-            end(queue)
-            say(f"{submitted.said} is cancelled. What was measured is in {asked.folder}")
+            if submitted is not None:
+                say(f"\nCancelling {submitted.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
+                end(_queue(submitted, asked.folder))
+                say(f"{submitted.said} is cancelled. What was measured is in {asked.folder}")
             raise
 
 
@@ -309,7 +312,7 @@ def _check_folder(asked: Asked) -> None:
         )
 
 
-def _asked(context: typer.Context, words: Sequence[str], job: Job, where: str) -> Asked:
+def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) -> Asked:
     """What is to run, as its own command understands it. Raises UsageError and CapacityError."""
     from dcpbench.submit.asked import Asked
 
@@ -326,7 +329,7 @@ def _asked(context: typer.Context, words: Sequence[str], job: Job, where: str) -
         raise UsageError(f"--name {job.name}: write at most 42 of a-z, 0-9 and -, beginning with a letter.")
     if job.time is not None and not re.fullmatch(r"[\d:-]+", job.time):
         raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
-    typed, can = _parsed(context, words)
+    typed, can = _parsed(caller, words)
     _check_words(words[0], typed, can, job)
     output = typed["output"]
     folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{words[0]}-{where}"
@@ -344,9 +347,9 @@ def _asked(context: typer.Context, words: Sequence[str], job: Job, where: str) -
     )
 
 
-def _parsed(context: typer.Context, words: Sequence[str]) -> tuple[Mapping[str, Any], set[str]]:
+def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Mapping[str, Any], set[str]]:
     """(options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
-    runs = getattr(context.find_root().command, "commands", {})[words[0]]
+    runs = getattr(caller.find_root().command, "commands", {})[words[0]]
     if {"-h", "--help"} & set(words):
         raise UsageError(f"see `dcpbench {words[0]} --help` for its options, and leave --help out here.")
     try:

@@ -75,7 +75,7 @@ def follow(queue: Queue) -> int:
                 silent, found = True, state
             if found.said != state.said:
                 show(queue.output())
-                say(f"{found.said}.")
+                say(f"{found.said.rstrip('.')}.")
             state = found
         if not state.ended:
             time.sleep(READ_S)

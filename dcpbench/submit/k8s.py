@@ -40,7 +40,6 @@ FETCH_S = 600
 """How long node 0's pod stays for its run to be fetched."""
 KEPT_S = 86_400
 """How long Kubernetes keeps a Job that has ended where nobody deletes it."""
-MADE_LATER = "made when it is submitted"
 GPUS = "nvidia.com/gpu"
 DELETED_S = 120
 KINDS = "job,service,secret"
@@ -100,7 +99,7 @@ def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
         "kind": "Secret",
         "metadata": _metadata(asked),
         "type": "Opaque",
-        "stringData": {SECRET: MADE_LATER},
+        "stringData": {SECRET: ""},
     }
     return [job, service, secret]
 
@@ -108,7 +107,7 @@ def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
 def as_yaml(asked: Asked, cluster: Cluster) -> str:
     """The manifests as kubectl takes them."""
     parts = "---\n".join(_dumped(part) for part in manifests(asked, cluster))
-    note = f"# The value of {SECRET} is {MADE_LATER}, and shown nowhere.\n" if asked.nodes > 1 else ""
+    note = f"# The value of {SECRET} is made when this is submitted, and shown nowhere.\n" if asked.nodes > 1 else ""
     return f"# {' '.join(asked.typed.splitlines())}\n{note}{parts}"
 
 
@@ -197,7 +196,7 @@ class Queue:
         if "Failed" in ended:
             return self._failed(str(ended["Failed"].get("reason", "")), pods)
         waits = [f"node {i}: {why}" for i in sorted(pods) if (why := _waits_for(pods[i]))]
-        running = sum(bool(_container(pod).get("state", {}).get("running")) for pod in pods.values())
+        running = sum("running" in _container(pod).get("state", {}) for pod in pods.values())
         doing = f"has {running} of {self._job.nodes} pods running"
         return State(said=f"{said} {doing}{': ' if waits else ''}{'; '.join(waits)}")
 
@@ -365,7 +364,7 @@ def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
                 "name": CONTAINER,
                 "image": cluster.image,
                 "command": ["sh", "-c", script, "pod"],
-                "args": [*cluster.program, *asked.words, *start],
+                "args": [word.replace("$", "$$") for word in (*cluster.program, *asked.words, *start)],
                 "env": [*given, *([{"name": SECRET, "valueFrom": secret}] if several else [])],
                 "resources": gpus,
                 "volumeMounts": [{"name": "runs", "mountPath": RUNS}, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
