@@ -32,8 +32,8 @@ while :; do
     kill -0 "$pid" 2> /dev/null || break # a signal ends the waiting, not the command
 done
 if [ "$FETCH_S" -gt 0 ]; then
-    echo "$ENDED $code"
     trap 'exit "$code"' TERM INT
+    echo "$ENDED $code"
     waited=0
     while [ ! -e "$FETCHED" ] && [ "$waited" -lt "$FETCH_S" ]; do
         sleep 1
