@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.submit.asked import Asked, Submitted
-    from dcpbench.submit.follow import Queue
+    from dcpbench.submit.follow import Queue, State
 
 app = typer.Typer(
     name="submit",
@@ -122,6 +122,12 @@ class Kubernetes(Group):
         "(ReadWriteMany). Default: none, and the run is copied here before its pods end.",
         metavar="NAME",
     )
+    restarts: int = CLUSTER(
+        "How often a job that lost a machine (evicted, preempted, drained) is submitted again to measure what is left; "
+        "needs --claim.",
+        default=0,
+        metavar="N",
+    )
     pod: Path | None = CLUSTER(
         "YAML file with more fields of the pod's spec: nodeSelector, tolerations, imagePullSecrets, …", metavar="FILE"
     )
@@ -171,7 +177,7 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
     if job.dry_run:
         sys.stdout.write(queue.script(asked, asks))
         return 0
-    return _carried_out(asked, job, lambda: queue.submit(asked, asks))
+    return _carried_out(asked, lambda asked: queue.submit(asked, asks))
 
 
 @command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
@@ -194,8 +200,13 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
     asked = _asked(caller, words or [], job, "k8s")
     if asked.time:
         queue.seconds(asked.time)
-    if not cluster.claim and (job.detach or asked.start == "--resume"):
-        which = "--detach" if job.detach else "--resume"
+    if cluster.restarts < 0:
+        raise UsageError(f"--restarts {cluster.restarts} is negative; try --restarts 1, or leave it out.")
+    if cluster.restarts and job.detach:
+        raise UsageError("--restarts needs somebody who sees that the job has ended; leave --detach out.")
+    kept = {"--detach": job.detach, "--resume": asked.start == "--resume", "--restarts": cluster.restarts}
+    if not cluster.claim and any(kept.values()):
+        which = next(option for option, given in kept.items() if given)
         raise UsageError(
             f"{which} needs a volume that keeps the run when its pods are gone; add --claim with the name of a "
             "PersistentVolumeClaim."
@@ -211,7 +222,7 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
     if job.dry_run:
         sys.stdout.write(queue.as_yaml(asked, asks))
         return 0
-    return _carried_out(asked, job, lambda: queue.submit(asked, asks))
+    return _carried_out(asked, lambda asked: queue.submit(asked, asks), cluster.restarts)
 
 
 @command(app, rich_help_panel="Afterwards")
@@ -229,7 +240,7 @@ def follow(run: Run) -> int:
     folder = run.absolute()
     job = job_of(folder)
     with said_when_stopped(f"{job.said} goes on. To end it: {_again('cancel', folder)}"):
-        return stay(_queue(job, folder))
+        return stay(_queue(job, folder)).code
 
 
 @command(app, rich_help_panel="Afterwards")
@@ -253,30 +264,44 @@ def cancel(run: Run) -> int:
     return 0
 
 
-def _carried_out(asked: Asked, job: Job, submit: Callable[[], Submitted]) -> int:
-    """Submit, and stay with the job unless that is not wanted. An interrupt cancels it first."""
+def _carried_out(asked: Asked, submit: Callable[[Asked], Submitted], restarts: int = 0) -> int:
+    """Submit, and stay with the job unless nobody wants to; so often again where it lost a machine."""
+    import msgspec
+
+    _check_folder(asked)
+    state = _attended(asked, submit)
+    while state is not None and state.lost and restarts:
+        restarts -= 1
+        again = f"{asked.name}-again-{restarts}"
+        state = _attended(msgspec.structs.replace(asked, start=asked.again, name=again), submit)
+    if state is not None and state.lost:
+        say(f"To go on: submit it again with -o {shlex.quote(str(asked.folder))} --resume")
+    return 0 if state is None else state.code
+
+
+def _attended(asked: Asked, submit: Callable[[Asked], Submitted]) -> State | None:
+    """How a job ended, None where nobody stays with it. An interrupt cancels it first."""
     from dcpbench.launch.stopping import held_back, said_when_stopped
     from dcpbench.submit.follow import cancel as end
     from dcpbench.submit.follow import follow as stay
 
-    _check_folder(asked)
     submitted: Submitted | None = None
     with said_when_stopped(""):
         try:
             with held_back():  # whoever interrupts it now has a job that must be known to be cancelled
-                submitted = submit()
+                submitted = submit(asked)
             say(f"{submitted.said} is submitted. Run: {asked.folder}")
-            if job.detach:
-                say(f"To see how far it is: {_again('follow', asked.folder)}")
-                say(f"To end it: {_again('cancel', asked.folder)}")
-                return 0
-            return stay(_queue(submitted, asked.folder))
+            if asked.keeps:
+                return stay(_queue(submitted, asked.folder))
+            say(f"To see how far it is: {_again('follow', asked.folder)}")
+            say(f"To end it: {_again('cancel', asked.folder)}")
         except (KeyboardInterrupt, SystemExit):
             if submitted is not None:
                 say(f"\nCancelling {submitted.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
                 end(_queue(submitted, asked.folder))
                 say(f"{submitted.said} is cancelled. What was measured is in {asked.folder}")
             raise
+    return None
 
 
 def _queue(job: Submitted, folder: Path) -> Queue:

@@ -37,6 +37,8 @@ class State:
     ended: bool = False
     code: int = 0
     """Exit code, once it has ended."""
+    lost: bool = False
+    """Whether it ended because a machine was taken from it, so that it may go on elsewhere."""
 
 
 class Silent(Exception):  # noqa: N818 -- not an error that anybody sees
@@ -59,8 +61,8 @@ class Queue(Protocol):
         """Remove what is left of one that has ended."""
 
 
-def follow(queue: Queue) -> int:
-    """Stay with the job until it has ended. Returns its exit code."""
+def follow(queue: Queue) -> State:
+    """Stay with the job until it has ended. Returns how it did."""
     state, looked, silent = State(said=""), 0.0, False
     while not state.ended:
         show(queue.output())
@@ -81,7 +83,7 @@ def follow(queue: Queue) -> int:
             time.sleep(READ_S)
     _last_words(queue)
     queue.clean()
-    return state.code
+    return state
 
 
 def cancel(queue: Queue) -> State:

@@ -44,6 +44,8 @@ GPUS = "nvidia.com/gpu"
 DELETED_S = 120
 KINDS = "job,service,secret"
 LAST_LINES = 20
+LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
+"""Reasons of pods that were none of their command's doing."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +207,9 @@ class Queue:
         said = self._job.said
         if reason == "DeadlineExceeded":
             return State(said=f"{said} ran into its time limit; give it more with --time", ended=True, code=FAILED)
+        if lost := sorted(index for index, pod in pods.items() if _disruption(pod)):
+            why = _disruption(pods[lost[0]])
+            return State(said=f"{said} lost the pod of node {lost[0]} ({why})", ended=True, code=FAILED, lost=True)
         codes = sorted((*end, index) for index, pod in pods.items() if (end := _ended(pod)) and end[1])
         if not codes:
             return State(said=f"{said} has failed ({reason}), and no command of it has ended", ended=True, code=FAILED)
@@ -424,6 +429,15 @@ def _ended(pod: Mapping[str, Any]) -> tuple[str, int] | None:
     """(when, exit code) of a pod whose command has ended."""
     ended = _container(pod).get("state", {}).get("terminated")
     return (str(ended.get("finishedAt", "")), int(ended.get("exitCode", FAILED))) if ended else None
+
+
+def _disruption(pod: Mapping[str, Any]) -> str:
+    """Why its machine was taken from a pod: evicted, preempted, drained. Empty where it was not."""
+    status = pod.get("status", {})
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return one_line(str(condition.get("reason") or "DisruptionTarget"))
+    return str(status["reason"]) if status.get("reason") in LOST else ""
 
 
 def _waits_for(pod: Mapping[str, Any]) -> str:

@@ -286,6 +286,28 @@ class TestKubernetes:
         assert "has failed with exit code 3, that of node 1." in done.stderr
         assert "The last lines of node 1:\n2026-01-01T00:00:01Z no room" in done.stderr
 
+    @pytest.mark.parametrize("restarts", ["0", "1"])
+    def test_a_job_that_lost_a_machine_is_submitted_again_as_often_as_was_said(
+        self, cluster: Cluster, typed: Typed, restarts: str
+    ) -> None:
+        """The second one resumes, and has a name of its own, as the first may not be gone yet."""
+        drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        lost = pod(1, ended(143), conditions=[drained])
+        cluster.gets(told(pod(0, ended(143)), lost, type="Failed"), told(type="Complete"))
+        (cluster.folder / "keeps-answers").touch()
+        done = kubernetes(typed, "--claim", "runs", "--restarts", restarts, *SWEEP)
+        assert "lost the pod of node 1 (EvictionByEvictionAPI)." in done.stderr
+        jobs = [part for part in cluster.created() if part["kind"] == "Job"]
+        words = [job["spec"]["template"]["spec"]["containers"][0]["args"] for job in jobs]
+        if restarts == "0":
+            assert done.returncode == 4
+            assert "To go on: submit it again with -o" in done.stderr
+            assert ["--resume" in w for w in words] == [False]
+        else:
+            assert done.returncode == 0
+            assert ["--resume" in w for w in words] == [False, True]
+            assert jobs[0]["metadata"]["name"] != jobs[1]["metadata"]["name"]
+
     def test_a_deadline_is_said(self, cluster: Cluster, typed: Typed) -> None:
         cluster.gets(told(pod(0, ended(143)), type="Failed", reason="DeadlineExceeded"))
         done = kubernetes(typed, "--time", "30", *SWEEP)
@@ -327,7 +349,9 @@ class TestKubernetes:
         assert "--cascade=foreground --wait" in deleted
 
     @pytest.mark.parametrize(
-        "words", [("--detach", *SWEEP), (*SWEEP, "-o", "run", "--resume")], ids=["detach", "resume"]
+        "words",
+        [("--detach", *SWEEP), (*SWEEP, "-o", "run", "--resume"), ("--restarts", "1", *SWEEP)],
+        ids=["detach", "resume", "restarts"],
     )
     def test_what_must_outlive_its_pods_needs_a_claim(
         self, cluster: Cluster, typed: Typed, words: tuple[str, ...]
