@@ -260,7 +260,7 @@ def cancel(run: Run) -> int:
         queue.clean()
         return 0
     end(queue)
-    say(f"{job.said} is cancelled. What was measured is in {folder}")
+    say(f"{job.said} is cancelled. {job.rest(folder)}")
     return 0
 
 
@@ -285,21 +285,22 @@ def _attended(asked: Asked, submit: Callable[[Asked], Submitted]) -> State | Non
     from dcpbench.submit.follow import cancel as end
     from dcpbench.submit.follow import follow as stay
 
-    submitted: Submitted | None = None
+    queue: Queue | None = None
     with said_when_stopped(""):
         try:
             with held_back():  # whoever interrupts it now has a job that must be known to be cancelled
-                submitted = submit(asked)
-            say(f"{submitted.said} is submitted. Run: {asked.folder}")
+                job = submit(asked)
+                queue = _queue(job, asked.folder)
+            say(f"{job.said} is submitted. Run: {asked.folder}")
             if asked.keeps:
-                return stay(_queue(submitted, asked.folder))
+                return stay(queue)
             say(f"To see how far it is: {_again('follow', asked.folder)}")
             say(f"To end it: {_again('cancel', asked.folder)}")
         except (KeyboardInterrupt, SystemExit):
-            if submitted is not None:
-                say(f"\nCancelling {submitted.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
-                end(_queue(submitted, asked.folder))
-                say(f"{submitted.said} is cancelled. What was measured is in {asked.folder}")
+            if queue is not None:
+                say(f"\nCancelling {job.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
+                end(queue)
+                say(f"{job.said} is cancelled. {job.rest(asked.folder)}")
             raise
     return None
 

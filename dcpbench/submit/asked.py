@@ -60,12 +60,20 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     kubectl: tuple[str, ...] = ()
     """How kubectl is called: with its namespace and context."""
     fetched: bool = True
-    """Kubernetes: whether the pod waits until the run was fetched."""
+    """Kubernetes: whether the run is copied to this machine."""
+    claim: str = ""
+    """Kubernetes: the volume that keeps it."""
 
     @property
     def said(self) -> str:
         """The job in a sentence."""
         return f"{'Slurm job' if self.kind == 'slurm' else 'Kubernetes job'} {self.id}"
+
+    def rest(self, folder: Path) -> str:
+        """Where what a job that was cancelled has measured is, as a sentence without its end."""
+        if self.claim and not self.fetched:
+            return f"What was measured is in the volume {self.claim}, in its folder {folder.name}"
+        return f"What was measured is in {folder}"
 
 
 def keep(folder: Path, job: Submitted) -> None:

@@ -60,9 +60,22 @@ class Queue(Protocol):
     def clean(self) -> None:
         """Remove what is left of one that has ended."""
 
+    def close(self) -> None:
+        """End what reads its output."""
+
 
 def follow(queue: Queue) -> State:
     """Stay with the job until it has ended. Returns how it did."""
+    try:
+        state = _stay(queue)
+        _last_words(queue)
+    finally:
+        queue.close()
+    queue.clean()
+    return state
+
+
+def _stay(queue: Queue) -> State:
     state, looked, silent = State(said=""), 0.0, False
     while not state.ended:
         show(queue.output())
@@ -81,8 +94,6 @@ def follow(queue: Queue) -> State:
             state = found
         if not state.ended:
             time.sleep(READ_S)
-    _last_words(queue)
-    queue.clean()
     return state
 
 

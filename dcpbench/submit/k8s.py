@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
+from dcpbench.launch import child
 from dcpbench.launch.jobs import SECRET
 from dcpbench.show.terminal import say
 from dcpbench.show.text import LINES, one_line, printable
@@ -117,7 +118,9 @@ def submit(asked: Asked, cluster: Cluster) -> Submitted:
     """Hand the job to Kubernetes. Raises UsageError where that refuses it, and leaves nothing then."""
     write_script(asked, MANIFEST, as_yaml(asked, cluster))
     parts = manifests(asked, cluster)
-    created = Submitted(kind="k8s", id=asked.name, nodes=asked.nodes, kubectl=cluster.kubectl, fetched=asked.keeps)
+    created = Submitted(
+        kind="k8s", id=asked.name, nodes=asked.nodes, kubectl=cluster.kubectl, fetched=asked.keeps, claim=cluster.claim
+    )
     try:
         told = ask([*cluster.kubectl, "create", "-o", "json", "-f", "-"], sent=json.dumps(parts[0]))
         owner = _owner(told)
@@ -180,25 +183,35 @@ class Queue:
                 self._fetch()
 
     def cancel(self) -> None:
-        """Delete it, with everything that belongs to it."""
-        self._stop_reading()
+        """Delete it, with everything that belongs to it; what it has measured is fetched before."""
+        with contextlib.suppress(Silent):
+            if not self.look().ended and self._began and not self._fetched:
+                self._fetch()
         _delete(self._job)
 
     def clean(self) -> None:
-        """Delete what is left of it, but for one that nobody followed from the beginning, whose log may be asked for."""
-        self._stop_reading()
+        """Delete what is left of it."""
         with contextlib.suppress(Silent):
             _delete(self._job)
+
+    def close(self) -> None:
+        """End the reader of its log."""
+        if self._logs is not None:
+            self._logs.kill()
+            self._logs.communicate()
+            self._logs, self._pending = None, b""
 
     def _state(self, job: Mapping[str, Any], pods: Mapping[int, Mapping[str, Any]]) -> State:
         said = self._job.said
         ended = {c["type"]: c for c in job.get("status", {}).get("conditions", []) if c.get("status") == "True"}
         if "Complete" in ended:
             return State(said=f"{said} has ended well", ended=True)
+        running = sum("running" in _container(pod).get("state", {}) for pod in pods.values())
+        if "Failed" in ended and running:
+            return State(said=f"{said} has failed, and {running} of its pods {'is' if running == 1 else 'are'} ending")
         if "Failed" in ended:
             return self._failed(str(ended["Failed"].get("reason", "")), pods)
         waits = [f"node {i}: {why}" for i in sorted(pods) if (why := _waits_for(pods[i]))]
-        running = sum("running" in _container(pod).get("state", {}) for pod in pods.values())
         doing = f"has {running} of {self._job.nodes} pods running"
         return State(said=f"{said} {doing}{': ' if waits else ''}{'; '.join(waits)}")
 
@@ -229,7 +242,7 @@ class Queue:
                 return
             since = [f"--since-time={self._last}"] if self._last else []
             command = [*self._job.kubectl, "logs", "--follow", "--timestamps", *since, "-c", CONTAINER, self._pod]
-            self._logs = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self._logs = subprocess.Popen(child.tied(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             assert self._logs.stdout is not None
             os.set_blocking(self._logs.stdout.fileno(), False)
         assert self._logs.stdout is not None
@@ -244,7 +257,7 @@ class Queue:
         for line in lines:
             yield line.decode("utf-8", "replace").rstrip("\r")
         if closed:
-            self._stop_reading()
+            self.close()
 
     def _read(self) -> bytes | None:
         assert self._logs is not None
@@ -253,12 +266,6 @@ class Queue:
             return os.read(self._logs.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return None
-
-    def _stop_reading(self) -> None:
-        if self._logs is not None:
-            self._logs.kill()
-            self._logs.communicate()
-            self._logs, self._pending = None, b""
 
     def _fetch(self) -> None:
         """Copy the run from node 0's pod, and let the pod go."""

@@ -141,6 +141,9 @@ class Queue:
         """Its secret goes with it, even where its script had no time for that."""
         (self._folder / SUBMIT_FOLDER / "secret").unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Nothing to end: its log is a file."""
+
     def _ended(self, state: str, exit_code: str) -> State:
         code, _, number = exit_code.partition(":")
         status, killed = int(code or 0), int(number or 0)

@@ -308,6 +308,29 @@ class TestKubernetes:
             assert ["--resume" in w for w in words] == [False, True]
             assert jobs[0]["metadata"]["name"] != jobs[1]["metadata"]["name"]
 
+    def test_pods_that_are_still_ending_are_waited_for(self, cluster: Cluster, typed: Typed) -> None:
+        """Node 0 has yet to say that it has ended, so that its run is fetched."""
+        failed = pod(1, ended(3))
+        cluster.gets(
+            told(pod(0, RUNS), failed, type="Failed"),
+            told(pod(0, ended(143)), failed | {"status": pod(1, ended(3, "1970"))["status"]}, type="Failed"),
+        )
+        cluster.log(f"2026-01-01T00:00:03Z {k8s.ENDED} 143")
+        done = kubernetes(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 3
+        assert "has failed, and 1 of its pods is ending." in done.stderr
+        assert done.stderr.index("is ending") < done.stderr.index("The run was fetched.")
+
+    def test_what_was_measured_is_fetched_before_a_cancelled_job_goes(self, cluster: Cluster, typed: Typed) -> None:
+        (cluster.folder / "interrupts").touch()
+        (cluster.folder / "pod" / "records.jsonl").write_text("records\n")
+        cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+        done = kubernetes(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 130
+        assert Path("run/records.jsonl").read_text() == "records\n"
+        calls = " ".join(cluster.calls)
+        assert 0 < calls.index(" tar ") < calls.index(" delete ")
+
     def test_a_deadline_is_said(self, cluster: Cluster, typed: Typed) -> None:
         cluster.gets(told(pod(0, ended(143)), type="Failed", reason="DeadlineExceeded"))
         done = kubernetes(typed, "--time", "30", *SWEEP)

@@ -129,6 +129,22 @@ def test_the_exit_code_of_a_run_that_fails_is_that_of_submit(cluster: TwoNodes, 
     assert left(submitted) == []
 
 
+def test_a_rank_that_is_killed_on_the_other_node_is_recorded_by_node_0(cluster: TwoNodes, tmp_path: Path) -> None:
+    """Its point has failed, which ends the command with 4, and so the job, and so submit."""
+    run = tmp_path / "run"
+    submitted = Submitted(cluster, run, *SWEEP, "--context", "100", "--seconds", "60")
+    pid = run / "nodes" / "1" / "rank-1.pid"
+    progress = run / "progress-tp2-0.jsonl"
+    submitted.until(lambda: progress.exists() and b"measure" in progress.read_bytes())
+    os.kill(int(pid.read_text().split()[0]), signal.SIGKILL)
+    code, said = submitted.ended()
+    assert code == 4, said
+    (record,) = read_records(run)
+    assert record.outcome == "failed"
+    assert "rank 1 was killed by signal 9" in str(record.reason)
+    assert left(submitted) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
 def test_an_interrupted_submit_cancels_the_job_and_leaves_nothing_but_what_was_measured(
     cluster: TwoNodes, tmp_path: Path, number: int
