@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 READ_S, LOOK_S = 0.5, 5.0
 """How often output is read, and the cluster asked."""
-LAST_WORDS_S = 2.0
-"""How long output may come after the end, through a shared file system."""
 GONE_S = 90.0
 """How long a cancelled job may take to be gone."""
 ANSWER_S = 60.0
@@ -48,11 +46,17 @@ class Silent(Exception):  # noqa: N818 -- not an error that anybody sees
 class Queue(Protocol):
     """A job as the cluster has it."""
 
+    late_s: float
+    """How long output may come after the end."""
+
     def look(self) -> State:
         """Where it is now. Raises Silent."""
 
     def output(self) -> Iterable[str]:
         """Lines that node 0 has printed since the last call."""
+
+    def finished(self) -> bool:
+        """Whether no more of it can come."""
 
     def cancel(self) -> None:
         """Have the cluster end it."""
@@ -147,8 +151,7 @@ class RefusedError(WorkerError):
 
 def _last_words(queue: Queue) -> None:
     """What comes when the job has ended already."""
-    until = time.monotonic() + LAST_WORDS_S
-    while time.monotonic() < until:
-        lines = list(queue.output())
-        show(lines)
-        time.sleep(READ_S / 2)
+    until = time.monotonic() + queue.late_s
+    while time.monotonic() < until and not queue.finished():
+        show(queue.output())
+        time.sleep(min(READ_S, queue.late_s / 4))

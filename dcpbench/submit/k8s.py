@@ -13,9 +13,11 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import tarfile
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -144,11 +146,16 @@ def submit(asked: Asked, cluster: Cluster) -> Submitted:
 class Queue:
     """A Job as Kubernetes has it."""
 
+    late_s = 30.0
+
     def __init__(self, job: Submitted, folder: Path) -> None:
         """`folder` is where the run will lie on this machine."""
         self._job, self._folder = job, folder
         self._pod = ""
-        self._began = False
+        self._began = self._over = False
+        """Whether node 0's command was begun, and whether it has ended, as far as is known."""
+        self._of_all = self._read_all = False
+        """Whether the log that is read is of a command that had ended before, and whether such a one was read to its end."""
         self._logs: subprocess.Popen[bytes] | None = None
         self._pending = b""
         self._last = ""
@@ -165,7 +172,8 @@ class Queue:
         jobs = [item for item in found if item.get("kind") == "Job"]
         pods = {_index(item): item for item in found if item.get("kind") == "Pod"}
         self._pod = pods[0]["metadata"]["name"] if 0 in pods else ""
-        self._began = bool(_container(pods.get(0, {})).get("state", {}).keys() & {"running", "terminated"})
+        states = _container(pods.get(0, {})).get("state", {}).keys()
+        self._began, self._over = bool(states & {"running", "terminated"}), "running" not in states
         if not jobs:
             return State(said=f"{self._job.said} is gone", ended=True, code=FAILED)
         return self._state(jobs[0], pods)
@@ -181,6 +189,10 @@ class Queue:
             if text.startswith(ENDED) and not self._fetched:
                 self._fetched = True
                 self._fetch()
+
+    def finished(self) -> bool:
+        """A log ends with its container; one that was begun before may have ended for another reason."""
+        return self._over and (self._read_all or not self._began)
 
     def cancel(self) -> None:
         """Delete it, with everything that belongs to it; what it has measured is fetched before."""
@@ -241,6 +253,7 @@ class Queue:
             if not (self._pod and self._began):
                 return
             since = [f"--since-time={self._last}"] if self._last else []
+            self._of_all = self._over
             command = [*self._job.kubectl, "logs", "--follow", "--timestamps", *since, "-c", CONTAINER, self._pod]
             self._logs = subprocess.Popen(child.tied(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             assert self._logs.stdout is not None
@@ -257,6 +270,7 @@ class Queue:
         for line in lines:
             yield line.decode("utf-8", "replace").rstrip("\r")
         if closed:
+            self._read_all = self._of_all
             self.close()
 
     def _read(self) -> bytes | None:
@@ -277,7 +291,7 @@ class Queue:
                 subprocess.Popen(command, stdout=subprocess.PIPE) as packing,
                 tarfile.open(fileobj=packing.stdout, mode="r|") as archive,
             ):
-                archive.extractall(self._folder, filter="data")
+                unpack(archive, self._folder)
         except (OSError, tarfile.TarError) as e:
             by_hand = shlex.join([*self._job.kubectl, "cp", "-c", CONTAINER, f"{self._pod}:{place}", str(self._folder)])
             say(f"The run could not be fetched ({one_line(str(e))}); try within {FETCH_S} s: {by_hand}")
@@ -335,6 +349,20 @@ def read_pod(path: Path) -> dict[str, Any]:
             f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."
         )
     return found
+
+
+def unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write the files of an archive into a folder, and nothing outside it."""
+    for member in archive:
+        name = PurePosixPath(member.name)
+        if not member.isreg() or name.is_absolute() or ".." in name.parts:
+            continue
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = archive.extractfile(member)
+        assert source is not None
+        with path.open("wb") as file:
+            shutil.copyfileobj(source, file)
 
 
 def _labels(asked: Asked) -> dict[str, str]:

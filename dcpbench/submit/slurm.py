@@ -101,6 +101,9 @@ def submit(asked: Asked, cluster: Cluster) -> Submitted:
 class Queue:
     """A job in Slurm's queue."""
 
+    late_s = 2.0
+    """Through a shared file system."""
+
     def __init__(self, job: Submitted, folder: Path) -> None:
         """`folder` is the run's."""
         self._job, self._folder = job, folder
@@ -109,6 +112,10 @@ class Queue:
     def output(self) -> Iterator[str]:
         """Lines that came into its log."""
         return (line.decode("utf-8", "replace").rstrip("\r") for line in self._log.lines())
+
+    def finished(self) -> bool:
+        """A file says nothing of its end."""
+        return False
 
     def look(self) -> State:
         """Where it is. Raises Silent."""

@@ -17,6 +17,7 @@ import pytest
 
 from dcpbench.launch.jobs import SECRET
 from dcpbench.submit import follow, k8s
+from dcpbench.submit import slurm as slurm_queue
 from tests.cli.typed import Typed
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     folder.mkdir()
     monkeypatch.setenv("FAKE", str(folder))
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    for name in ("READ_S", "LOOK_S", "LAST_WORDS_S"):
+    for name in ("READ_S", "LOOK_S"):
         monkeypatch.setattr(follow, name, 0.01)
+    monkeypatch.setattr(slurm_queue.Queue, "late_s", 0.01)
     return Cluster(folder)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import re
 import signal
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -315,6 +317,23 @@ class TestManifest:
     )
     def test_a_limit_is_read_as_slurm_reads_it(self, text: str, seconds: int) -> None:
         assert k8s.seconds(text) == seconds
+
+
+def test_what_is_fetched_stays_inside_the_runs_folder(tmp_path: Path) -> None:
+    """The pod's image is not ours: paths that lead out, and links, are left out."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in ("./logs/a", "../out", f"{tmp_path}/out", "in/../../out"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(link)
+    packed.seek(0)
+    with tarfile.open(fileobj=packed, mode="r|") as archive:
+        k8s.unpack(archive, tmp_path / "run")
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [tmp_path / "run" / "logs" / "a"]
 
 
 class Pod:
