@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dcpbench import __version__
-from dcpbench.commands import bench, dashboard, hang, records, syncs
+from dcpbench.commands import bench, dashboard, hang, records, submit, syncs
 from dcpbench.commands.ab import ab
 from dcpbench.commands.calibrate import calibrate
 from dcpbench.commands.command import command
@@ -53,6 +53,7 @@ for title, members in COMMANDS.items():
     for member in members:
         command(app, name=member.__name__.rstrip("_"), rich_help_panel=title)(member)
 app.add_typer(bench.app, rich_help_panel=MEASURE)
+app.add_typer(submit.app, rich_help_panel=MEASURE)
 app.add_typer(syncs.app, rich_help_panel=CHECK)
 app.add_typer(hang.app, rich_help_panel=CHECK)
 app.add_typer(dashboard.app, rich_help_panel=READ)

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, Command, Group, panel
+from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
@@ -39,9 +38,6 @@ OURS = {
 """Options that a variant cannot have, as `ab` gives them itself, or works on one machine."""
 REMOTE = ("--url", "--engine", "--serve-cmd")
 """Options of `serve` that measure a real server."""
-
-PARSER_ERROR: Any = typer.BadParameter.__base__
-"""What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
 
 RUNS = panel("What is run")
 

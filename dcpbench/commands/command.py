@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 WRONG, SOME_FAILED = 1, 4
 """Exit codes of commands that ran; those of errors are in errors.py."""
+PARSER_ERROR: Any = typer.BadParameter.__base__
+"""What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
 
 
 def panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes

@@ -149,16 +149,21 @@ def _removed(folder: Path) -> OutputError:
     )
 
 
+def check_free(folder: Path, *, goes_on: bool) -> None:
+    """Raise OutputError where a folder holds records, unless it was said what to do with them."""
+    if _holds(folder / RECORDS_FILE) and not goes_on:
+        raise OutputError(
+            f"{folder} already holds records; add --resume to measure only what is missing, "
+            "--force to start over, or give another folder with -o."
+        )
+
+
 def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
     """Make a sweep's folder; `force` removes what an earlier run left.
 
     Raises OutputError when it holds records and neither flag says what to do with them, or cannot be written.
     """
-    if _holds(folder / RECORDS_FILE) and not (resume or force):
-        raise OutputError(
-            f"{folder} already holds records; add --resume to measure only what is missing, "
-            "--force to start over, or give another folder with -o."
-        )
+    check_free(folder, goes_on=resume or force)
     make_folder(folder)
     if force:
         _start_over(folder, RECORDS_FILE)

@@ -35,6 +35,21 @@ def said_when_stopped(text: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """What would stop the command waits until the end of this block."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 def _stop(number: int, _: object) -> None:
     """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
     for repeated in (signal.SIGTERM, signal.SIGHUP):

@@ -38,6 +38,8 @@ REAP_WAIT_S = 2.0
 FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512
 """Environment variable of torch's flight recorder, and the collectives that it keeps where that says nothing else."""
 LOOPBACK = "127.0.0.1"
+RENDEZVOUS = "rendezvous"
+"""File by which torchrun's agent meets itself, in the folder of a job's logs."""
 STOPPED = "T"
 """State of a process that got SIGSTOP, in proc(5)."""
 
@@ -65,6 +67,7 @@ class Running(Ranks):
         self.started = time.time()
         self.forget()
         self.logs.mkdir(parents=True, exist_ok=True)
+        (self.logs / RENDEZVOUS).unlink(missing_ok=True)  # of a job of this tag that was killed
         job.path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
@@ -133,7 +136,7 @@ class Running(Ranks):
             self._agent.wait()
         asks = self.logs.glob(hung.ASK.format("*"))
         beats = self.logs.glob(hung.BEATS.format("*")) if self._agent.poll() == 0 else ()
-        for path in (*self.files("rank-{}.pid"), self.logs / "rendezvous", self.job.port_path(), *asks, *beats):
+        for path in (*self.files("rank-{}.pid"), self.logs / RENDEZVOUS, self.job.port_path(), *asks, *beats):
             path.unlink(missing_ok=True)
 
 
@@ -148,7 +151,7 @@ def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[st
         "--nproc-per-node": str(len(ranks)),
         "--rdzv-backend": "c10d",
         "--rdzv-conf": "store_type=file",
-        "--rdzv-endpoint": str(logs / "rendezvous"),
+        "--rdzv-endpoint": str(logs / RENDEZVOUS),
         "--rdzv-id": f"{machines.rdzv_id}-{job.tag}",
         "--local-addr": LOOPBACK,
         "--max-restarts": "0",

@@ -56,12 +56,12 @@ class TestWheel:
         assert not brought & {re.match(r"[\w.-]+", line)[0].lower() for line in extras}
 
     def test_it_holds_every_source_and_template(self, wheel: zipfile.ZipFile) -> None:
-        files = [*SOURCES, *(path for kind in ("j2", "js", "css", "toml") for path in PACKAGE.rglob(f"*.{kind}"))]
+        files = [*SOURCES, *(path for kind in ("j2", "js", "css", "toml", "sh") for path in PACKAGE.rglob(f"*.{kind}"))]
         assert {named(path) for path in files} <= set(wheel.namelist())
 
     def test_it_holds_nothing_else(self, wheel: zipfile.ZipFile) -> None:
         kinds = {Path(name).suffix for name in wheel.namelist() if name.startswith("dcpbench/")}
-        assert kinds <= {".py", ".j2", ".css", ".js", ".json", ".toml", ".txt"}
+        assert kinds <= {".py", ".j2", ".css", ".js", ".json", ".toml", ".txt", ".sh"}
 
 
 def imported_by(modules: list[str], *suspects: str) -> list[str]:

@@ -1,0 +1,453 @@
+"""`dcpbench submit …`: a run as a job of a cluster."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcpbench.commands.command import PARSER_ERROR, Group, command, panel
+from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.show.terminal import say
+from dcpbench.show.text import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dcpbench.submit.asked import Asked, Submitted
+    from dcpbench.submit.follow import Queue, State
+
+app = typer.Typer(
+    name="submit",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run sweep, serve or verify as a job of Slurm or Kubernetes, on as many machines as it takes."
+    "\n\nStart with: dcpbench submit slurm --nodes 2 --gpus-per-node 8 --dry-run -- sweep --tp 16 --dcp 8"
+    "\n\nExit codes: that of the command which was submitted · 2 options or a cluster that cannot be used · 4 the job was "
+    "ended by its time limit or a lost node · 130 cancelled.",
+)
+RUNNABLE = ("sweep", "serve", "verify")
+WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+"""Options of a command that a job gives itself."""
+REMOTE = ("url", "engine", "serve_cmd")
+"""Options with which a command measures on one machine."""
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
+
+JOB = panel("The job")
+CLUSTER = panel("The cluster")
+CONTAINERS = panel("Containers")
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- COMMAND",
+        help="sweep, serve or verify, as you would type it behind dcpbench, -o and --resume included.",
+        show_default=False,
+    ),
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, as it was printed.")]
+
+
+class Job(Group):
+    """On how many machines, and for how long."""
+
+    nodes: int = JOB("Machines. tp counts the GPUs of all of them.", default=1, metavar="N")
+    gpus_per_node: int | None = JOB("GPUs that are asked for on each. Default: none are asked for.", metavar="N")
+    time: str | None = JOB("Limit of the job: minutes, HH:MM:SS or D-HH:MM:SS. Default: the cluster's.", metavar="TIME")
+    name: str = JOB("Name of the job in the queue.", default="dcpbench", metavar="NAME")
+    detach: bool = JOB(
+        "Come back once it is submitted; `dcpbench submit follow RUN` shows the rest. Default: stay until it has ended, "
+        "where Ctrl-C cancels it.",
+        default=False,
+    )
+    dry_run: bool = JOB("Print what would be submitted, and submit nothing.", default=False)
+
+
+class Slurm(Group):
+    """What Slurm is asked for."""
+
+    partition: str | None = CLUSTER("sbatch's --partition. Default: the cluster's.", metavar="NAME")
+    account: str | None = CLUSTER("sbatch's --account. Default: yours.", metavar="NAME")
+    sbatch: list[str] | None = CLUSTER(
+        "Another option of sbatch, such as --sbatch=--qos=high; repeat for several.", metavar="OPTION"
+    )
+    requeue: bool = CLUSTER(
+        "A job that lost a node, had to give way, or got `scontrol requeue` is begun again and measures what is left.",
+        default=True,
+    )
+    exclusive: bool = CLUSTER("No other jobs on its machines, whose load would be measured with it.", default=True)
+    cpus_per_node: int | None = CLUSTER(
+        "Cores on each machine, for clusters where --no-exclusive jobs get one. Default: not said.", metavar="N"
+    )
+    interface: str | None = CLUSTER(
+        "Network interface by which the machines meet, such as ib0: node 0 listens at its address, and gloo and NCCL use "
+        "it. Default: the address that Slurm has for node 0.",
+        metavar="NAME",
+    )
+    setup: list[str] | None = CLUSTER(
+        "A line of shell before the command, such as --setup 'module load cuda'; repeat for several.", metavar="LINE"
+    )
+    dcpbench: str | None = CLUSTER(
+        "What starts dcpbench on the machines. Default: this one, by its path; in a container, dcpbench.",
+        metavar="COMMAND",
+    )
+
+
+class SlurmContainers(Group):
+    """In what it runs."""
+
+    pyxis: str | None = CONTAINERS("Image for Slurm's plug-in pyxis (enroot).", metavar="IMAGE")
+    apptainer: str | None = CONTAINERS("Image for apptainer.", metavar="IMAGE")
+    mount: list[str] | None = CONTAINERS(
+        "A folder of the machine for the container; the run's and the current one are there. Repeat for several.",
+        metavar="PATH:PATH",
+    )
+
+
+class Kubernetes(Group):
+    """What Kubernetes is asked for."""
+
+    image: str = CLUSTER("Image with dcpbench in it, and with sh and tar.", default="", metavar="IMAGE")
+    namespace: str | None = CLUSTER("kubectl's --namespace. Default: that of the context.", metavar="NAME")
+    context: str | None = CLUSTER("kubectl's --context. Default: the current one.", metavar="NAME")
+    claim: str | None = CLUSTER(
+        "PersistentVolumeClaim that keeps runs, for --resume and --detach; several machines must be able to mount it "
+        "(ReadWriteMany). Default: none, and the run is copied here before its pods end.",
+        metavar="NAME",
+    )
+    restarts: int = CLUSTER(
+        "How often a job that lost a machine (evicted, preempted, drained) is submitted again to measure what is left; "
+        "needs --claim.",
+        default=0,
+        metavar="N",
+    )
+    pod: Path | None = CLUSTER(
+        "YAML file with more fields of the pod's spec: nodeSelector, tolerations, imagePullSecrets, …", metavar="FILE"
+    )
+    dcpbench: str = CLUSTER("What starts dcpbench in the image.", default="dcpbench", metavar="COMMAND")
+
+
+@command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
+def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = None) -> int:
+    """Submit a run to Slurm, follow it to its end, and end as it ended.
+
+    One job with one task on each machine, which starts its ranks with torchrun. The run's folder must be one that all
+    machines have, and so must be dcpbench, here or in a container. Ctrl-C cancels the job, and nothing of it is left.
+
+    For example:
+
+      dcpbench submit slurm --nodes 2 --gpus-per-node 8 --partition h200 --time 4:00:00 -- sweep --tp 16 --dcp 8
+
+      dcpbench submit slurm --nodes 2 --gpus-per-node 8 --pyxis registry/dcpbench:1 -- sweep --tp 16 --dcp 8
+
+      dcpbench submit slurm --gpus-per-node 8 --detach -- serve --tp 8 --dcp 8 --concurrency 8,32 -o runs/monday
+    """
+    from dcpbench.submit import slurm as queue
+
+    _check_containers(containers)
+    lines = [*(cluster.sbatch or []), *(cluster.setup or [])]
+    if any("\n" in line for line in lines):
+        raise UsageError("--sbatch and --setup take a line each; repeat the option for several.")
+    for option in cluster.sbatch or []:
+        if not option.startswith("-"):
+            raise UsageError(f"--sbatch {option}: write an option of sbatch, such as --sbatch=--qos=high.")
+    asked = _asked(caller, words or [], job, "slurm")
+    asks = queue.Cluster(
+        program=_program(cluster.dcpbench, inside=bool(containers.pyxis or containers.apptainer)),
+        directory=Path.cwd(),
+        partition=cluster.partition or "",
+        account=cluster.account or "",
+        options=tuple(cluster.sbatch or ()),
+        requeue=cluster.requeue,
+        exclusive=cluster.exclusive,
+        cpus_per_node=cluster.cpus_per_node,
+        interface=cluster.interface or "",
+        setup=tuple(cluster.setup or ()),
+        pyxis=containers.pyxis or "",
+        apptainer=containers.apptainer or "",
+        mounts=tuple(containers.mount or ()),
+    )
+    if job.dry_run:
+        sys.stdout.write(queue.script(asked, asks))
+        return 0
+    return _carried_out(asked, lambda asked: queue.submit(asked, asks))
+
+
+@command(app, rich_help_panel="Submit", context_settings={"allow_interspersed_args": False})
+def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = None) -> int:
+    """Submit a run to Kubernetes, follow it to its end, copy it here, and end as it ended.
+
+    An indexed Job with one pod on each machine, which starts its ranks with torchrun. Paths among the options of the run
+    are those of the image. Ctrl-C deletes the Job and all that belongs to it.
+
+    For example:
+
+      dcpbench submit k8s --image registry/dcpbench:1 --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8
+
+      dcpbench submit k8s --image registry/dcpbench:1 --gpus-per-node 8 --claim runs --detach -- sweep --tp 8 --dcp 8
+    """
+    from dcpbench.submit import k8s as queue
+
+    if not cluster.image:
+        raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
+    asked = _asked(caller, words or [], job, "k8s")
+    if asked.time:
+        queue.seconds(asked.time)
+    if cluster.restarts < 0:
+        raise UsageError(f"--restarts {cluster.restarts} is negative; try --restarts 1, or leave it out.")
+    if cluster.restarts and job.detach:
+        raise UsageError("--restarts needs somebody who sees that the job has ended; leave --detach out.")
+    kept = {"--detach": job.detach, "--resume": asked.start == "--resume", "--restarts": cluster.restarts}
+    if not cluster.claim and any(kept.values()):
+        which = next(option for option, given in kept.items() if given)
+        raise UsageError(
+            f"{which} needs a volume that keeps the run when its pods are gone; add --claim with the name of a "
+            "PersistentVolumeClaim."
+        )
+    asks = queue.Cluster(
+        image=cluster.image,
+        program=tuple(shlex.split(cluster.dcpbench)),
+        namespace=cluster.namespace or "",
+        context=cluster.context or "",
+        claim=cluster.claim or "",
+        pod=queue.read_pod(cluster.pod) if cluster.pod else {},
+    )
+    if job.dry_run:
+        sys.stdout.write(queue.as_yaml(asked, asks))
+        return 0
+    return _carried_out(asked, lambda asked: queue.submit(asked, asks), cluster.restarts)
+
+
+@command(app, rich_help_panel="Afterwards")
+def follow(run: Run) -> int:
+    """Show what a submitted run prints from its beginning on, until it has ended, and end as it ended.
+
+    Ctrl-C ends the showing; the job goes on.
+
+    For example: dcpbench submit follow runs/monday
+    """
+    from dcpbench.launch.stopping import said_when_stopped
+    from dcpbench.submit.asked import job_of
+    from dcpbench.submit.follow import follow as stay
+
+    folder = run.absolute()
+    job = job_of(folder)
+    with said_when_stopped(f"{job.said} goes on. To end it: {_again('cancel', folder)}"):
+        return stay(_queue(job, folder)).code
+
+
+@command(app, rich_help_panel="Afterwards")
+def cancel(run: Run) -> int:
+    """Cancel a submitted run, and wait until nothing of it is left but what it has measured.
+
+    For example: dcpbench submit cancel runs/monday
+    """
+    from dcpbench.submit.asked import job_of
+    from dcpbench.submit.follow import cancel as end
+
+    folder = run.absolute()
+    job = job_of(folder)
+    queue = _queue(job, folder)
+    if queue.look().ended:
+        say(f"{job.said} has ended already.")
+        queue.clean()
+        return 0
+    end(queue)
+    say(f"{job.said} is cancelled. {job.rest(folder)}")
+    return 0
+
+
+def _carried_out(asked: Asked, submit: Callable[[Asked], Submitted], restarts: int = 0) -> int:
+    """Submit, and stay with the job unless nobody wants to; so often again where it lost a machine."""
+    import msgspec
+
+    _check_folder(asked)
+    state = _attended(asked, submit)
+    while state is not None and state.lost and restarts:
+        restarts -= 1
+        again = f"{asked.name}-again-{restarts}"
+        state = _attended(msgspec.structs.replace(asked, start=asked.again, name=again), submit)
+    if state is not None and state.lost:
+        say(f"To go on: submit it again with -o {shlex.quote(str(asked.folder))} --resume")
+    return 0 if state is None else state.code
+
+
+def _attended(asked: Asked, submit: Callable[[Asked], Submitted]) -> State | None:
+    """How a job ended, None where nobody stays with it. An interrupt cancels it first."""
+    from dcpbench.launch.stopping import held_back, said_when_stopped
+    from dcpbench.submit.follow import cancel as end
+    from dcpbench.submit.follow import follow as stay
+
+    queue: Queue | None = None
+    with said_when_stopped(""):
+        try:
+            with held_back():  # whoever interrupts it now has a job that must be known to be cancelled
+                job = submit(asked)
+                queue = _queue(job, asked.folder)
+            say(f"{job.said} is submitted. Run: {asked.folder}")
+            if asked.keeps:
+                return stay(queue)
+            say(f"To see how far it is: {_again('follow', asked.folder)}")
+            say(f"To end it: {_again('cancel', asked.folder)}")
+        except (KeyboardInterrupt, SystemExit):
+            if queue is not None:
+                say(f"\nCancelling {job.said}. If this is interrupted, too: {_again('cancel', asked.folder)}")
+                end(queue)
+                say(f"{job.said} is cancelled. {job.rest(asked.folder)}")
+            raise
+    return None
+
+
+def _queue(job: Submitted, folder: Path) -> Queue:
+    from dcpbench.submit import k8s as of_kubernetes
+    from dcpbench.submit import slurm as of_slurm
+
+    kinds: dict[str, Callable[[Submitted, Path], Queue]] = {"slurm": of_slurm.Queue, "k8s": of_kubernetes.Queue}
+    return kinds[job.kind](job, folder)
+
+
+def _again(what: str, folder: Path) -> str:
+    return shlex.join(["dcpbench", "submit", what, str(folder)])
+
+
+def _check_folder(asked: Asked) -> None:
+    """Raise OutputError where the folder holds what must not be lost, or a job of it that has not ended."""
+    from dcpbench.launch import folders
+    from dcpbench.submit.asked import kept
+    from dcpbench.submit.follow import Silent
+
+    folders.check_free(asked.folder, goes_on=bool(asked.start))
+    job = kept(asked.folder)
+    if job is None:
+        return
+    try:
+        ended = _queue(job, asked.folder).look().ended
+    except Silent as e:
+        raise OutputError(f"{asked.folder} was submitted before, and {e}; try again, or give another folder.") from e
+    if not ended:
+        raise OutputError(
+            f"{job.said} of {asked.folder} has not ended; wait for it with `{_again('follow', asked.folder)}`, end it with "
+            f"`{_again('cancel', asked.folder)}`, or give another folder with -o."
+        )
+
+
+def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) -> Asked:
+    """What is to run, as its own command understands it. Raises UsageError and CapacityError."""
+    from dcpbench.submit.asked import Asked
+
+    example = f"dcpbench submit {where} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
+    words = words[1:] if words[:1] == ["dcpbench"] else words
+    if not words or words[0] not in RUNNABLE:
+        said = f"{words[0]!r} cannot be submitted" if words else "what is to run?"
+        raise UsageError(f"{said} Write {listed(RUNNABLE, 'or')} with its options behind --, as in: {example}")
+    if job.nodes < 1:
+        raise UsageError(f"--nodes {job.nodes} is not positive; try --nodes 1.")
+    if job.gpus_per_node is not None and job.gpus_per_node < 0:
+        raise UsageError(f"--gpus-per-node {job.gpus_per_node} is negative; leave it out for none.")
+    if not NAME.fullmatch(job.name):
+        raise UsageError(f"--name {job.name}: write at most 42 of a-z, 0-9 and -, beginning with a letter.")
+    if job.time is not None and not re.fullmatch(r"[\d:-]+", job.time):
+        raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
+    typed, can = _parsed(caller, words)
+    _check_words(words[0], typed, can, job)
+    output = typed["output"]
+    folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{words[0]}-{where}"
+    start = "--resume" if typed.get("resume") else "--force" if typed.get("force") else ""
+    return Asked(
+        words=(words[0], *without(words[1:], ("-o", "--output"), ("--resume", "--force"))),
+        folder=folder.absolute(),
+        start=start,
+        again="--resume" if "resume" in typed else "--force",
+        nodes=job.nodes,
+        gpus_per_node=job.gpus_per_node,
+        time=job.time or "",
+        name=job.name if where == "slurm" else f"{job.name}-{time.strftime('%m%d-%H%M%S')}",
+        keeps=not job.detach,
+    )
+
+
+def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Mapping[str, Any], set[str]]:
+    """(options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
+    runs = getattr(caller.find_root().command, "commands", {})[words[0]]
+    if {"-h", "--help"} & set(words):
+        raise UsageError(f"see `dcpbench {words[0]} --help` for its options, and leave --help out here.")
+    try:
+        with runs.make_context(words[0], list(words[1:])) as parsed:
+            typed = dict(parsed.params)
+            given = {p.name for p in runs.params if typed.get(p.name) != p.get_default(parsed)}
+    except PARSER_ERROR as e:
+        raise UsageError(f"{shlex.join(words)}: {e.format_message()} See `dcpbench {words[0]} --help`.") from e
+    return typed, given
+
+
+def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job) -> None:
+    """Raise where the command cannot run on these machines."""
+    if here := [option for option in WHERE if option in given]:
+        raise UsageError(f"leave --{here[0].replace('_', '-')} out behind --; submit says it on each machine.")
+    if "dry_run" in given:
+        raise UsageError(
+            "--dry-run behind -- would wait in a queue to print a plan; type it before -- to see what is submitted, or "
+            f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
+        )
+    if job.nodes == 1:
+        _check_tp(typed, job)
+        return
+    if "nnodes" not in typed:
+        raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
+    if remote := [option for option in REMOTE if option in given]:
+        raise UsageError(f"--{remote[0].replace('_', '-')} measures from one machine; leave --nodes {job.nodes} out.")
+    if not typed.get("tp") and not typed.get("config"):
+        total = job.nodes * (job.gpus_per_node or 1)
+        raise UsageError(f"over how many ranks, with --nodes {job.nodes}? Add for example --tp {total} behind --.")
+    _check_tp(typed, job)
+
+
+def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
+    for word in str(typed.get("tp") or "").split(","):
+        tp = int(word) if word.strip().isdecimal() else 0
+        if tp % job.nodes:
+            raise UsageError(f"--tp {tp} does not divide over --nodes {job.nodes}; take a multiple of it.")
+        there = job.nodes * (job.gpus_per_node or tp)
+        if tp > there and not typed.get("emulate") and typed.get("device") != "cpu":
+            raise CapacityError(
+                f"--tp {tp} takes {tp} GPUs, and --nodes {job.nodes} with --gpus-per-node {job.gpus_per_node} have {there}; "
+                f"ask for more, or take --tp {there}."
+            )
+
+
+def without(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The words of a command but for these options."""
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        if word in valued:
+            next(left, None)
+        elif word not in flags and not any(
+            word.startswith(f"{v}=") or (word.startswith(v) and not v.startswith("--")) for v in valued
+        ):
+            kept.append(word)
+    return kept
+
+
+def _check_containers(containers: SlurmContainers) -> None:
+    if containers.pyxis and containers.apptainer:
+        raise UsageError("--pyxis and --apptainer contradict each other; leave one of them out.")
+    if containers.mount and not (containers.pyxis or containers.apptainer):
+        raise UsageError("--mount is about a container; add --pyxis IMAGE or --apptainer IMAGE, or leave it out.")
+
+
+def _program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
+    """What starts dcpbench on a machine."""
+    if typed:
+        return tuple(shlex.split(typed))
+    if inside:
+        return ("dcpbench",)
+    script = Path(sys.executable).with_name("dcpbench")
+    return (str(script),) if script.exists() else (sys.executable, "-m", "dcpbench.cli")

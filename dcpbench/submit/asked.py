@@ -1,0 +1,112 @@
+"""What is to be submitted, and what is kept of it beside the run. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from dcpbench.errors import OutputError, UsageError
+from dcpbench.launch import folders
+from dcpbench.show.whole_files import write_file
+
+SUBMIT_FOLDER = "submit"
+STATE_FILE = "job.json"
+NODES_FOLDER = "nodes"
+"""Below the run: a folder for each machine but the first, which has the run's own."""
+TERM_CODE = 143
+"""Exit code of a command that SIGTERM ended."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A command of dcpbench, and the machines that it is to run on."""
+
+    words: tuple[str, ...]
+    """As `sweep --tp 16`: without the run's folder, and without --resume and --force."""
+    folder: Path
+    """The run's, absolute."""
+    start: str = ""
+    """`--resume` or `--force` where that was typed."""
+    again: str = "--resume"
+    """What a job that is begun again adds instead."""
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    time: str = ""
+    """Limit, as Slurm writes it; Kubernetes gets its seconds."""
+    name: str = "dcpbench"
+    keeps: bool = True
+    """Whether somebody follows the job to its end."""
+
+    @property
+    def typed(self) -> str:
+        """The command as it may be shown."""
+        return shlex.join(["dcpbench", *self.words])
+
+    @property
+    def place(self) -> Path:
+        """Where what belongs to the job lies."""
+        return self.folder / SUBMIT_FOLDER
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that a cluster has."""
+
+    kind: str
+    """`slurm` or `k8s`."""
+    id: str
+    """Slurm's number, or the name of the Kubernetes Job."""
+    nodes: int
+    kubectl: tuple[str, ...] = ()
+    """How kubectl is called: with its namespace and context."""
+    fetched: bool = True
+    """Kubernetes: whether the run is copied to this machine."""
+    claim: str = ""
+    """Kubernetes: the volume that keeps it."""
+
+    @property
+    def said(self) -> str:
+        """The job in a sentence."""
+        return f"{'Slurm job' if self.kind == 'slurm' else 'Kubernetes job'} {self.id}"
+
+    def rest(self, folder: Path) -> str:
+        """Where what a job that was cancelled has measured is, as a sentence without its end."""
+        if self.claim and not self.fetched:
+            return f"What was measured is in the volume {self.claim}, in its folder {folder.name}"
+        return f"What was measured is in {folder}"
+
+
+def keep(folder: Path, job: Submitted) -> None:
+    """Note which job a run has."""
+    with folders.writing(folder):
+        write_file(folder / SUBMIT_FOLDER / STATE_FILE, msgspec.json.encode(job) + b"\n")
+
+
+def kept(folder: Path) -> Submitted | None:
+    """The job that a run was submitted as last; None where there is none. Raises OutputError for a note that is none."""
+    path = folder / SUBMIT_FOLDER / STATE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Submitted)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise OutputError(f"{path} cannot be read ({e}); remove it if the job is gone, and submit again.") from e
+
+
+def job_of(folder: Path) -> Submitted:
+    """The job of a run. Raises UsageError where it was not submitted."""
+    found = kept(folder)
+    if found is None:
+        raise UsageError(
+            f"{folder} was not submitted: there is no {SUBMIT_FOLDER}/{STATE_FILE}; give the folder that `dcpbench submit` "
+            "printed as Run."
+        )
+    return found
+
+
+def write_script(asked: Asked, name: str, text: str) -> Path:
+    """Keep what is submitted beside the run. Raises OutputError."""
+    folders.make_folder(asked.place)
+    with folders.writing(asked.folder):
+        write_file(asked.place / name, text.encode())
+    return asked.place / name

@@ -1,0 +1,486 @@
+"""Runs as Jobs of Kubernetes: the manifest, and what kubectl is asked. No torch.
+
+An indexed Job has a pod for each machine. Of several, a headless Service gives each its name, and a Secret has what they
+know each other by. Both belong to the Job, so that they are gone when it is deleted, by whomever.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import tarfile
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.launch import child
+from dcpbench.launch.jobs import SECRET
+from dcpbench.show.terminal import say
+from dcpbench.show.text import LINES, one_line, printable
+from dcpbench.submit.asked import Asked, Submitted, keep, write_script
+from dcpbench.submit.follow import FAILED, RefusedError, Silent, State, ask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+MANIFEST = "job.yaml"
+LABEL, INDEX = "app.kubernetes.io/instance", "batch.kubernetes.io/job-completion-index"
+CONTAINER, PORT = "dcpbench", 29500
+RUNS, FETCHED = "/runs", "/tmp/dcpbench-fetched"  # noqa: S108 -- in the pod
+ENDED = "dcpbench submit: node 0 has ended with"
+FETCH_S = 600
+"""How long node 0's pod stays for its run to be fetched."""
+KEPT_S = 86_400
+"""How long Kubernetes keeps a Job that has ended where nobody deletes it."""
+GPUS = "nvidia.com/gpu"
+DELETED_S = 120
+KINDS = "job,service,secret"
+LAST_LINES = 20
+LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
+"""Reasons of pods that were none of their command's doing."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is to run there, as typed."""
+
+    image: str
+    program: tuple[str, ...] = ("dcpbench",)
+    """What starts dcpbench in the image."""
+    namespace: str = ""
+    context: str = ""
+    claim: str = ""
+    """PersistentVolumeClaim that keeps runs."""
+    pod: dict[str, Any] = {}
+    """Merged into the pod's spec."""
+
+    @property
+    def kubectl(self) -> tuple[str, ...]:
+        """How kubectl is called."""
+        given = {"--namespace": self.namespace, "--context": self.context}
+        return ("kubectl", *(f"{name}={value}" for name, value in given.items() if value))
+
+
+def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
+    """The Job, and, where it has several machines, its Service and its Secret, which is empty yet."""
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(asked),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": asked.nodes,
+            "parallelism": asked.nodes,
+            "backoffLimit": 0,
+            "ttlSecondsAfterFinished": KEPT_S,
+            **({"activeDeadlineSeconds": seconds(asked.time)} if asked.time else {}),
+            "template": {"metadata": {"labels": _labels(asked)}, "spec": merged(_pod(asked, cluster), cluster.pod)},
+        },
+    }
+    if asked.nodes == 1:
+        return [job]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(asked),
+        "spec": {
+            "clusterIP": "None",
+            "selector": {LABEL: asked.name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(asked),
+        "type": "Opaque",
+        "stringData": {SECRET: ""},
+    }
+    return [job, service, secret]
+
+
+def as_yaml(asked: Asked, cluster: Cluster) -> str:
+    """The manifests as kubectl takes them."""
+    parts = "---\n".join(_dumped(part) for part in manifests(asked, cluster))
+    note = f"# The value of {SECRET} is made when this is submitted, and shown nowhere.\n" if asked.nodes > 1 else ""
+    return f"# {' '.join(asked.typed.splitlines())}\n{note}{parts}"
+
+
+def submit(asked: Asked, cluster: Cluster) -> Submitted:
+    """Hand the job to Kubernetes. Raises UsageError where that refuses it, and leaves nothing then."""
+    write_script(asked, MANIFEST, as_yaml(asked, cluster))
+    parts = manifests(asked, cluster)
+    created = Submitted(
+        kind="k8s", id=asked.name, nodes=asked.nodes, kubectl=cluster.kubectl, fetched=asked.keeps, claim=cluster.claim
+    )
+    try:
+        told = ask([*cluster.kubectl, "create", "-o", "json", "-f", "-"], sent=json.dumps(parts[0]))
+        owner = _owner(told)
+        for part in parts[1:]:
+            part["metadata"]["ownerReferences"] = [owner]
+            if "stringData" in part:
+                value = base64.b64encode(secrets.token_hex(16).encode()).decode()
+                del part["stringData"]
+                part["data"] = {SECRET: value}
+            ask([*cluster.kubectl, "create", "-f", "-"], sent=json.dumps(part))
+    except (RefusedError, Silent) as e:
+        with contextlib.suppress(RefusedError, Silent):
+            _delete(created)
+        raise UsageError(
+            f"{e}. What it was given is {asked.place / MANIFEST}; see `dcpbench submit k8s --help`."
+        ) from e
+    keep(asked.folder, created)
+    return created
+
+
+class Queue:
+    """A Job as Kubernetes has it."""
+
+    late_s = 30.0
+
+    def __init__(self, job: Submitted, folder: Path) -> None:
+        """`folder` is where the run will lie on this machine."""
+        self._job, self._folder = job, folder
+        self._pod = ""
+        self._began = self._over = False
+        """Whether node 0's command was begun, and whether it has ended, as far as is known."""
+        self._of_all = self._read_all = False
+        """Whether the log that is read is of a command that had ended before, and whether such a one was read to its end."""
+        self._logs: subprocess.Popen[bytes] | None = None
+        self._pending = b""
+        self._last = ""
+        self._told = False
+        self._fetched = not job.fetched
+
+    def look(self) -> State:
+        """Where it is. Raises Silent."""
+        try:
+            told = ask([*self._job.kubectl, "get", "job,pods", "-l", f"{LABEL}={self._job.id}", "-o", "json"])
+            found = json.loads(told)["items"]
+        except (RefusedError, ValueError, KeyError, TypeError) as e:
+            raise Silent(f"kubectl: {one_line(str(e))}") from e
+        jobs = [item for item in found if item.get("kind") == "Job"]
+        pods = {_index(item): item for item in found if item.get("kind") == "Pod"}
+        self._pod = pods[0]["metadata"]["name"] if 0 in pods else ""
+        states = _container(pods.get(0, {})).get("state", {}).keys()
+        self._began, self._over = bool(states & {"running", "terminated"}), "running" not in states
+        if not jobs:
+            return State(said=f"{self._job.said} is gone", ended=True, code=FAILED)
+        return self._state(jobs[0], pods)
+
+    def output(self) -> Iterator[str]:
+        """Lines that node 0's pod has printed; once it says that it has ended, its run is fetched."""
+        for line in self._new_lines():
+            stamp, _, text = line.partition(" ")
+            if stamp <= self._last:
+                continue
+            self._last = stamp
+            yield text
+            if text.startswith(ENDED) and not self._fetched:
+                self._fetched = True
+                self._fetch()
+
+    def finished(self) -> bool:
+        """A log ends with its container; one that was begun before may have ended for another reason."""
+        return self._over and (self._read_all or not self._began)
+
+    def cancel(self) -> None:
+        """Delete it, with everything that belongs to it; what it has measured is fetched before."""
+        with contextlib.suppress(Silent):
+            if not self.look().ended and self._began and not self._fetched:
+                self._fetch()
+        _delete(self._job)
+
+    def clean(self) -> None:
+        """Delete what is left of it."""
+        with contextlib.suppress(Silent):
+            _delete(self._job)
+
+    def close(self) -> None:
+        """End the reader of its log."""
+        if self._logs is not None:
+            self._logs.kill()
+            self._logs.communicate()
+            self._logs, self._pending = None, b""
+
+    def _state(self, job: Mapping[str, Any], pods: Mapping[int, Mapping[str, Any]]) -> State:
+        said = self._job.said
+        ended = {c["type"]: c for c in job.get("status", {}).get("conditions", []) if c.get("status") == "True"}
+        if "Complete" in ended:
+            return State(said=f"{said} has ended well", ended=True)
+        running = sum("running" in _container(pod).get("state", {}) for pod in pods.values())
+        if "Failed" in ended and running:
+            return State(said=f"{said} has failed, and {running} of its pods {'is' if running == 1 else 'are'} ending")
+        if "Failed" in ended:
+            return self._failed(str(ended["Failed"].get("reason", "")), pods)
+        waits = [f"node {i}: {why}" for i in sorted(pods) if (why := _waits_for(pods[i]))]
+        doing = f"has {running} of {self._job.nodes} pods running"
+        return State(said=f"{said} {doing}{': ' if waits else ''}{'; '.join(waits)}")
+
+    def _failed(self, reason: str, pods: Mapping[int, Mapping[str, Any]]) -> State:
+        """How it failed: the first of its commands that did is the cause, as Kubernetes ends the others then."""
+        said = self._job.said
+        if reason == "DeadlineExceeded":
+            return State(said=f"{said} ran into its time limit; give it more with --time", ended=True, code=FAILED)
+        if lost := sorted(index for index, pod in pods.items() if _disruption(pod)):
+            why = _disruption(pods[lost[0]])
+            return State(said=f"{said} lost the pod of node {lost[0]} ({why})", ended=True, code=FAILED, lost=True)
+        codes = sorted((*end, index) for index, pod in pods.items() if (end := _ended(pod)) and end[1])
+        if not codes:
+            return State(said=f"{said} has failed ({reason}), and no command of it has ended", ended=True, code=FAILED)
+        _, code, index = codes[0]
+        if index and not self._told:
+            self._told = True
+            with contextlib.suppress(RefusedError, Silent):
+                name = pods[index]["metadata"]["name"]
+                told = ask([*self._job.kubectl, "logs", f"--tail={LAST_LINES}", "-c", CONTAINER, name])
+                say(f"The last lines of node {index}:\n{printable(told.rstrip(), LINES)}")
+        return State(said=f"{said} has failed with exit code {code}, that of node {index}", ended=True, code=code)
+
+    def _new_lines(self) -> Iterator[str]:
+        """Whole lines with their times. The reader is started again where it ended, and says nothing twice."""
+        if self._logs is None:
+            if not (self._pod and self._began):
+                return
+            since = [f"--since-time={self._last}"] if self._last else []
+            self._of_all = self._over
+            command = [*self._job.kubectl, "logs", "--follow", "--timestamps", *since, "-c", CONTAINER, self._pod]
+            self._logs = subprocess.Popen(child.tied(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            assert self._logs.stdout is not None
+            os.set_blocking(self._logs.stdout.fileno(), False)
+        assert self._logs.stdout is not None
+        closed = False
+        while (data := self._read()) is not None:
+            closed = not data
+            if closed:
+                break
+            self._pending += data
+        lines = self._pending.split(b"\n")
+        self._pending = lines.pop()
+        for line in lines:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+        if closed:
+            self._read_all = self._of_all
+            self.close()
+
+    def _read(self) -> bytes | None:
+        assert self._logs is not None
+        assert self._logs.stdout is not None
+        try:
+            return os.read(self._logs.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return None
+
+    def _fetch(self) -> None:
+        """Copy the run from node 0's pod, and let the pod go."""
+        place = f"{RUNS}/{self._folder.name}"
+        inside = [*self._job.kubectl, "exec", self._pod, "-c", CONTAINER, "--"]
+        try:
+            command = [*inside, "tar", "-c", "-f", "-", "-C", place, "."]
+            with (
+                subprocess.Popen(command, stdout=subprocess.PIPE) as packing,
+                tarfile.open(fileobj=packing.stdout, mode="r|") as archive,
+            ):
+                unpack(archive, self._folder)
+        except (OSError, tarfile.TarError) as e:
+            by_hand = shlex.join([*self._job.kubectl, "cp", "-c", CONTAINER, f"{self._pod}:{place}", str(self._folder)])
+            say(f"The run could not be fetched ({one_line(str(e))}); try within {FETCH_S} s: {by_hand}")
+            return
+        say(f"The run was fetched. Run: {self._folder}")
+        with contextlib.suppress(RefusedError, Silent):
+            ask([*inside, "touch", FETCHED])
+
+
+def seconds(time: str) -> int:
+    """A limit as Slurm writes it: minutes, HH:MM:SS, D-HH, D-HH:MM:SS. Raises UsageError."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        raise UsageError(f"--time {time}: write it as Slurm does, such as 30 (minutes), 4:00:00 or 1-12:00:00.")
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, secs = (*numbers, 0, 0)[:3]
+    elif len(numbers) < 3:  # noqa: PLR2004 -- minutes, and seconds
+        hours, minutes, secs = 0, *(*numbers, 0)[:2]
+    else:
+        hours, minutes, secs = numbers
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs
+    if total <= 0:
+        raise UsageError(f"--time {time} is no time at all; write for example --time 4:00:00.")
+    return total
+
+
+def merged(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A pod's spec with what `given` changes: mappings key by key, lists by what they add; its first container is ours."""
+    found = dict(ours)
+    for key, value in given.items():
+        mine = ours.get(key)
+        if key == "containers" and mine and isinstance(value, list) and value and isinstance(value[0], dict):
+            found[key] = [merged(mine[0], value[0]), *value[1:]]
+        elif isinstance(mine, dict) and isinstance(value, dict):
+            found[key] = merged(mine, value)
+        elif isinstance(mine, list) and isinstance(value, list):
+            found[key] = [*mine, *value]
+        else:
+            found[key] = value
+    return found
+
+
+def read_pod(path: Path) -> dict[str, Any]:
+    """What --pod adds to the pod's spec. Raises UsageError where it is no mapping in YAML."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise UsageError(f"--pod {path} cannot be read: {one_line(str(e))}") from e
+    if not isinstance(found, dict) or {"kind", "spec"} & found.keys():
+        raise UsageError(
+            f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."
+        )
+    return found
+
+
+def unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write the files of an archive into a folder, and nothing outside it."""
+    for member in archive:
+        name = PurePosixPath(member.name)
+        if not member.isreg() or name.is_absolute() or ".." in name.parts:
+            continue
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = archive.extractfile(member)
+        assert source is not None
+        with path.open("wb") as file:
+            shutil.copyfileobj(source, file)
+
+
+def _labels(asked: Asked) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "dcpbench", LABEL: asked.name}
+
+
+def _metadata(asked: Asked) -> dict[str, Any]:
+    return {"name": asked.name, "labels": _labels(asked)}
+
+
+def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
+    """Its spec: one pod a machine, which has all the GPUs that it asks for, and is not begun again by itself."""
+    env = {
+        "JOB": asked.name,
+        "NODES": str(asked.nodes),
+        "PORT": str(PORT),
+        "RUN_FOLDER": f"{RUNS}/{asked.folder.name}",
+        "FETCH_S": str(FETCH_S if asked.keeps else 0),
+        "FETCHED": FETCHED,
+        "ENDED": ENDED,
+    }
+    secret = {"secretKeyRef": {"name": asked.name, "key": SECRET}}
+    given: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in env.items()]
+    given.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    several = asked.nodes > 1
+    gpus = {"limits": {GPUS: asked.gpus_per_node}} if asked.gpus_per_node else {}
+    start = [asked.start] if asked.start else []
+    runs = {"persistentVolumeClaim": {"claimName": cluster.claim}} if cluster.claim else {"emptyDir": {}}
+    script = resources.files(__package__).joinpath("pod.sh").read_text(encoding="utf-8")
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 60,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        **({"subdomain": asked.name, "affinity": _apart(asked)} if several else {}),
+        "tolerations": [{"key": GPUS, "operator": "Exists", "effect": "NoSchedule"}] if gpus else [],
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": cluster.image,
+                "command": ["sh", "-c", script, "pod"],
+                "args": [word.replace("$", "$$") for word in (*cluster.program, *asked.words, *start)],
+                "env": [*given, *([{"name": SECRET, "valueFrom": secret}] if several else [])],
+                "resources": gpus,
+                "volumeMounts": [{"name": "runs", "mountPath": RUNS}, {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
+            }
+        ],
+        "volumes": [{"name": "runs", **runs}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+
+
+def _apart(asked: Asked) -> dict[str, Any]:
+    """No two pods of a job on one machine."""
+    others = {"labelSelector": {"matchLabels": {LABEL: asked.name}}, "topologyKey": "kubernetes.io/hostname"}
+    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}}
+
+
+def _dumped(part: Mapping[str, Any]) -> str:
+    """YAML in which the pod's script reads as one."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """With texts of several lines as blocks."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return str(yaml.dump(part, Dumper=Dumper, sort_keys=False, width=120))
+
+
+def _owner(told: str) -> dict[str, Any]:
+    """The Job as that to which others belong, as `kubectl create -o json` told it. Raises WorkerError."""
+    try:
+        metadata = json.loads(told)["metadata"]
+        return {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
+    except (ValueError, KeyError, TypeError) as e:
+        raise WorkerError(f"kubectl create answered with what is no Job: {one_line(told)}") from e
+
+
+def _delete(job: Submitted) -> None:
+    """Delete the Job, and wait until its pods, its Service and its Secret are gone."""
+    how = ["--ignore-not-found", "--cascade=foreground", "--wait", f"--timeout={DELETED_S}s"]
+    ask([*job.kubectl, "delete", KINDS, "-l", f"{LABEL}={job.id}", *how], seconds=2 * DELETED_S)
+
+
+def _index(pod: Mapping[str, Any]) -> int:
+    number = pod.get("metadata", {}).get("annotations", {}).get(INDEX, "0")
+    return int(number) if str(number).isdecimal() else 0
+
+
+def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The status of ours, empty before it has one."""
+    found = pod.get("status", {}).get("containerStatuses") or []
+    return next((status for status in found if status.get("name") == CONTAINER), {})
+
+
+def _ended(pod: Mapping[str, Any]) -> tuple[str, int] | None:
+    """(when, exit code) of a pod whose command has ended."""
+    ended = _container(pod).get("state", {}).get("terminated")
+    return (str(ended.get("finishedAt", "")), int(ended.get("exitCode", FAILED))) if ended else None
+
+
+def _disruption(pod: Mapping[str, Any]) -> str:
+    """Why its machine was taken from a pod: evicted, preempted, drained. Empty where it was not."""
+    status = pod.get("status", {})
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return one_line(str(condition.get("reason") or "DisruptionTarget"))
+    return str(status["reason"]) if status.get("reason") in LOST else ""
+
+
+def _waits_for(pod: Mapping[str, Any]) -> str:
+    """What keeps a pod from running, in Kubernetes' words."""
+    waiting = _container(pod).get("state", {}).get("waiting", {})
+    if waiting:
+        return one_line(": ".join(filter(None, (waiting.get("reason", ""), waiting.get("message", "")))))
+    for condition in pod.get("status", {}).get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return one_line(condition.get("message", "") or condition.get("reason", ""))
+    return ""

@@ -1,0 +1,493 @@
+"""`dcpbench submit` beside commands of clusters that only say what they were asked (fake_cluster/)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dcpbench.launch.jobs import SECRET
+from dcpbench.submit import follow, k8s
+from dcpbench.submit import slurm as slurm_queue
+from tests.cli.typed import Typed
+
+if TYPE_CHECKING:
+    import subprocess
+
+HERE = Path(__file__).parent / "fake_cluster"
+SWEEP = ("--", "sweep", "--tp", "16", "--dcp", "8")
+RUNNING = "JobState=RUNNING Reason=None Restarts=0 ExitCode=0:0 NodeList=n[0-1]"
+DONE = "JobState=COMPLETED Reason=None ExitCode=0:0"
+
+
+class Cluster:
+    """What the fake commands are told, and what they were asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name in ("sbatch", "scontrol", "scancel"):
+            (folder / "bin" / name).symlink_to(HERE / "slurm.sh")
+        (folder / "bin" / "kubectl").symlink_to(HERE / "kubectl")
+        for name in ("get", "created", "pod"):
+            (folder / name).mkdir()
+
+    def states(self, *lines: str) -> None:
+        """What scontrol will say, one after the other."""
+        (self.folder / "states").write_text("".join(f"{line}\n" for line in lines))
+
+    def gets(self, *answers: dict[str, Any]) -> None:
+        """What `kubectl get` will print, one after the other."""
+        for number, answer in enumerate(answers):
+            (self.folder / "get" / str(number)).write_text(json.dumps(answer))
+
+    def log(self, *lines: str) -> None:
+        (self.folder / "log").write_text("".join(f"{line}\n" for line in lines))
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def created(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.folder / "created").iterdir())]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    monkeypatch.setenv("FAKE", str(folder))
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    for name in ("READ_S", "LOOK_S"):
+        monkeypatch.setattr(follow, name, 0.01)
+    monkeypatch.setattr(slurm_queue.Queue, "late_s", 0.01)
+    return Cluster(folder)
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    return Typed(folder, monkeypatch, capsys)
+
+
+def slurm(typed: Typed, *words: str) -> subprocess.CompletedProcess[str]:
+    return typed("submit", "slurm", "--nodes", "2", *words)
+
+
+class TestSlurm:
+    def test_a_job_is_followed_to_its_end_and_its_log_shown(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.states("JobState=PENDING Reason=Priority Restarts=0", RUNNING, DONE)
+        cluster.log("[1/2] tp16", "[2/2] tp16·dcp8 \x1b[31m")
+        done = slurm(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 0
+        assert done.stdout == "[1/2] tp16\n[2/2] tp16·dcp8 \\x1b[31m\n", "what a terminal would obey is spelled out"
+        assert done.stderr.splitlines() == [
+            f"Slurm job 7 is submitted. Run: {Path('run').absolute()}",
+            "Slurm job 7 is pending (Priority).",
+            "Slurm job 7 is running on n[0-1].",
+            "Slurm job 7 has ended well.",
+        ]
+
+    def test_what_is_submitted_is_kept_beside_the_run(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.states(DONE)
+        slurm(typed, *SWEEP, "-o", "run")
+        assert Path("run/submit/job.sh").read_text() == (cluster.folder / "script").read_text()
+        assert json.loads(Path("run/submit/job.json").read_bytes())["id"] == "7"
+
+    @pytest.mark.parametrize(
+        ("state", "code", "said"),
+        [
+            ("JobState=FAILED ExitCode=4:0", 4, "has ended with exit code 4; read "),
+            ("JobState=FAILED ExitCode=0:9", 137, "has ended by signal 9; read "),
+            ("JobState=CANCELLED ExitCode=0:15", 130, "was cancelled"),
+            ("JobState=TIMEOUT ExitCode=0:15", 4, "ran into its time limit; to go on, submit it again with -o "),
+            ("JobState=NODE_FAIL ExitCode=0:0", 4, "lost a node; to go on, submit it again with -o "),
+            ("JobState=OUT_OF_MEMORY ExitCode=0:125", 4, "was out of host memory; read "),
+        ],
+        ids=lambda value: value.split("=")[1].split()[0] if isinstance(value, str) and "State" in value else "",
+    )
+    def test_how_the_job_ended_is_how_submit_ends(
+        self, cluster: Cluster, typed: Typed, state: str, code: int, said: str
+    ) -> None:
+        cluster.states(RUNNING, state)
+        done = slurm(typed, *SWEEP)
+        assert done.returncode == code
+        assert said in done.stderr
+
+    def test_a_job_that_begins_again_is_stayed_with(self, cluster: Cluster, typed: Typed) -> None:
+        again = "JobState=PENDING Reason=BeginTime Restarts=1"
+        cluster.states(RUNNING, again, RUNNING.replace("Restarts=0", "Restarts=1"), DONE)
+        done = slurm(typed, *SWEEP)
+        assert done.returncode == 0
+        assert "is pending (BeginTime), begun again 1 time." in done.stderr
+        assert "is running on n[0-1], begun again 1 time." in done.stderr
+
+    def test_a_controller_that_does_not_answer_is_asked_again(self, cluster: Cluster, typed: Typed) -> None:
+        silent = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+        cluster.states(silent, silent, RUNNING, DONE)
+        done = slurm(typed, *SWEEP)
+        assert done.returncode == 0
+        assert done.stderr.count("Unable to contact slurm controller") == 1, "said once"
+
+    @pytest.mark.parametrize(("left", "code"), [("2", 2), ("", 4)])
+    def test_a_job_that_slurm_has_forgotten_ends_by_what_its_script_left(
+        self, cluster: Cluster, typed: Typed, left: str, code: int
+    ) -> None:
+        """Slurm forgets a job minutes after its end."""
+        cluster.states(RUNNING)
+        slurm(typed, "--detach", *SWEEP, "-o", "run")
+        if left:
+            Path("run/submit/7.code").write_text(left)
+        cluster.states("slurm_load_jobs error: Invalid job id specified")
+        assert typed("submit", "follow", "run").returncode == code
+
+    def test_detached_it_comes_back_and_says_how_to_go_on(self, cluster: Cluster, typed: Typed) -> None:
+        done = slurm(typed, "--detach", *SWEEP, "-o", "run")
+        assert done.returncode == 0
+        run = Path("run").absolute()
+        assert f"dcpbench submit follow {run}" in done.stderr
+        assert f"dcpbench submit cancel {run}" in done.stderr
+        assert [call.split()[0] for call in cluster.calls] == ["sbatch"]
+
+    def test_cancel_ends_the_job_and_removes_its_secret(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.states(RUNNING)
+        slurm(typed, "--detach", *SWEEP, "-o", "run")
+        Path("run/submit/secret").write_text("left by a script that was killed")
+        done = typed("submit", "cancel", "run")
+        assert done.returncode == 0
+        assert "scancel 7" in cluster.calls
+        assert not Path("run/submit/secret").exists()
+
+    def test_a_refusal_is_said_in_slurms_words(self, cluster: Cluster, typed: Typed) -> None:
+        (cluster.folder / "refusal").write_text("sbatch: error: invalid partition specified: gpus\n")
+        done = slurm(typed, "--partition", "gpus", *SWEEP)
+        assert done.returncode == 2
+        assert "error: sbatch: sbatch: error: invalid partition specified: gpus. What it was given is" in done.stderr
+
+    def test_without_slurm_it_says_where_to_type_it(
+        self, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        done = slurm(typed, *SWEEP)
+        assert done.returncode == 2
+        assert "there is no `sbatch` here; type this where it is" in done.stderr
+
+    def test_a_run_whose_job_has_not_ended_is_not_submitted_twice(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.states(RUNNING)
+        slurm(typed, "--detach", *SWEEP, "-o", "run")
+        done = slurm(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 2
+        assert "has not ended; wait for it with `dcpbench submit follow" in done.stderr
+        assert len([call for call in cluster.calls if call.startswith("sbatch")]) == 1
+
+    def test_a_folder_with_records_asks_for_resume_before_anything_waits_in_a_queue(
+        self, cluster: Cluster, typed: Typed
+    ) -> None:
+        Path("run").mkdir()
+        Path("run/records.jsonl").write_text("{}\n")
+        done = slurm(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 2
+        assert "already holds records; add --resume" in done.stderr
+        assert cluster.calls == []
+
+    def test_a_secret_of_ones_own_does_not_reach_the_job(
+        self, cluster: Cluster, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """sbatch keeps the environment, and each job makes a secret of its own."""
+        monkeypatch.setenv(SECRET, "mine")
+        slurm(typed, "--detach", *SWEEP)
+        assert SECRET not in (cluster.folder / "environment").read_text()
+
+
+def pod(index: int, state: dict[str, Any], **status: Any) -> dict[str, Any]:
+    """A pod as kubectl tells of it."""
+    return {
+        "kind": "Pod",
+        "metadata": {"name": f"job-{index}-x", "annotations": {k8s.INDEX: str(index)}},
+        "status": {"containerStatuses": [{"name": "dcpbench", "state": state}], **status},
+    }
+
+
+def told(*pods: dict[str, Any], **condition: str) -> dict[str, Any]:
+    """What `kubectl get job,pods` answers."""
+    conditions = [{"status": "True", **condition}] if condition else []
+    return {"items": [{"kind": "Job", "metadata": {}, "status": {"conditions": conditions}}, *pods]}
+
+
+RUNS: dict[str, Any] = {"running": {}}
+ENDED = "2026-01-01T00:00:09Z"
+
+
+def ended(code: int, at: str = ENDED) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "finishedAt": at}}
+
+
+def kubernetes(typed: Typed, *words: str) -> subprocess.CompletedProcess[str]:
+    return typed("submit", "k8s", "--image", "here/dcpbench:1", "--nodes", "2", *words)
+
+
+class TestKubernetes:
+    def test_a_job_is_followed_and_its_run_fetched_before_its_pod_goes(self, cluster: Cluster, typed: Typed) -> None:
+        (cluster.folder / "pod" / "records.jsonl").write_text("records\n")
+        cluster.log(
+            "2026-01-01T00:00:01Z [1/2] tp16",
+            "2026-01-01T00:00:02Z [2/2] tp16·dcp8",
+            f"2026-01-01T00:00:03Z {k8s.ENDED} 0",
+        )
+        cluster.gets(
+            told(pod(0, {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})),
+            told(pod(0, RUNS), pod(1, RUNS)),
+            told(pod(0, RUNS), pod(1, ended(0))),
+            told(pod(0, ended(0)), pod(1, ended(0)), type="Complete"),
+        )
+        done = kubernetes(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["[1/2] tp16", "[2/2] tp16·dcp8", f"{k8s.ENDED} 0"], "each line once"
+        assert "has 0 of 2 pods running: node 0: ImagePullBackOff: no such image." in done.stderr
+        assert Path("run/records.jsonl").read_text() == "records\n"
+        assert (cluster.folder / "let-go").exists(), "the pod waits no longer"
+        assert (cluster.folder / "deleted").exists(), "nothing is left"
+
+    def test_service_and_secret_belong_to_the_job(self, cluster: Cluster, typed: Typed) -> None:
+        """Whoever deletes the Job, or Kubernetes a day after its end, deletes them with it."""
+        cluster.gets(told(type="Complete"))
+        kubernetes(typed, *SWEEP)
+        job, service, secret = cluster.created()
+        assert [part["kind"] for part in (job, service, secret)] == ["Job", "Service", "Secret"]
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "given", "uid": "a-uid"}
+        assert service["metadata"]["ownerReferences"] == secret["metadata"]["ownerReferences"] == [owner]
+        assert job["spec"]["ttlSecondsAfterFinished"] == 86_400
+
+    def test_the_secret_reaches_kubectl_alone_and_by_its_input(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(told(type="Complete"))
+        done = kubernetes(typed, *SWEEP, "-o", "run")
+        value = base64.b64decode(cluster.created()[2]["data"][SECRET]).decode()
+        assert len(value) == 32
+        kept = "".join(path.read_text() for path in Path("run").rglob("*") if path.is_file())
+        for shown in (done.stdout, done.stderr, kept, *cluster.calls, json.dumps(cluster.created()[:2])):
+            assert value not in shown
+
+    def test_the_first_command_that_failed_is_the_cause(self, cluster: Cluster, typed: Typed) -> None:
+        """Kubernetes ends node 0 once node 1 has failed: 143 is no cause."""
+        cluster.log("2026-01-01T00:00:01Z no room")
+        pods = pod(0, ended(143, "2026-01-01T00:00:08Z")), pod(1, ended(3, "2026-01-01T00:00:02Z"))
+        cluster.gets(told(*pods, type="Failed", reason="BackoffLimitExceeded"))
+        done = kubernetes(typed, *SWEEP)
+        assert done.returncode == 3
+        assert "has failed with exit code 3, that of node 1." in done.stderr
+        assert "The last lines of node 1:\n2026-01-01T00:00:01Z no room" in done.stderr
+
+    @pytest.mark.parametrize("restarts", ["0", "1"])
+    def test_a_job_that_lost_a_machine_is_submitted_again_as_often_as_was_said(
+        self, cluster: Cluster, typed: Typed, restarts: str
+    ) -> None:
+        """The second one resumes, and has a name of its own, as the first may not be gone yet."""
+        drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        lost = pod(1, ended(143), conditions=[drained])
+        cluster.gets(told(pod(0, ended(143)), lost, type="Failed"), told(type="Complete"))
+        (cluster.folder / "keeps-answers").touch()
+        done = kubernetes(typed, "--claim", "runs", "--restarts", restarts, *SWEEP)
+        assert "lost the pod of node 1 (EvictionByEvictionAPI)." in done.stderr
+        jobs = [part for part in cluster.created() if part["kind"] == "Job"]
+        words = [job["spec"]["template"]["spec"]["containers"][0]["args"] for job in jobs]
+        if restarts == "0":
+            assert done.returncode == 4
+            assert "To go on: submit it again with -o" in done.stderr
+            assert ["--resume" in w for w in words] == [False]
+        else:
+            assert done.returncode == 0
+            assert ["--resume" in w for w in words] == [False, True]
+            assert jobs[0]["metadata"]["name"] != jobs[1]["metadata"]["name"]
+
+    def test_pods_that_are_still_ending_are_waited_for(self, cluster: Cluster, typed: Typed) -> None:
+        """Node 0 has yet to say that it has ended, so that its run is fetched."""
+        failed = pod(1, ended(3))
+        cluster.gets(
+            told(pod(0, RUNS), failed, type="Failed"),
+            told(pod(0, ended(143)), failed | {"status": pod(1, ended(3, "1970"))["status"]}, type="Failed"),
+        )
+        cluster.log(f"2026-01-01T00:00:03Z {k8s.ENDED} 143")
+        done = kubernetes(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 3
+        assert "has failed, and 1 of its pods is ending." in done.stderr
+        assert done.stderr.index("is ending") < done.stderr.index("The run was fetched.")
+
+    def test_what_was_measured_is_fetched_before_a_cancelled_job_goes(self, cluster: Cluster, typed: Typed) -> None:
+        (cluster.folder / "interrupts").touch()
+        (cluster.folder / "pod" / "records.jsonl").write_text("records\n")
+        cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+        done = kubernetes(typed, *SWEEP, "-o", "run")
+        assert done.returncode == 130
+        assert Path("run/records.jsonl").read_text() == "records\n"
+        calls = " ".join(cluster.calls)
+        assert 0 < calls.index(" tar ") < calls.index(" delete ")
+
+    def test_a_deadline_is_said(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(told(pod(0, ended(143)), type="Failed", reason="DeadlineExceeded"))
+        done = kubernetes(typed, "--time", "30", *SWEEP)
+        assert done.returncode == 4
+        assert "ran into its time limit; give it more with --time." in done.stderr
+
+    def test_what_a_pod_cannot_be_placed_for_is_said(self, cluster: Cluster, typed: Typed) -> None:
+        waits = {"kind": "Pod", "metadata": {"name": "p", "annotations": {k8s.INDEX: "1"}}}
+        scheduled = {
+            "type": "PodScheduled",
+            "status": "False",
+            "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+        }
+        cluster.gets(told(pod(0, RUNS), waits | {"status": {"conditions": [scheduled]}}), told(type="Complete"))
+        done = kubernetes(typed, *SWEEP)
+        assert "has 1 of 2 pods running: node 1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu." in done.stderr
+
+    def test_a_job_of_which_a_part_is_refused_leaves_nothing(self, cluster: Cluster, typed: Typed) -> None:
+        (cluster.folder / "refusal-2").write_text("Error from server (Forbidden): secrets is forbidden")
+        done = kubernetes(typed, *SWEEP)
+        assert done.returncode == 2
+        assert "secrets is forbidden" in done.stderr
+        assert (cluster.folder / "deleted").exists()
+
+    def test_namespace_and_context_are_given_to_every_call(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(told(type="Complete"))
+        kubernetes(typed, "--namespace", "gpus", "--context", "big", *SWEEP)
+        assert cluster.calls
+        assert all(call.startswith("kubectl --namespace=gpus --context=big ") for call in cluster.calls)
+
+    def test_cancel_deletes_all_of_it(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+        kubernetes(typed, "--detach", "--claim", "runs", *SWEEP, "-o", "run")
+        done = typed("submit", "cancel", "run")
+        assert done.returncode == 0
+        name = json.loads(Path("run/submit/job.json").read_bytes())["id"]
+        (deleted,) = [call for call in cluster.calls if " delete " in call][:1]
+        assert f"delete job,service,secret -l app.kubernetes.io/instance={name}" in deleted
+        assert "--cascade=foreground --wait" in deleted
+
+    @pytest.mark.parametrize(
+        "words",
+        [("--detach", *SWEEP), (*SWEEP, "-o", "run", "--resume"), ("--restarts", "1", *SWEEP)],
+        ids=["detach", "resume", "restarts"],
+    )
+    def test_what_must_outlive_its_pods_needs_a_claim(
+        self, cluster: Cluster, typed: Typed, words: tuple[str, ...]
+    ) -> None:
+        done = kubernetes(typed, *words)
+        assert done.returncode == 2
+        assert "add --claim" in done.stderr
+        assert cluster.calls == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
+@pytest.mark.parametrize("where", ["slurm", "k8s"])
+def test_an_interrupt_cancels_what_was_submitted(cluster: Cluster, typed: Typed, where: str, number: int) -> None:
+    cluster.states(RUNNING)
+    cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+    cluster.log()
+
+    def interrupt() -> None:
+        asked = "scontrol" if where == "slurm" else " get "
+        while not any(asked in call for call in cluster.calls):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    done = slurm(typed, *SWEEP) if where == "slurm" else kubernetes(typed, *SWEEP)
+    thread.join()
+    assert done.returncode == (130 if number == signal.SIGINT else 143)
+    assert "is cancelled. What was measured is in" in done.stderr
+    assert any(("scancel 7" if where == "slurm" else " delete ") in call for call in cluster.calls)
+
+
+def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_knows(
+    cluster: Cluster, typed: Typed
+) -> None:
+    (cluster.folder / "interrupts").touch()
+    cluster.states(RUNNING)
+    done = slurm(typed, *SWEEP)
+    assert done.returncode == 130
+    assert "scancel 7" in cluster.calls
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "what is to run? Write sweep, serve or verify with its options behind --, as in: dcpbench submit"),
+        (("--", "report", "run"), 2, "'report' cannot be submitted"),
+        (("--", "sweep", "--tq", "16"), 2, "No such option: --tq"),
+        (("--", "sweep", "--tp", "16", "--nnodes", "2"), 2, "leave --nnodes out behind --"),
+        (("--", "sweep", "--tp", "16", "--rdzv-id", "x"), 2, "leave --rdzv-id out behind --"),
+        (("--", "sweep", "--tp", "16", "--dry-run"), 2, "type it before --"),
+        (("--", "sweep", "--help"), 2, "see `dcpbench sweep --help`"),
+        (("--nodes", "2", "--gpus-per-node", "8", "--", "sweep"), 2, "Add for example --tp 16 behind --."),
+        (("--nodes", "2", "--", "sweep", "--tp", "3"), 2, "--tp 3 does not divide over --nodes 2"),
+        (("--nodes", "2", "--gpus-per-node", "4", "--", "sweep", "--tp", "8,16"), 3, "or take --tp 8."),
+        (("--nodes", "2", "--", "verify", "--tp", "4"), 2, "verify runs on one machine; leave --nodes 2 out."),
+        (("--nodes", "2", "--", "serve", "--url", "http://a:1", "--tp", "8"), 2, "--url measures from one machine"),
+        (("--nodes", "0", "--", "sweep"), 2, "--nodes 0 is not positive"),
+        (("--gpus-per-node", "-1", "--", "sweep"), 2, "--gpus-per-node -1 is negative"),
+        (("--name", "My Job", "--", "sweep"), 2, "--name My Job: write at most 42 of a-z"),
+        (("--time", "soon", "--", "sweep"), 2, "--time soon: write minutes, HH:MM:SS"),
+    ],
+    ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
+)
+@pytest.mark.parametrize("where", [("slurm",), ("k8s", "--image", "here/dcpbench:1")], ids=["slurm", "k8s"])
+def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
+    cluster: Cluster, typed: Typed, where: tuple[str, ...], words: tuple[str, ...], code: int, said: str
+) -> None:
+    done = typed("submit", *where, *words)
+    assert said in done.stderr
+    assert done.returncode == code
+    assert cluster.calls == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("slurm", "--pyxis", "a", "--apptainer", "b"), "--pyxis and --apptainer contradict each other"),
+        (("slurm", "--mount", "/data:/data"), "--mount is about a container; add --pyxis IMAGE"),
+        (("slurm", "--sbatch", "qos=high"), "write an option of sbatch, such as --sbatch=--qos=high"),
+        (("slurm", "--setup", "one\ntwo"), "take a line each"),
+        (("k8s",), "add for example --image"),
+        (("k8s", "--image", "a", "--time", "0"), "is no time at all"),
+        (("k8s", "--image", "a", "--pod", "no-such.yaml"), "--pod no-such.yaml cannot be read"),
+    ],
+    ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
+)
+def test_options_of_a_cluster_that_cannot_be_are_refused(
+    cluster: Cluster, typed: Typed, words: tuple[str, ...], said: str
+) -> None:
+    done = typed("submit", *words, "--", "sweep", "--tp", "8")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert cluster.calls == []
+
+
+@pytest.mark.parametrize("word", ["follow", "cancel"])
+def test_a_folder_that_was_not_submitted_says_so(typed: Typed, word: str) -> None:
+    Path("run").mkdir()
+    done = typed("submit", word, "run")
+    assert done.returncode == 2
+    assert "was not submitted" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["slurm"], ["k8s", "--image", "here/dcpbench:1"]], ids=["slurm", "k8s"])
+def test_a_dry_run_prints_what_would_be_submitted_and_makes_nothing(
+    cluster: Cluster, typed: Typed, words: list[str]
+) -> None:
+    done = typed("submit", *words, "--nodes", "2", "--dry-run", *SWEEP, "-o", "run")
+    assert done.returncode == 0
+    assert "# dcpbench sweep --tp 16 --dcp 8\n" in done.stdout
+    assert cluster.calls == []
+    assert not Path("run").exists()
+    assert sys.executable not in done.stdout or words == ["slurm"]

@@ -1,0 +1,175 @@
+"""Runs of real ranks on two nodes of a real Slurm on this machine: how they end is how `dcpbench submit slurm` ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.records.file import read_records
+from tests.cli.two_nodes import PACKAGES, TwoNodes, missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parents[2]
+SWEEP = ("sweep", "--tp", "2", "--dcp", "1", "--model", "tiny", "--device", "cpu", "--concurrency", "2", "--no-profile")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        bool(missing()) and not os.environ.get("CI"),
+        reason=f"there is no {', '.join(missing())} here; on Debian: apt-get install {PACKAGES}",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    with TwoNodes(tmp_path_factory.mktemp("slurm") / "cluster") as found:
+        yield found
+
+
+class Submitted:
+    """`dcpbench submit slurm` at work, on both nodes."""
+
+    def __init__(self, cluster: TwoNodes, run: Path, *words: str, options: tuple[str, ...] = ()) -> None:
+        self.cluster, self.run = cluster, run
+        command = [sys.executable, "-m", "dcpbench.cli", "submit", "slurm", "--nodes", "2", *options, "--", *words]
+        self.process = subprocess.Popen(
+            [*command, "-o", str(run)],
+            cwd=ROOT,
+            env=cluster.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit code, and everything that it printed."""
+        said, _ = self.process.communicate()
+        return self.process.returncode, said
+
+    def until(self, true: Callable[[], object]) -> None:
+        """Wait for it, as long as the command is at work."""
+        while not true():
+            assert self.process.poll() is None, self.ended()
+            time.sleep(0.2)
+
+    @property
+    def job(self) -> str:
+        """Its number in the queue."""
+        (log,) = (self.run / "submit").glob("*.log")
+        return log.stem
+
+
+def records(run: Path) -> int:
+    """How many a run has, also while it is at work."""
+    path = run / "records.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def processes(run: Path) -> list[str]:
+    """Command lines of what is alive and names the run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(run) in line and path.parent.name != str(os.getpid()):
+            found.append(line)
+    return found
+
+
+def left(submitted: Submitted) -> list[str]:
+    """What is left of a job but its run: in the queue, as processes, as its secret."""
+    secret = submitted.run / "submit" / "secret"
+    queued = submitted.cluster.ask("squeue", "--noheader")
+    return [*queued.splitlines(), *processes(submitted.run), *([str(secret)] if secret.exists() else [])]
+
+
+def test_a_sweep_over_two_nodes_ends_well(cluster: TwoNodes, tmp_path: Path) -> None:
+    """Each node runs one of two ranks; node 0 has the records; the log is shown; no secret is left, or was shown."""
+    run = tmp_path / "a run"
+    submitted = Submitted(cluster, run, *SWEEP, "--context", "100", "--seconds", "0.2")
+    secret = run / "submit" / "secret"
+    submitted.until(lambda: secret.exists() and secret.stat().st_size == 64)
+    assert oct(secret.stat().st_mode & 0o777) == "0o600"
+    value = secret.read_text()
+    code, said = submitted.ended()
+    assert code == 0, said
+    assert [(r.outcome, r.point.tp) for r in read_records(run)] == [("ok", 2)]
+    assert "Node 1: works for node 0 at 127.0.0.1:" in said
+    assert "[1/1] tiny tp2" in said
+    assert "has ended well." in said
+    assert (run / "logs" / "tp2-0" / "rank-0.exit").exists()
+    assert (run / "nodes" / "1" / "logs" / "tp2-0" / "rank-1.exit").exists()
+    assert left(submitted) == []
+    kept = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert value.encode() not in kept
+
+
+def test_the_exit_code_of_a_run_that_fails_is_that_of_submit(cluster: TwoNodes, tmp_path: Path) -> None:
+    """The model is none, which only the machines see: both nodes end with 2."""
+    submitted = Submitted(cluster, tmp_path / "run", *SWEEP, "--weights", str(tmp_path / "no-such-model"))
+    code, said = submitted.ended()
+    assert code == 2, said
+    assert "no-such-model" in said
+    assert re.search(r"Slurm job \d+ has ended with exit code 2; read .*\.log\.", said)
+    assert left(submitted) == []
+
+
+def test_a_rank_that_is_killed_on_the_other_node_is_recorded_by_node_0(cluster: TwoNodes, tmp_path: Path) -> None:
+    """Its point has failed, which ends the command with 4, and so the job, and so submit."""
+    run = tmp_path / "run"
+    submitted = Submitted(cluster, run, *SWEEP, "--context", "100", "--seconds", "60")
+    pid = run / "nodes" / "1" / "rank-1.pid"
+    progress = run / "progress-tp2-0.jsonl"
+    submitted.until(lambda: progress.exists() and b"measure" in progress.read_bytes())
+    os.kill(int(pid.read_text().split()[0]), signal.SIGKILL)
+    code, said = submitted.ended()
+    assert code == 4, said
+    (record,) = read_records(run)
+    assert record.outcome == "failed"
+    assert "rank 1 was killed by signal 9" in str(record.reason)
+    assert left(submitted) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
+def test_an_interrupted_submit_cancels_the_job_and_leaves_nothing_but_what_was_measured(
+    cluster: TwoNodes, tmp_path: Path, number: int
+) -> None:
+    """By its first record the job is at work on both nodes, with points left for minutes."""
+    run = tmp_path / "run"
+    submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200,300", "--seconds", "60")
+    submitted.until(lambda: len([p for p in processes(run) if "dcpbench.worker" in p]) >= 2)
+    submitted.process.send_signal(number)
+    code, said = submitted.ended()
+    assert code == (130 if number == signal.SIGINT else 143), said
+    assert "is cancelled. What was measured is in" in said
+    assert left(submitted) == []
+
+
+def test_a_job_that_slurm_begins_again_measures_only_what_is_left(cluster: TwoNodes, tmp_path: Path) -> None:
+    """`scontrol requeue`, as after a lost node: each of two points has one record in the end."""
+    run = tmp_path / "run"
+    submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200", "--seconds", "4")
+    submitted.until(lambda: records(run) >= 1)
+    cluster.ask("scontrol", "requeue", submitted.job)
+    code, said = submitted.ended()
+    assert code == 0, said
+    assert "begun again 1 time" in said
+    assert "already measured" in said
+    counts = Counter(r.point.context for r in read_records(run) if r.outcome == "ok")
+    assert counts == {100: 1, 200: 1}
+    assert left(submitted) == []

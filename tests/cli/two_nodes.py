@@ -1,0 +1,125 @@
+"""A real Slurm of two nodes on this machine, of Debian's packages: own munged, slurmctld and two slurmd on free ports.
+
+It has a folder of its own for everything, and ends with everything that it has started. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "srun")
+PACKAGES = "slurmctld slurmd slurm-client munge"
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+NODES = ("n0", "n1")
+
+CONF = """
+ClusterName=two
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=requeue_delay=1
+KillWait=20
+ReturnToService=2
+SlurmdParameters=config_overrides
+MailProg=/bin/true
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=both Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> list[str]:
+    """Programs of Slurm and munge that are not here."""
+    return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+
+
+class TwoNodes:
+    """Context manager: the cluster is up inside, and gone after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = os.environ | {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        (self.folder / "state").mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        ports = [s.getsockname()[1] for s in sockets]
+        for s in sockets:
+            s.close()
+        words = {"host": socket.gethostname().partition(".")[0], "user": getpass.getuser()}
+        (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder, ports=ports, **words))
+        try:
+            self._start(
+                *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder / 'munge.socket'}"),
+                *(f"--{name}-file={self.folder / f'munged.{name}'}" for name in ("log", "pid", "seed")),
+            )
+            while not (self.folder / "munge.socket").exists():
+                self._check()
+            self._start("slurmctld", "-D")
+            for node in NODES:
+                self._start("slurmd", "-D", "-N", node)
+            while self.ask("sinfo", "--noheader", "--format=%t %D") != "idle 2":
+                self._check()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that failed may have left a job, which would outlive the daemons."""
+        self.ask("scancel", f"--user={getpass.getuser()}")
+        while self.ask("squeue", "--noheader"):
+            time.sleep(0.1)
+        for daemon in reversed(self._daemons):
+            daemon.send_signal(signal.SIGTERM)
+            daemon.wait()
+
+    def ask(self, *command: str) -> str:
+        """What a command of Slurm prints, nothing where it fails."""
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    def _start(self, *command: str) -> None:
+        with (self.folder / f"{command[0]}-{len(self._daemons)}.printed").open("wb") as printed:
+            self._daemons.append(
+                subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed)
+            )
+
+    def _check(self) -> None:
+        """Raise where a daemon has ended, with what it printed."""
+        time.sleep(0.1)
+        for number, daemon in enumerate(self._daemons):
+            if daemon.poll() is not None:
+                (printed,) = self.folder.glob(f"*-{number}.printed")
+                raise RuntimeError(f"{daemon.args} ended with {daemon.returncode}: {printed.read_text()[-2000:]}")
