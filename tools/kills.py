@@ -5,8 +5,8 @@
 
 Each sweep is of a tiny model on two gloo ranks. A kill is SIGKILL, SIGTERM or SIGINT to the command, torchrun's agent,
 a rank, the process that keeps account of a rank, or several of them, at a random moment of starting or measuring. After
-it, whatever has lost the process that started it must be gone within 5 s, and where one rank was killed with -9, so must
-the others. A command that is gone is repeated with --resume, until every point has its record. Ends with 1 where a record
+it, whatever has lost the process that started it must be gone within 5 s, and where one rank was killed with -9, the
+command must have recorded that, or begun another job. A command that is gone is repeated with --resume, until every point has its record. Ends with 1 where a record
 was lost, a point has two, a process was left alive, a rank's end was noticed late, or a command was refused or ended as
 none should.
 """
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from dcpbench.records.file import read_records
-from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.folder import JOB_FILES, RECORDS_FILE
 from tests.cli import dcpbench_fake, fake_worker
 from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, of_role, processes, still
 
@@ -216,7 +216,9 @@ class Sweep:
         pids = {t: self.chance.choice(there[t]) for t in targets}
         number_sent = {t: self.chance.choice(SIGNALS) for t in targets}
         below = set(processes(mark)) - {run.pid}
+        said = self._said()
         ranks = set(there[RANK])
+        since = time.monotonic()
         for target in self.chance.sample(targets, len(targets)):
             try:
                 os.kill(pids[target], number_sent[target])
@@ -232,7 +234,7 @@ class Sweep:
             self._gone_itself(pids, text)
             took = self._check_gone(ranks, time.monotonic(), text) if AGENT in targets else 0.0
             if targets == (RANK,) and number_sent[RANK] == signal.SIGKILL:
-                noticed = self._check_noticed(ranks, text)
+                noticed = self._check_noticed(run, since, said, text)
         stage = "starting" if not ranks else "with ranks"
         told = f"gone after {took:.1f} s" + (f", noticed after {noticed:.1f} s" if noticed is not None else "")
         self.kills.say(f"[{number}/{self.kills.wanted}] sweep {self.number}, {stage}: {text}; {told}")
@@ -272,9 +274,17 @@ class Sweep:
                 os.kill(pid, signal.SIGKILL)
         return took
 
-    def _check_noticed(self, ranks: set[int], text: str) -> float:
-        """How long the other ranks of a job lived that has lost one: until it was noticed, and they were ended."""
-        took = self._wait_gone(ranks, time.monotonic(), ORDERLY_S)
+    def _said(self) -> tuple[int, int]:
+        """What changes once a command has noticed that a job is broken: it records a point, or begins another job."""
+        records = self.folder / RECORDS_FILE
+        failed = records.read_bytes().count(b'"outcome":"failed"') if records.exists() else 0
+        return failed, len(list(self.folder.glob(JOB_FILES)))
+
+    def _check_noticed(self, run: subprocess.Popen[bytes], since: float, said: tuple[int, int], text: str) -> float:
+        """How long a command took from the end of a rank to what it did about it."""
+        while run.poll() is None and self._said() == said and time.monotonic() - since < ORDERLY_S:
+            time.sleep(0.02)
+        took = time.monotonic() - since
         self.kills.count.noticed_s = max(self.kills.count.noticed_s, took)
         if took > ALLOWED_S:
             self.kills.found("late", f"{text}: noticed after {took:.1f} s")

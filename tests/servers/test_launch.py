@@ -226,6 +226,7 @@ def test_presets_say_layouts_in_the_engines_words() -> None:
         ('name = "x"\ncommand = "x {port}"\n[flags]\na = []', "flags.a is empty"),
         ('name = "x"\ncommand = "x {port}"\n[layout]\npp = "-pp 2"', "layout.pp is none of"),
         ("name = ", "is not valid TOML"),
+        ("name = " + "[" * 3000, "is not valid TOML: it is nested too deep"),
     ],
 )
 def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
         (GOOD + "[calls]\na2a = [[1, 1, 100, 2.0]]\n", r"calls.a2a[0] = [1, 1, 100, 2] cannot be"),
         (GOOD + "[calls]\na2a = [[2, 1, 100, -2.0]]\n", r"calls.a2a[0] = [2, 1, 100, -2] cannot be"),
         ("name = \n", "is not valid TOML"),
+        ("name = " + "[" * 3000, "is not valid TOML: it is nested too deep"),
         ("\xff", "is not valid TOML"),
     ],
 )
