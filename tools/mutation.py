@@ -205,13 +205,16 @@ def attempt(mutant: Mutant, tests: list[str]) -> tuple[bool, str]:
             said = os.open(os.environ.get(SAID, os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for standard, file in enumerate((nothing, said, said)):
                 os.dup2(file, standard)
+            # Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest.
             source = (ROOT / mutant.path).read_text()
             changed = mutate_code(source, plugins.get_operator(mutant.operator)(), mutant.occurrence)
             sys.meta_path.insert(0, Mutated(mutant.path, changed))
             signal.alarm(LIMIT_S)
             import pytest
 
-            code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", *tests]))
+            code = int(
+                pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain", *tests])
+            )
         except BaseException:  # noqa: BLE001 -- told, and no mutant's doing
             traceback.print_exc()
         finally:
@@ -242,11 +245,11 @@ def tried(mutant: Mutant, tests: list[str], equivalents: set[str]) -> tuple[str,
 def run(asked: argparse.Namespace) -> int:
     """Try so many mutants, and tell the score."""
     import matplotlib.pyplot as plt
-    import pandas
+    import pandas as pd
     import pytest
     import torch
 
-    assert all((plt, pandas, pytest, torch))
+    assert all((plt, pd, pytest, torch))
     assert not any(name.startswith("dcpbench") for name in sys.modules), (
         "nothing of ours may be loaded before its mutant"
     )

@@ -13,7 +13,7 @@ import collections
 import json
 import re
 import sys
-import xml.etree.ElementTree as ET  # noqa: S405 -- our own file
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 

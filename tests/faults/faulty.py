@@ -103,8 +103,8 @@ class Rank:
 
     def ending(self, job: jobs.Job) -> None:
         """fake_worker.wait_for_the_end."""
-        self.pass_by("end")
         self.end(job)
+        self.pass_by("end")
 
 
 def main() -> None:
