@@ -84,7 +84,7 @@ def chance(seed: int, kind: str, number: int) -> random.Random:
 def fuzz(kind: str, seed: int, first: int, least: int, seconds: float) -> Told:
     """Hand the reader of a kind damaged files, from number `first` on, at least so many and for at least so long."""
     told, of = Told(kind), KINDS[kind]
-    os.fsync = lambda _: None
+    os.fsync = lambda fd: None  # noqa: ARG005 -- as it is called
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))

@@ -138,7 +138,7 @@ def _never_run(source: str) -> set[int]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             spans.append(node)
         for span in spans:
-            if isinstance(span, ast.AST):
+            if isinstance(span, ast.expr | ast.stmt):
                 found |= set(range(span.lineno, (span.end_lineno or span.lineno) + 1))
     return found
 

@@ -131,7 +131,7 @@ def mutants(folder: Path) -> str:
     rooms: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found:
         rooms[row["path"].split("/")[1]][row["what"]] += 1
-    rooms = dict(sorted(rooms.items())) | {"all": sum(rooms.values(), collections.Counter())}  # type: ignore[assignment]
+    rooms = dict(sorted(rooms.items())) | {"all": sum(rooms.values(), collections.Counter())}
     lines: list[tuple[object, ...]] = []
     for room, c in rooms.items():
         counted = c.total() - c["equivalent"]
