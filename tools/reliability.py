@@ -124,7 +124,7 @@ def mutants(folder: Path) -> str:
     text = (
         "\n## Changed lines\n\n`python -m tools.mutation run`: lines of the rooms without a GPU, changed at random by cosmic-ray's operators; a "
         "change is seen where a test fails. Tests that start processes of their own are not asked, so that what only they run counts as "
-        "not reached.\n\n"
+        "not reached; of a line that more than 150 tests run, the 150 most specific are. The aim is 500 mutants and 90 %.\n\n"
     )
     if not found:
         return text + ABSENT
