@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test test-long results lint types format clean
+.PHONY: help sweep test test-long soak fuzz mutation results lint types format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,24 @@ test: $(STAMP) ## Run the test suite, but for its long tests and those of pages 
 
 test-long: $(STAMP) ## Run the other tests: real jobs of many ranks, killed sweeps, charts of pages in a browser
 	$(PYTEST) -m "long or browser" $(ARGS)
+
+SOAK := runs/soak
+
+soak: $(STAMP) ## Run the whole table of faults, then 500 random kills of sweeps of 200 points: an hour or two
+	@mkdir -p $(SOAK)
+	$(PYTEST) tests/faults --dist load --junitxml=$(SOAK)/faults.xml
+	$(BIN)/python -m tools.kills --kills 500 --points 200 --quick --out $(SOAK)/kills-quick.jsonl
+	$(BIN)/python -m tools.kills --kills 500 --points 200 --minutes 240 --out $(SOAK)/kills-real.jsonl
+
+fuzz: $(STAMP) ## Hand every reader of files a million damaged ones
+	@mkdir -p $(SOAK)
+	$(BIN)/python -m tools.fuzz --out $(SOAK)/fuzz.jsonl
+
+mutation: $(STAMP) ## Change 500 lines one at a time, and say which no test sees
+	@mkdir -p $(SOAK)
+	$(INSTALL) -e '.[mutation]'
+	test -e $(SOAK)/covered.sqlite || $(BIN)/python -m tools.mutation cover --data $(SOAK)/covered.sqlite
+	$(BIN)/python -m tools.mutation run --data $(SOAK)/covered.sqlite --out $(SOAK)/mutants.jsonl
 
 results: $(RUNTIME) ## Write the reports under results/ again, from their raw records (results/reports.txt)
 	@grep -v '^#' results/reports.txt | while read -r folder args; do \

@@ -1,11 +1,14 @@
 """Kills sweeps of real ranks at random, goes on with --resume, and counts what was lost, done twice or left alive.
 
-    python -m tools.kills --kills 200 --seed 1
+    python -m tools.kills --kills 500 --points 200 --seed 1 --out kills.jsonl
+    python -m tools.kills --kills 500 --points 200 --quick        # ranks and an agent without torch: minutes
 
 Each sweep is of a tiny model on two gloo ranks. A kill is SIGKILL, SIGTERM or SIGINT to the command, torchrun's agent,
-a rank, or several of them, at a random moment of starting or measuring. After it, whatever has lost the process that
-started it must be gone within 5 s. A command that is gone is repeated with --resume, until every point has its record.
-Ends with 1 where a record was lost, a point has two, a process was left alive, or a command ended as none should.
+a rank, the process that keeps account of a rank, or several of them, at a random moment of starting or measuring. After
+it, whatever has lost the process that started it must be gone within 5 s, and where one rank was killed with -9, the
+command must have recorded that, or begun another job. A command that is gone is repeated with --resume, until every point has its record. Ends with 1 where a record
+was lost, a point has two, a process was left alive, a rank's end was noticed late, or a command was refused or ended as
+none should.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -25,39 +29,43 @@ import time
 from pathlib import Path
 
 from dcpbench.records.file import read_records
-from dcpbench.records.folder import RECORDS_FILE
-from tests.cli.job_processes import AGENT, MARK, RANK, of_role, processes
+from dcpbench.records.folder import JOB_FILES, RECORDS_FILE
+from tests.cli import dcpbench_fake, fake_worker
+from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, of_role, processes, still
 
-SWEEP = (
-    "sweep",
-    "--model",
-    "tiny",
-    "--tp",
-    "2",
-    "--dcp",
-    "1,2",
-    "--concurrency",
-    "1",
-    "--context",
-    "16,24,32",
-    "--seconds",
-    "0.2",
-    "--no-profile",
-    "--device",
-    "cpu",
-    "--point-retries",
-    "1000000",  # a point that is killed often is not to blame
-)
-POINTS = 6
+FIRST_CONTEXT = {False: 16, True: 301}
+"""Of real ranks, and of quick ones: those that their worker just measures."""
 COMMAND = "command"
-TARGETS = ((COMMAND,), (AGENT,), (RANK,), (COMMAND, AGENT), (COMMAND, RANK), (AGENT, RANK), (COMMAND, AGENT, RANK))
+TARGETS = (
+    (COMMAND,),
+    (AGENT,),
+    (RANK,),
+    (ACCOUNT,),
+    (COMMAND, AGENT),
+    (COMMAND, RANK),
+    (AGENT, RANK),
+    (COMMAND, AGENT, RANK),
+)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ALLOWED_S = 5.0
 """How long a process may outlive the one that started it."""
 ORDERLY_S = 90.0
 """How long a process may take to end that was asked to, on a busy machine."""
-ENDS = (0, 4)
-"""Exit codes of a sweep that nobody killed: all points measured, or some failed."""
+ENDS, REFUSED = (0, 4), 2
+"""Exit codes of a sweep that nobody killed: all points measured, or some failed; and of one that is not begun."""
+MEASURING_S = {False: 2.0, True: 1.0}
+"""Until when after the first sign of measuring a kill may come, of real ranks and of quick ones."""
+QUICK_POINT_S = 0.2
+
+
+def sweep(points: int, *, quick: bool) -> list[str]:
+    """The command line of a sweep of so many points, half of them with dcp 2."""
+    contexts = range(FIRST_CONTEXT[quick], FIRST_CONTEXT[quick] + points // 2)
+    return [
+        *("sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1"),
+        *("--context", ",".join(map(str, contexts)), "--seconds", "0.2", "--no-profile", "--device", "cpu"),
+        *("--point-retries", "1000000"),  # a point that is killed often is not to blame
+    ]
 
 
 @dataclasses.dataclass
@@ -66,26 +74,41 @@ class Count:
 
     kills: int = 0
     sweeps: int = 0
+    commands: int = 0
     lost: int = 0
     duplicated: int = 0
     alive: int = 0
+    refused: int = 0
+    late: int = 0
     other: int = 0
     longest_s: float = 0.0
+    noticed_s: float = 0.0
     by_target: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def violations(self) -> int:
         """All kinds together."""
-        return self.lost + self.duplicated + self.alive + self.other
+        return self.lost + self.duplicated + self.alive + self.refused + self.late + self.other
 
 
 class Kills:
     """All sweeps together; each thread does one after the other."""
 
-    def __init__(self, wanted: int, folder: Path, timeout_s: float) -> None:
-        self.wanted, self.folder, self.count = wanted, folder, Count()
-        self.ends = time.monotonic() + timeout_s
+    def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
+        self.wanted, self.points, self.quick, self.out = asked.kills, asked.points, asked.quick, asked.out
+        self.folder, self.count = folder, Count()
+        self.ends = time.monotonic() + asked.minutes * 60
         self._lock = threading.Lock()
+        program = [str(Path(dcpbench_fake.__file__))] if self.quick else ["-m", "dcpbench.cli"]
+        self.command = [sys.executable, *program, *sweep(self.points, quick=self.quick)]
+        self.env = dict(os.environ)
+        if self.quick:
+            found = [str(Path(fake_worker.__file__).parent), str(Path(__file__).parents[1])]
+            self.env |= {
+                "PYTHONPATH": os.pathsep.join(found),
+                "DCPBENCH_QUICK": "1",
+                fake_worker.POINT_S: str(QUICK_POINT_S),
+            }
 
     def take(self) -> int | None:
         """The number of the next kill, or None where there have been enough."""
@@ -94,6 +117,12 @@ class Kills:
                 return None
             self.count.kills += 1
             return self.count.kills
+
+    def keep(self, **row: object) -> None:
+        """Append a line of JSON to the raw record."""
+        if self.out:
+            with self._lock, self.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     def say(self, text: str) -> None:
         """Print a line with the time."""
@@ -126,22 +155,25 @@ class Sweep:
             self._check_records()
         records = [r for r in read_records(self.folder) if r.outcome == "ok"]
         keys = collections.Counter(r.point.key() for r in records)
-        if len(keys) != POINTS:
-            self.kills.found("lost", f"{self.folder}: {len(keys)} of {POINTS} points", POINTS - len(keys))
+        wanted = self.kills.points
+        if len(keys) != wanted:
+            self.kills.found("lost", f"{self.folder}: {len(keys)} of {wanted} points", wanted - len(keys))
         self.kills.count.sweeps += 1
-        self.kills.say(f"sweep {self.number}: {len(keys)} of {POINTS} points ok, after {self.runs} commands")
+        self.kills.say(f"sweep {self.number}: {len(keys)} of {wanted} points ok, after {self.runs} commands")
+        self.kills.keep(sweep=self.number, points=wanted, ok=len(keys), records=len(records), commands=self.runs)
         shutil.rmtree(self.folder)
 
     def _command(self) -> bool:
         """One command; returns whether it ended by itself with all points measured."""
         self.runs += 1
+        self.kills.count.commands += 1
         log = self.folder.with_suffix(".log")
         with log.open("ab") as out:
             run = subprocess.Popen(
-                [sys.executable, "-m", "dcpbench.cli", *SWEEP, "-o", str(self.folder), "--resume"],
+                [*self.kills.command, "-o", str(self.folder), "--resume"],
                 stdout=out,
                 stderr=out,
-                env=os.environ | {MARK: str(self.folder)},
+                env=self.kills.env | {MARK: str(self.folder)},
                 start_new_session=True,
             )
         while run.poll() is None:
@@ -154,7 +186,8 @@ class Sweep:
         self._check_gone(set(processes(str(self.folder))), time.monotonic(), "a command that ended by itself")
         if run.returncode not in ENDS:
             tail = log.read_text(errors="replace")[-1500:]
-            self.kills.found("other", f"sweep {self.number} ended with {run.returncode}:\n{tail}")
+            kind = "refused" if run.returncode == REFUSED else "other"
+            self.kills.found(kind, f"sweep {self.number} ended with {run.returncode}:\n{tail}")
         return run.returncode == 0
 
     def _wait(self, run: subprocess.Popen[bytes]) -> bool:
@@ -163,14 +196,14 @@ class Sweep:
             run.wait()
             return False
         began, measuring = time.monotonic(), self.chance.random() < 0.5
-        until = self.chance.uniform(0, 6.0 if measuring else self.starting_s)
+        until = self.chance.uniform(0, MEASURING_S[self.kills.quick] if measuring else self.starting_s)
         jobs = len(list(self.folder.glob("progress-*")))
         while measuring and run.poll() is None and len(list(self.folder.glob("progress-*"))) == jobs:
             time.sleep(0.1)
             if time.monotonic() - began > ORDERLY_S:
                 return True
         if measuring:
-            self.starting_s = max(2.0, time.monotonic() - began)
+            self.starting_s = max(1.0, time.monotonic() - began)
             began = time.monotonic()
         while run.poll() is None and time.monotonic() - began < until:
             time.sleep(0.02)
@@ -178,12 +211,14 @@ class Sweep:
 
     def _kill(self, run: subprocess.Popen[bytes], number: int) -> tuple[str, ...]:
         mark, wanted = str(self.folder), self.chance.choice(TARGETS)
-        there = {COMMAND: [run.pid], AGENT: of_role(mark, AGENT), RANK: of_role(mark, RANK)}
+        there = {COMMAND: [run.pid]} | {role: of_role(mark, role) for role in (AGENT, RANK, ACCOUNT)}
         targets = tuple(t for t in wanted if there[t]) or (COMMAND,)
         pids = {t: self.chance.choice(there[t]) for t in targets}
         number_sent = {t: self.chance.choice(SIGNALS) for t in targets}
         below = set(processes(mark)) - {run.pid}
+        said = self._said()
         ranks = set(there[RANK])
+        since = time.monotonic()
         for target in self.chance.sample(targets, len(targets)):
             try:
                 os.kill(pids[target], number_sent[target])
@@ -191,14 +226,22 @@ class Sweep:
                 continue
         text = ", ".join(f"{number_sent[t].name} to {t}" for t in targets)
         self.kills.count.by_target["+".join(targets)] += 1
+        noticed = None
         if COMMAND in targets:
             self._ended(run, text)
             took = self._check_gone(below | set(processes(mark)), time.monotonic(), text)
         else:
             self._gone_itself(pids, text)
             took = self._check_gone(ranks, time.monotonic(), text) if AGENT in targets else 0.0
+            if targets == (RANK,) and number_sent[RANK] == signal.SIGKILL:
+                noticed = self._check_noticed(run, since, said, text)
         stage = "starting" if not ranks else "with ranks"
-        self.kills.say(f"[{number}/{self.kills.wanted}] sweep {self.number}, {stage}: {text}; gone after {took:.1f} s")
+        told = f"gone after {took:.1f} s" + (f", noticed after {noticed:.1f} s" if noticed is not None else "")
+        self.kills.say(f"[{number}/{self.kills.wanted}] sweep {self.number}, {stage}: {text}; {told}")
+        signals = {t: number_sent[t].name for t in targets}
+        gone = round(took, 3) if COMMAND in targets or AGENT in targets else None
+        late = None if noticed is None else round(noticed, 3)
+        self.kills.keep(kill=number, sweep=self.number, ranks=len(ranks), signals=signals, gone_s=gone, noticed_s=late)
         return targets
 
     def _ended(self, run: subprocess.Popen[bytes], text: str) -> None:
@@ -213,7 +256,7 @@ class Sweep:
         """Wait for what was signalled; all of it ends of any of these signals."""
         end = time.monotonic() + ORDERLY_S
         left = set(pids.values())
-        while left & set(processes(str(self.folder))):
+        while still(str(self.folder), left):
             if time.monotonic() > end:
                 self.kills.found("other", f"{text}: still alive after {ORDERLY_S:g} s")
                 return
@@ -221,18 +264,38 @@ class Sweep:
 
     def _check_gone(self, pids: set[int], since: float, text: str) -> float:
         """Count those of the processes that are alive ALLOWED_S later; returns how long the last one took."""
-        mark = str(self.folder)
-        while (
-            left := {p: w for p, w in processes(mark).items() if p in pids}
-        ) and time.monotonic() - since < ALLOWED_S:
-            time.sleep(0.02)
-        took = time.monotonic() - since
+        took = self._wait_gone(pids, since, ALLOWED_S)
         self.kills.count.longest_s = max(self.kills.count.longest_s, took)
-        if left:
-            self.kills.found("alive", f"{text}: {left} after {ALLOWED_S:g} s", len(left))
+        mark = str(self.folder)
+        if left := still(mark, pids):
+            found = {p: w for p, w in processes(mark).items() if p in left}
+            self.kills.found("alive", f"{text}: {found} after {ALLOWED_S:g} s", len(left))
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         return took
+
+    def _said(self) -> tuple[int, int]:
+        """What changes once a command has noticed that a job is broken: it records a point, or begins another job."""
+        records = self.folder / RECORDS_FILE
+        failed = records.read_bytes().count(b'"outcome":"failed"') if records.exists() else 0
+        return failed, len(list(self.folder.glob(JOB_FILES)))
+
+    def _check_noticed(self, run: subprocess.Popen[bytes], since: float, said: tuple[int, int], text: str) -> float:
+        """How long a command took from the end of a rank to what it did about it."""
+        while run.poll() is None and self._said() == said and time.monotonic() - since < ORDERLY_S:
+            time.sleep(0.02)
+        took = time.monotonic() - since
+        self.kills.count.noticed_s = max(self.kills.count.noticed_s, took)
+        if took > ALLOWED_S:
+            self.kills.found("late", f"{text}: noticed after {took:.1f} s")
+        return took
+
+    def _wait_gone(self, pids: set[int], since: float, limit_s: float) -> float:
+        """Seconds until all of the processes have ended, at most the limit."""
+        mark = str(self.folder)
+        while still(mark, pids) and time.monotonic() - since < limit_s:
+            time.sleep(0.02)
+        return time.monotonic() - since
 
     def _check_records(self) -> None:
         """No ok record goes, and none comes twice."""
@@ -251,6 +314,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Read the options, kill, and tell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--points", type=int, default=6, help="of a sweep, an even number; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="ranks and an agent without torch, which start at once")
+    parser.add_argument(
+        "--out", type=Path, help="append a line of JSON for each kill and sweep, and the counts, to a file"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of targets, signals and moments; default: %(default)s")
     parser.add_argument("--at-once", type=int, default=2, help="sweeps side by side; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=120, help="no more kills after so long; default: %(default)s")
@@ -260,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # a shell's background job would hand on that it is ignored
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dcpbench-kills-") as name:
-        kills = Kills(asked.kills, Path(name), asked.minutes * 60)
+        kills = Kills(asked, Path(name))
 
         def work(lane: int) -> None:
             number = lane
@@ -273,11 +341,18 @@ def main(arguments: list[str] | None = None) -> int:
             lane.start()
         for lane in lanes:
             lane.join()
-    c = kills.count
-    print(f"{c.kills} kills over {c.sweeps} sweeps of {POINTS} points in {(time.monotonic() - began) / 60:.0f} min")
+    c, minutes = kills.count, (time.monotonic() - began) / 60
+    print(
+        f"{c.kills} kills over {c.sweeps} sweeps of {asked.points} points, {c.commands} commands, in {minutes:.0f} min"
+    )
     print("of: " + ", ".join(f"{target} {number}" for target, number in c.by_target.most_common()))
-    print(f"lost {c.lost}, duplicated {c.duplicated}, alive after {ALLOWED_S:g} s: {c.alive}, other {c.other}")
-    print(f"the longest that anything outlived what started it: {c.longest_s:.1f} s")
+    print(f"lost {c.lost}, duplicated {c.duplicated}, alive after {ALLOWED_S:g} s: {c.alive}, refused {c.refused}")
+    print(f"a rank's end noticed later than {ALLOWED_S:g} s: {c.late}, other {c.other}")
+    print(
+        f"the longest that anything outlived what started it: {c.longest_s:.1f} s, a killed rank: {c.noticed_s:.1f} s"
+    )
+    told = dataclasses.asdict(c) | {"by_target": dict(c.by_target)}
+    kills.keep(count=told, points=asked.points, ranks="quick" if asked.quick else "real", minutes=round(minutes, 1))
     return 1 if c.violations or c.kills < asked.kills else 0
 
 

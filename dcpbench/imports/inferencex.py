@@ -6,6 +6,7 @@ requests it had is in it. The server's framework is the backend of its point.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,7 +75,7 @@ def read(document: Document) -> Result:
         raise RecordsError(f"{document.where}: conc is {row.conc}; a row has at least one request in flight.")
     layout = _layout(fields)
     speculates = next((v for n in SPECULATION if (v := str(fields.get(n) or "").lower()) not in NONE), "")
-    in_ms = {f"{name}_ms": v * MS for name, v in fields.items() if _is_time(name) and isinstance(v, float | int)}
+    in_ms = {f"{name}_ms": _ms(v) for name, v in fields.items() if _is_time(name) and isinstance(v, float | int)}
     times = Document(document.where, in_ms)
     return Result(
         where=document.where,
@@ -99,6 +100,14 @@ def read(document: Document) -> Result:
         facts={"date": row.date, "image": said.brief(row.image or "")},
         unread=[name for name in fields if name not in KNOWN and not _is_time(name) and fields[name] not in (None, "")],
     )
+
+
+def _ms(seconds: float) -> float:
+    """The same in milliseconds; infinite where no float is as large."""
+    try:
+        return seconds * MS
+    except OverflowError:
+        return math.inf
 
 
 def _is_time(name: str) -> bool:

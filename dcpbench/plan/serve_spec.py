@@ -308,7 +308,8 @@ def longest_turns(turns: str) -> int:
 
 
 def _specs(name: str, value: object) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(item) for item in read.items(name, value)))
+    words = (item if isinstance(item, str) else read.shown(item) for item in read.items(name, value))
+    return tuple(dict.fromkeys(words))
 
 
 def _rates(name: str, value: object) -> tuple[float, ...]:

@@ -160,8 +160,9 @@ def parse(content: bytes, where: str) -> Machine:
         said, _, place = str(e).partition(" - at `$.")
         field = place.rstrip("`")
         raise UsageError(f"{where}: {f'{field}: ' if field else ''}{said}; docs/wire.md shows a whole file.") from e
-    except ValueError as e:
-        raise UsageError(f"{where} is not valid TOML: {e}; docs/wire.md shows a whole file.") from e
+    except (ValueError, RecursionError) as e:
+        why = "it is nested too deep" if isinstance(e, RecursionError) else str(e)
+        raise UsageError(f"{where} is not valid TOML: {why}; docs/wire.md shows a whole file.") from e
     wrong = _wrong(found)
     if wrong:
         raise UsageError(f"{where}: {wrong}")

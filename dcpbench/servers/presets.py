@@ -194,8 +194,9 @@ def _read(path: Path) -> Engine:
         raise UsageError(f"--engine {path}: {e.strerror}; name {known} or a file that is there.") from e
     except msgspec.ValidationError as e:
         raise UsageError(f"--engine {path}: {e}; docs/servers.md has an example.") from e
-    except ValueError as e:
-        raise UsageError(f"--engine {path} is not valid TOML: {e}.") from e
+    except (ValueError, RecursionError) as e:
+        why = "it is nested too deep" if isinstance(e, RecursionError) else str(e)
+        raise UsageError(f"--engine {path} is not valid TOML: {why}.") from e
 
 
 def _check(found: Engine, where: str) -> None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
 FLAKY, ENDLESS = 44, 45
 CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
+POINT_S = "DCPBENCH_FAKE_POINT_S"
+"""Environment variable: how long a point takes to measure, in seconds."""
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -157,6 +159,7 @@ def answer(job: jobs.Job, point: Point) -> str:
         if RANK == 0:
             check(job, point)
         return "1 check"
+    time.sleep(float(os.environ.get(POINT_S, "0")))
     if point.context == FULL:
         raise OSError(FULL, os.strerror(FULL))
     if RANK == 0:

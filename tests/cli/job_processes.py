@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MARK = "DCPBENCH_TEST_MARK"
 AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
@@ -23,16 +23,29 @@ def processes(mark: str) -> dict[int, list[str]]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
-                words = (folder / "cmdline").read_text().split("\0")
-                if (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                    found[int(folder.name)] = words
+            if _lives(folder, mark):
+                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
     return found
+
+
+def still(mark: str, pids: Iterable[int]) -> set[int]:
+    """Which of these processes are alive and have the mark; quicker than a look at all."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if _lives(Path(f"/proc/{pid}"), mark):
+                found.add(pid)
+    return found
+
+
+def _lives(folder: Path, mark: str) -> bool:
+    marked = f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
+    return marked and (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def role(words: list[str]) -> str:
     """What a process of a job is."""
-    if "torch.distributed.run" in words:
+    if "torch.distributed.run" in words or "quick_torchrun" in words:
         return AGENT
     if any(w.endswith("child.py") for w in words):
         return ACCOUNT

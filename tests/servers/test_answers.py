@@ -38,6 +38,7 @@ LAST = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 3}}
         ([event("a"), event("b"), event("c"), event("d"), event("", usage=4, end=True)], [1, 1, 1, 1], BY_USAGE),
         ([event("a"), event("b c d", usage=4, end=True)], [2, 2], BY_USAGE),
         ([event("a"), event("b c d", end=True), LAST], [2, 2], BY_USAGE),
+        ([event("a"), event("b"), event("c d", end=True), LAST], [1, 1, 2], BY_USAGE),
         ([event("a", usage=1), event("b c d", usage=4, end=True)], [1, 3], BY_USAGE),
         ([event("a", ids=[1]), event("b c d", ids=[2, 3, 4], end=True), LAST], [1, 3], BY_IDS),
     ],

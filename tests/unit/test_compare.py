@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.compare import sides
+from dcpbench.compare import sides, words
 from dcpbench.compare.judging import CPU_REASON, Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
@@ -309,3 +309,9 @@ class TestDifferences:
         assert told["marks"] == ("none", "throttled")
         assert "torch" not in told
         assert "s3cret" not in str(found.differences)
+
+
+def test_the_margin_of_same_is_said_in_percent(tmp_path: Path) -> None:
+    """0.02 is 2 %."""
+    one = [build.ok(build.point(Layout(4)), steps=20)]
+    assert "SAME: within 2 %." in words.how(compared(tmp_path, one, one, margin=0.02))

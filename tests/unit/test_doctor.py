@@ -369,3 +369,15 @@ class TestCommand:
         assert end.value.code in (0, 1, 4)
         assert "Read, and as it should be: " in capsys.readouterr().out
         assert list(tmp_path.iterdir()) == []
+
+
+def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit 3 of the second word is core 67, the only one that this process may use."""
+    said: list[tuple[str, str]] = []
+    card = SimpleNamespace(
+        ask=lambda *_: [0, 1 << 3], judge=lambda _, wrong, __, fine, **___: said.append((wrong, fine))
+    )
+    monkeypatch.setattr(gpus.os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda _: {67})
+    gpus._numa(card)
+    assert said == [("", "1 cores near it.")]

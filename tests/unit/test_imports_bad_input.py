@@ -129,6 +129,13 @@ class TestValues:
         values = [float("nan"), 0.5, 0.5] if name != "itls" else [[float("nan")], [], []]
         assert name in said(tmp_path, line(VLLM, **{name: values}))
 
+    def test_a_time_of_inferencex_that_no_float_can_hold(self, tmp_path: Path) -> None:
+        row = files.inferencex()
+        name = next(key for key in row if key.startswith("median_") and isinstance(row[key], float))
+        path = files.file(tmp_path, {**row, name: 10**400})
+        with pytest.raises(RecordsError, match=f"{name}_ms is inf, which is no time"):
+            import_files([path], "inferencex", tmp_path / "run", Told())
+
     def test_lists_of_different_lengths(self, tmp_path: Path) -> None:
         assert "differ in length" in said(tmp_path, line(VLLM, ttfts=[0.5, 0.5]))
 

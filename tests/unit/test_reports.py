@@ -481,3 +481,8 @@ def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatc
     assert "<img" not in text
     assert "dcpbench report" in text, "what to type for pictures"
     assert "holds the pictures" not in text
+
+
+def test_of_many_loads_the_first_the_middle_and_the_last_are_drawn() -> None:
+    assert figures._some([1, 2, 3, 4, 8]) == [1, 3, 8]
+    assert figures._some([1, 2, 3]) == [1, 2, 3]

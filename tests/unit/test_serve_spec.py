@@ -413,6 +413,15 @@ def test_a_file_holds_the_same_names_as_the_command_line(tmp_path: Path) -> None
     assert not found[0].load.prefix_cache
 
 
+def test_a_length_of_more_digits_than_python_writes_is_refused(tmp_path: Path) -> None:
+    """36,000 bits, as hexadecimal digits of TOML."""
+    path = tmp_path / "serve.toml"
+    path.write_text(f"input-tokens = [0x{'f' * 9000}]\n")
+    spec = make_serve_spec(read_options(path, SERVE_PARSERS), CPU)
+    with pytest.raises(DcpbenchError, match=r"--input-tokens \(a number of 36,000 bits\): not a length"):
+        spec.loads(1, load_shape("tiny"))
+
+
 @pytest.mark.parametrize("name", ["context", "seconds"])
 def test_what_only_a_sweep_has_is_not_known(tmp_path: Path, name: str) -> None:
     path = tmp_path / "serve.toml"

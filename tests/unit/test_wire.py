@@ -14,7 +14,7 @@ from dcpbench.bench import calibration
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points import machines
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import Call, Fit, Link, Sample, Wire, fit
+from dcpbench.points.wire import Call, Fit, Link, Sample, Wire, _between, fit
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "step-limits_H200_2026-11-23"
@@ -70,6 +70,11 @@ def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
         assert call.us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
     between = call.us(2, 300_000)
     assert call.us(2, 100_000) < between < call.us(2, 1_000_000)
+
+
+@pytest.mark.parametrize(("x", "y"), [(0.0, 5.0), (1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (9.0, 7.0)])
+def test_between_two_points_is_a_line_and_past_them_the_nearer_one(x: float, y: float) -> None:
+    assert _between(x, [(1.0, 5.0), (3.0, 7.0)]) == y
 
 
 def test_errors_are_those_without_the_measurement() -> None:
@@ -191,6 +196,7 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
         (GOOD + "[calls]\na2a = [[1, 1, 100, 2.0]]\n", r"calls.a2a[0] = [1, 1, 100, 2] cannot be"),
         (GOOD + "[calls]\na2a = [[2, 1, 100, -2.0]]\n", r"calls.a2a[0] = [2, 1, 100, -2] cannot be"),
         ("name = \n", "is not valid TOML"),
+        ("name = " + "[" * 3000, "is not valid TOML: it is nested too deep"),
         ("\xff", "is not valid TOML"),
     ],
 )

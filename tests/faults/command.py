@@ -1,0 +1,11 @@
+"""The dcpbench command with ranks that go wrong (faulty.py), and an agent without torch."""
+
+import dcpbench_fake
+
+from dcpbench import cli
+from dcpbench.commands import runs
+
+if __name__ == "__main__":
+    dcpbench_fake.install(setattr, quickly=True)
+    runs.WORKER = "faulty"
+    cli.main()

@@ -1,0 +1,121 @@
+"""The fake worker, of which one rank does once, at one moment, what the table asks for: `FAULT=MOMENT:RANK:WHOM:WHAT`.
+
+WHOM: the rank itself, the process that keeps account of it, the agent, or the command. WHAT: the number of a signal, or
+`raise`, `exit-N`, `full` (no space is left), `moved` (the run's folder is renamed). Moments are those of table.py; all but
+the first and the last two are of the point with the context AT.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fake_worker
+
+from dcpbench.launch import jobs
+from dcpbench.records.file import RecordFile
+from dcpbench.records.folder import RECORDS_FILE
+
+if TYPE_CHECKING:
+    from dcpbench.points.point import Point
+
+AT = 302
+FAULT = "DCPBENCH_FAULT"
+DONE = "fault-done"
+MOMENT, WHICH, WHOM, WHAT = os.environ[FAULT].split(":")
+
+
+def commit(folder: Path) -> None:
+    """Do it."""
+    (folder / DONE).touch(exist_ok=False)
+    if WHAT == "raise":
+        raise ValueError("no such row")
+    if WHAT.startswith("exit-"):
+        os._exit(int(WHAT.removeprefix("exit-")))
+    if WHAT == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if WHAT == "moved":
+        folder.rename(folder.with_name("moved"))
+    else:
+        os.kill(_whom(), int(WHAT))
+    while True:  # until it is noticed
+        time.sleep(0.05)
+
+
+def _whom() -> int:
+    """The process that is meant: each is the parent of the next."""
+    pid = os.getpid()
+    for name in ("rank", "account", "agent", "command"):
+        if name == WHOM:
+            return pid
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    raise ValueError(WHOM)
+
+
+class Rank:
+    """The fake worker's steps with a fault between them, which the other rank waits for as in a collective."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.over = folder, (folder / DONE).exists()
+        self.build, self.answer, self.end = fake_worker.build, fake_worker.answer, fake_worker.wait_for_the_end
+        self.append = RecordFile.append
+
+    def at(self, moment: str, point: Point | None = None) -> bool:
+        """Whether the fault is due now, on this rank or on the other."""
+        return not self.over and moment == MOMENT and (point is None or point.context == AT)
+
+    def pass_by(self, moment: str, point: Point | None = None) -> None:
+        """Do it, if this is the rank and the moment."""
+        if self.at(moment, point) and int(WHICH) == fake_worker.RANK:
+            commit(self.folder)
+
+    def meet(self, job: jobs.Job, moment: str, point: Point) -> None:
+        """Do it, or wait for what comes of it."""
+        if self.at(moment, point):
+            fake_worker.wait_for(job, point, moment)
+            self.pass_by(moment, point)
+            while True:
+                time.sleep(0.05)
+
+    def building(self, job: jobs.Job, point: Point) -> None:
+        """fake_worker.build."""
+        self.meet(job, "build", point)
+        self.build(job, point)
+
+    def answering(self, job: jobs.Job, point: Point) -> str:
+        """fake_worker.answer."""
+        self.meet(job, "measure", point)
+        said = self.answer(job, point)
+        self.pass_by("recorded", point)
+        return said
+
+    def appending(self, of: RecordFile, record: Any) -> None:
+        """RecordFile.append."""
+        self.append(of, record)
+        if self.at("record", record.point):
+            path = self.folder / RECORDS_FILE
+            os.truncate(path, path.stat().st_size - 100)
+        self.pass_by("record", record.point)
+
+    def ending(self, job: jobs.Job) -> None:
+        """fake_worker.wait_for_the_end."""
+        self.end(job)
+        self.pass_by("end")
+
+
+def main() -> None:
+    """As the fake worker."""
+    if sys.argv[1] != "--probe":
+        rank = Rank(Path(jobs.read_job(Path(sys.argv[1])).folder))
+        rank.pass_by("importing")
+        fake_worker.build, fake_worker.answer, fake_worker.wait_for_the_end = rank.building, rank.answering, rank.ending
+        RecordFile.append = lambda of, record: rank.appending(of, record)  # noqa: PLW0108 -- becomes a method
+    fake_worker.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What goes wrong, at which moment, and what is expected then. The sweep is of three points on two ranks.
+
+Whatever it is, the same command with --resume then ends with 0, each point has one good record, and no process is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from typing import NamedTuple
+
+IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END = "importing", "build", "measure", "record", "recorded", "end"
+MOMENTS = (IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END)
+"""Before its first point · building a point's engine · measuring it · half of its record written · its record written, and
+nobody told · all points done."""
+OF_RANK_0 = (RECORD, RECORDED)
+"""Moments at which only rank 0 does anything."""
+COMMAND, AGENT, ACCOUNT, RANK = "command", "agent", "account", "rank"
+ALL_MEASURED, SOME_FAILED, REFUSED = 0, 4, 2
+
+
+class Case(NamedTuple):
+    """A line of the table."""
+
+    whom: str
+    what: str
+    """The number of a signal, or a word of faulty.py."""
+    moment: str
+    ends: tuple[int, ...]
+    """Exit codes of the first command that are right."""
+    reason: str = ""
+    """What the record of the point says of it, where it is the one that failed: a regular expression."""
+    short: bool = False
+    """Whether `make test` has it."""
+
+    @property
+    def rank(self) -> int:
+        """Which rank does it."""
+        return 0 if self.moment in OF_RANK_0 else 1
+
+    @property
+    def name(self) -> str:
+        """In lists."""
+        return (
+            f"{self.whom}-{signal.Signals(int(self.what)).name if self.what.isdecimal() else self.what}-{self.moment}"
+        )
+
+
+def _killed() -> list[Case]:
+    """Every process of a run, ended by a signal at every moment."""
+    found = []
+    for whom, number, moment in itertools.product((COMMAND, AGENT, ACCOUNT, RANK), (9, 15, 2), MOMENTS):
+        if whom == AGENT and number == signal.SIGINT:
+            continue  # nobody sends it one: it is in a session of its own
+        if whom == COMMAND:
+            ends, reason = ((-number,) if number == signal.SIGKILL else (128 + number,)), ""
+        elif moment in (BUILD, MEASURE, RECORD):
+            ends, reason = (SOME_FAILED,), WHY.get((whom, number), "")
+        else:
+            ends, reason = (ALL_MEASURED,), ""
+        short = (whom, number, moment) in SHORT
+        found.append(Case(whom, str(number), moment, ends, reason, short))
+    return found
+
+
+WHY = {
+    (RANK, 9): r"rank \d was killed by signal 9",
+    (RANK, 15): r"rank \d was ended by signal 15 \(SIGTERM\), sent by another process",
+    (RANK, 2): r"rank \d was ended by signal 2 \(SIGINT\), sent by another process",
+    (AGENT, 9): r"torchrun itself was ended by signal 9 \(SIGKILL\)",
+}
+SHORT = {(COMMAND, 9, MEASURE), (AGENT, 9, BUILD), (ACCOUNT, 9, RECORDED), (RANK, 9, MEASURE), (RANK, 15, RECORD)}
+
+
+def _wrong() -> list[Case]:
+    """A rank that ends by itself."""
+    found = []
+    for what, reason in (
+        ("raise", "rank 1: ValueError: no such row"),
+        ("exit-0", "rank 1 ended with exit code 0 before its points were done"),
+        ("exit-7", "rank 1 ended with exit code 7 and without an error message"),
+        (str(int(signal.SIGSEGV)), r"rank 1 was ended by signal 11 \(SIGSEGV\), native code crashed"),
+        (str(int(signal.SIGABRT)), r"rank 1 was ended by signal 6 \(SIGABRT\), native code crashed"),
+    ):
+        found += [Case(RANK, what, moment, (SOME_FAILED,), reason) for moment in (BUILD, MEASURE)]
+    return found
+
+
+def _files() -> list[Case]:
+    """The disk is full, or the run's folder is gone: no point is to blame, and the command says what to type."""
+    return [
+        *(Case(RANK, "full", moment, (REFUSED,)) for moment in (BUILD, MEASURE)),
+        *(
+            Case(RANK, "moved", moment, (REFUSED,), short=moment == MEASURE)
+            for moment in (IMPORTING, BUILD, MEASURE, END)
+        ),
+    ]
+
+
+CASES = [*_killed(), *_wrong(), *_files()]
+DAMAGE = ("flipped", "cut", "nuls", "joined", "removed", "garbage")
+"""What becomes of a file of records between two commands."""

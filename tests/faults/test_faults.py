@@ -1,0 +1,101 @@
+"""The table of faults (table.py): each is survived, its cause is named, and --resume makes the run whole."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench.launch import launcher
+from dcpbench.records.file import read_records
+from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.repair import repair
+from tests.cli.job_processes import MARK, processes, wait_until
+from tests.faults.table import CASES, DAMAGE, SOME_FAILED, Case
+
+pytestmark = pytest.mark.timeout(300)
+HERE = Path(__file__).parent
+CLI, ROOT = HERE.parent / "cli", Path(launcher.__file__).parents[2]
+CONTEXTS = (301, 302, 303)
+SWEEP = ("sweep", "--tp", "2", "--context", "301,302,303", "--concurrency", "2", "--no-baseline", "-o", "run")
+
+
+def typed(folder: Path, *words: str, fault: str = "never:0::") -> tuple[int, str]:
+    """(exit code, what was said on stderr) of the command, once no process of it is left."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, CLI, ROOT))),
+        "DCPBENCH_FAULT": fault,
+        MARK: str(folder),
+    }
+    command = [sys.executable, str(HERE / "command.py"), *SWEEP, *words]
+    with (folder / "said.txt").open("wb+") as said:
+        code = subprocess.call(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=said)
+        said.seek(0)
+        text = said.read().decode()
+    wait_until(lambda: not processes(str(folder)), "no process is left")
+    return code, text
+
+
+def good(run: Path) -> list[int]:
+    """Contexts of the points that were measured, in order, each as often as there is a good record of it."""
+    return sorted(record.point.context for record in read_records(run) if record.outcome == "ok")
+
+
+def params() -> list[object]:
+    """All cases, those of the long form marked."""
+    return [pytest.param(c, id=c.name, marks=() if c.short else (pytest.mark.long,)) for c in CASES]
+
+
+@pytest.mark.parametrize("case", params())
+def test_a_fault_is_survived_and_named(case: Case, tmp_path: Path) -> None:
+    code, said = typed(tmp_path, fault=f"{case.moment}:{case.rank}:{case.whom}:{case.what}")
+    run = tmp_path / "run"
+    if (tmp_path / "moved").exists():
+        assert "was removed or moved" in said
+        (tmp_path / "moved").rename(run)
+    assert (run / "fault-done").exists(), "it has happened"
+    assert code in case.ends, said
+    if code == SOME_FAILED:
+        (failed,) = (record for record in read_records(run) if record.outcome != "ok")
+        assert failed.point.context == 302
+        assert re.search(case.reason, str(failed.reason)), failed.reason
+    again, told = typed(tmp_path, "--resume")
+    assert again == 0, told
+    assert good(run) == list(CONTEXTS)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.long
+def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: Path) -> None:
+    """Of three records the second is hit; after the repair the same command measures what is missing, and no more."""
+    assert typed(tmp_path)[0] == 0
+    path = tmp_path / "run" / RECORDS_FILE
+    one, two, three = path.read_bytes().splitlines(keepends=True)
+    middle = len(two) // 2
+    path.write_bytes(
+        {
+            "flipped": one + two[:middle] + bytes([two[middle] ^ 4]) + two[middle + 1 :] + three,
+            "cut": one + two + three[:middle],
+            "nuls": one + bytes(len(two)) + three,
+            "joined": one + two.rstrip() + three,
+            "removed": one + three,
+            "garbage": one + b"{garbage\n" + three,
+        }[damage]
+    )
+    repair(tmp_path / "run")
+    kept = collections.Counter(good(tmp_path / "run"))
+    assert max(kept.values()) == 1
+    code, said = typed(tmp_path, "--resume")
+    assert code == 0, said
+    assert good(tmp_path / "run") == list(CONTEXTS)
+
+
+def test_the_table_has_at_least_sixty_lines_each_once() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert len(names) + len(DAMAGE) >= 60

@@ -1,0 +1,299 @@
+"""Files that anybody may hand us: a good one of each kind, what reads it, and how one is damaged at random."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from dcpbench.dashboard import finding, running
+from dcpbench.errors import DcpbenchError
+from dcpbench.hangs import evidence, said
+from dcpbench.hangs import finding as hang_finding
+from dcpbench.imports import Told, import_files
+from dcpbench.launch import jobs
+from dcpbench.plan import grid, serve_spec, spec
+from dcpbench.points import machines, prompts
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.file import RecordFile, cut_short, read_records
+from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, RECORDS_FILE
+from dcpbench.records.repair import audit
+from dcpbench.records.runs import last_records
+from dcpbench.serving import samples, step_times
+from dcpbench.serving.request_files import read_requests
+from dcpbench.serving.requests import Step
+from dcpbench.syncs.gating import baseline, config
+from dcpbench.syncs.model import encode
+from dcpbench.syncs.scan import scan
+from dcpbench.top.facts import Facts
+from tests.unit import engine_files_builder as engines
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+from tests.unit import step_times_builder as times
+from tests.unit import trace_builder as traces
+from tests.unit.test_hangs import IN_REDUCE, SPY, Job, recorded
+from tests.unit.test_records import CHECK
+from tests.unit.test_shapes import V3
+from tests.unit.test_step_times import replica
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+    from pathlib import Path
+
+ROWS = [
+    samples.Row(
+        number=n,
+        outcome="finished",
+        reason=None,
+        submitted_s=0.5 * n,
+        first_token_s=n + 0.25,
+        end_s=n + 0.75,
+        input_tokens=32,
+        output_tokens=3,
+        cached_tokens=0,
+        preemptions=0,
+        replica=0,
+        token_s=[n + 0.25, n + 0.5, n + 0.75],
+        tokens=[5, 7, 9],
+    )
+    for n in range(20)
+]
+TINY = load_shape("tiny")
+PROBE = Probe(device="cpu", count=0, name="CPU")
+HOSTILE = (
+    "1e400",
+    "-1",
+    "0",
+    "null",
+    "true",
+    "NaN",
+    "Infinity",
+    "1e308",
+    "5e-324",
+    "9" * 400,
+    "9" * 10_000,
+    "1000000007",
+    '""',
+    '"\\ud800"',
+    '"\\u0000"',
+    "[]",
+    "{}",
+    "[" * 3_000,
+    "{" * 3_000,
+    '{"a":' * 3_000,
+    "[[[[0]]]]",
+    "\x00",
+    "\u202e",
+    "*a",
+    "&a [*a]",
+    "2026-99-99",
+    "0x" + "f" * 9_000,
+    "1:" + "59:" * 3_000 + "1",
+)
+"""What may stand where a value was."""
+
+
+def damaged(text: bytes, rng: random.Random) -> bytes:
+    """The text with a flipped bit, a piece cut out, doubled or cut off, or with a hostile value for one of its own."""
+    kind = rng.randrange(5)
+    begin = rng.randrange(len(text))
+    end = min(begin + rng.choice((1, 2, 8, 64, 512)), len(text))
+    if kind == 0:
+        return text[:begin] + bytes([text[begin] ^ 1 << rng.randrange(8)]) + text[begin + 1 :]
+    if kind == 1:
+        return text[:begin] + text[begin:end] * rng.randrange(3) + text[end:]
+    if kind == 2:
+        return text[:begin] + bytes(rng.choice((0, 0, 4096)))
+    return spoiled(text, begin, rng.choice(HOSTILE).encode("utf-8", "surrogatepass"))
+
+
+def spoiled(text: bytes, begin: int, value: bytes) -> bytes:
+    """With `value` in place of what stands between the next two marks of JSON, TOML or YAML."""
+    marks = b":=,[]{}\n"
+    while begin < len(text) and text[begin : begin + 1] not in (b":", b"=", b",", b"["):
+        begin += 1
+    end = begin + 1
+    while end < len(text) and text[end : end + 1] not in [marks[i : i + 1] for i in range(len(marks))]:
+        end += 1
+    return text[: begin + 1] + b" " + value + text[end:]
+
+
+def record_lines() -> bytes:
+    """Lines as the first version wrote them, without a checksum that would find the damage first."""
+    found = [build.ok(build.point(Layout(4)), steps=3), serve.served(serve.point(Layout(4, 1, 4)))]
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in [*found, build.failed(build.point(Layout(4)))])
+
+
+def sealed_lines(folder: Path) -> bytes:
+    """The same with checksums."""
+    for record in (build.ok(build.point(Layout(4)), steps=3), build.rejected(build.point(Layout(4)))):
+        RecordFile(folder).append(record)
+    return (folder / RECORDS_FILE).read_bytes()
+
+
+def read_run(path: Path) -> None:
+    """As `show`, `top` and `dashboard` read it."""
+    Facts(path.parent).look()
+    finding.find(path.parent, {}, lambda _: None)
+    cut_short(path.parent)
+    read_records(path.parent)
+
+
+def read_job(path: Path) -> None:
+    """A job with its events, as `top`, `dashboard` and every rank read it."""
+    (path.parent / "progress-t.jsonl").write_bytes(path.read_bytes())
+    (path.parent / "error-0.json").write_bytes(path.read_bytes())
+    (path.parent / CHECKS_FILE).write_bytes(path.read_bytes())
+    facts = Facts(path.parent)
+    facts.look()
+    facts.failure()
+    running._events(path.parent / "progress-t.jsonl")
+    with contextlib.suppress(DcpbenchError):
+        jobs.read_checks(path.parent)
+    jobs.read_job(path)
+
+
+def read_times(path: Path) -> None:
+    """Step times with what is predicted by them."""
+    found = step_times.read_step_times(path)
+    found.check_errors()
+    found.probe()
+    for step in (Step(0, [replica([99, 1000], [(700, 256)])]), Step(0, [replica([9], [])])):
+        found.duration_ms(step)
+        found.host_ms(step)
+
+
+def plan(path: Path) -> None:
+    """A sweep's options as points of a grid."""
+    found = spec.make_spec(spec.read_options(path), PROBE)
+    grid.expand(found, PROBE)
+
+
+def plan_serve(path: Path) -> None:
+    """The same of `serve`."""
+    found = serve_spec.make_serve_spec(spec.read_options(path, serve_spec.SERVE_PARSERS), PROBE)
+    grid.expand(found, PROBE)
+
+
+def made_samples(folder: Path) -> bytes:
+    """Requests beside a record."""
+    return (folder / samples.write_samples(folder, serve.point(Layout(4, 1, 4)), ROWS)).read_bytes()
+
+
+def text(value: object) -> bytes:
+    """JSON of it."""
+    return json.dumps(value).encode()
+
+
+JOB = jobs.Job(
+    kind="sweep", tag="t", folder="/nowhere", device="cpu", settings=Settings(), points=[build.point(Layout(4))]
+)
+TOML = b'model = "tiny"\ntp = [4, 8]\ndcp = [1, 4]\nconcurrency = [2, 8]\ncontext = 100\nseconds = 2.5\nrepeats = 2\n'
+YAML = b"model: tiny\ntp: [4, 8]\ndcp: [1, 4]\nconcurrency: [2, 8]\ncontext: 100\nseconds: 2.5\nkv-memory: 1GiB\n"
+SERVE = b'tp = 4\ninput-tokens = ["32", "uniform:10-20"]\nrequest-rate = [0.5, 2]\nprefix-share = 0.5\nslo = "ttft=5"\n'
+REQUESTS = b'{"arrival_s": 0.5, "input_tokens": 9, "output_tokens": 3}\n' * 3
+MOONCAKE = b'{"timestamp": 500, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}\n' * 3
+CSV = b"arrival_s,input_tokens,output_tokens,prefix_group\n0.5,9,3,1\n0.7,9,3,\n"
+SYNCS = (
+    b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
+    b'allow = [{ function = "engine.sampler.*", reason = "tokens", expires = 2026-12-31 }]\n'
+)
+BASELINE = encode(baseline.Baseline(baseline_version=baseline.VERSION))
+
+
+class Kind(NamedTuple):
+    """A kind of file."""
+
+    name: str
+    """Of the file."""
+    good: Callable[[Path], bytes] | bytes
+    """What one holds, or what makes it with the help of a folder."""
+    read: Callable[[Path], object]
+
+    def content(self, folder: Path) -> bytes:
+        """What a good one holds."""
+        return self.good if isinstance(self.good, bytes) else self.good(folder)
+
+
+def beats_of(folder: Path) -> bytes:
+    """What a rank of two left that has made a few steps."""
+    job = Job(folder, 2)
+    job.steps(3)
+    return (folder / "beats-0.bin").read_bytes()
+
+
+def read_failed(path: Path) -> None:
+    """Records of points that verify could not check."""
+    last_records(path.parent, FAILED_FILE)
+
+
+def read_audited(path: Path) -> None:
+    """As `records check` reads it."""
+    audit(path.parent)
+    read_run(path)
+
+
+def explain(path: Path) -> None:
+    """As `hang explain` reads and tells it."""
+    hang_finding.find(evidence.of_files([path]))
+    (hang,) = said.explained([path])
+    said.as_text(hang)
+    said.as_page([hang])
+
+
+def imported(engine: str) -> Callable[[Path], object]:
+    """What reads results of an engine."""
+    return lambda path: import_files([path], engine, path.parent / "run", Told(), force=True)
+
+
+def a_trace() -> bytes:
+    """A small trace with steps, operators, frames and waits."""
+    trace = traces.Trace()
+    for step in range(3):
+        begin = 1000.0 * step
+        trace.range(f"ProfilerStep#{step}", begin, begin + 900)
+        trace.frame("engine.py(12): step", begin + 1, begin + 800)
+        trace.op("aten::item", begin + 10, begin + 200)
+        trace.add("cuda_runtime", "cudaStreamSynchronize", begin + 20, begin + 150, correlation=step)
+        trace.add("kernel", "add", begin + 30, begin + 140, pid=0, tid=7, correlation=step + 50, stream=7)
+    return trace.text().encode()
+
+
+SPY_DUMP = SPY.format(pid=100, frames=IN_REDUCE).encode()
+FLIGHT = text(recorded(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
+CHECKS = msgspec.json.encode(CHECK) + b"\n"
+MACHINE = machines.text(machines.built_in("H200")).encode()
+
+KINDS = {
+    "records": Kind(RECORDS_FILE, record_lines(), read_audited),
+    "records with checksums": Kind(RECORDS_FILE, sealed_lines, read_audited),
+    "failed points": Kind(FAILED_FILE, record_lines(), read_failed),
+    "checks": Kind(CHECKS_FILE, CHECKS * 3, lambda path: jobs.read_checks(path.parent)),
+    "model": Kind("config.json", text(V3), lambda path: load_shape(str(path))),
+    "samples": Kind("x.parquet", made_samples, samples.read_samples),
+    "job": Kind("job-t.json", msgspec.json.encode(JOB), read_job),
+    "step times": Kind("x.json", msgspec.json.encode(times.step_times()), read_times),
+    "options in TOML": Kind("x.toml", TOML, plan),
+    "options in YAML": Kind("x.yaml", YAML, plan),
+    "options of serve": Kind("x.toml", SERVE, plan_serve),
+    "machine": Kind("machine.toml", MACHINE, machines.read),
+    "requests": Kind("x.jsonl", REQUESTS, read_requests),
+    "requests of Mooncake": Kind("x.jsonl", MOONCAKE, read_requests),
+    "requests in CSV": Kind("x.csv", CSV, read_requests),
+    "prompts": Kind("x.json", b"[[1, 5, 7], [2]]", lambda path: prompts.read_prompts(path, TINY, 8)),
+    "results of vLLM": Kind("x.json", text(engines.vllm()), imported("vllm")),
+    "results of SGLang": Kind("x.json", text(engines.sglang()), imported("sglang")),
+    "results of InferenceX": Kind("x.json", text(engines.inferencex()), imported("inferencex")),
+    "trace": Kind("trace.json", a_trace(), lambda path: scan([path], root=path.parent)),
+    "beats": Kind("beats-0.bin", beats_of, explain),
+    "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain),
+    "flight recorder": Kind("flight-0.json", FLIGHT, explain),
+    "baseline of syncs": Kind("x.json", BASELINE.encode(), baseline.read),
+    "pyproject": Kind("pyproject.toml", SYNCS, lambda path: config.find_config(path.parent, path.parent)),
+}
