@@ -209,7 +209,8 @@ def table(folder: Path) -> list[str]:
         enough = (live.finished or 0) >= ENOUGH
         missed = [h for h, (what, e) in zip(heads, off.items(), strict=True) if e is None or abs(e) > BARS[what]]
         held.append(enough and same and not missed)
-        devices.add(mine.environment.device)
+        if mine.environment is not None:
+            devices.add(mine.environment.device)
         clients, rate_asked = _load(mine)
         when = f"{rate_asked:g} requests/s" if rate_asked else f"{clients} clients"
         seen = ", ".join(f"{v:.1f}" if (v := getattr(getattr(live, m), q)) is not None else "–" for m, q in BARS)
