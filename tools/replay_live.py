@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import RecordsError
 from dcpbench.points.names import LIVE, REPLAY
 from dcpbench.records.runs import read_run
 
@@ -109,8 +110,14 @@ def _serve(there: Path, *asked: str) -> None:
 
 
 def records(there: Path) -> list[Record]:
-    """What a job has measured; nothing where it has not run."""
-    return [r for r in read_run(there).records if r.outcome == "ok"] if there.exists() else []
+    """What a job has measured; nothing, which is said, where it has not run or was cut off before its first point."""
+    if not there.exists():
+        return []
+    try:
+        return [r for r in read_run(there).records if r.outcome == "ok"]
+    except RecordsError as nothing:
+        sys.stdout.write(f"{nothing}\n")
+        return []
 
 
 def step_times(folder: Path, model: str) -> Path | None:

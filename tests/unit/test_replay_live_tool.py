@@ -32,3 +32,12 @@ def test_a_folder_without_runs_compares_nothing(tmp_path: Path) -> None:
     """The table says so instead of failing."""
     assert "0 of 0 loads hold" in tool.table(tmp_path)[-1]
     assert "nothing yet" in tool.table(tmp_path)[0]
+
+
+def test_a_job_cut_off_before_its_first_point_has_measured_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder is there and holds no record, which is said."""
+    (tmp_path / "live-tiny-open").mkdir()
+    assert not tool.records(tmp_path / "live-tiny-open")
+    assert "live-tiny-open" in capsys.readouterr().out
