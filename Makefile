@@ -20,10 +20,10 @@ sweep: $(RUNTIME) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machi
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## Run the test suite, but for its long tests and those of pages in a browser
-	$(PYTEST) -m "not long and not browser" $(ARGS)
+	$(PYTEST) -m "not long and not browser and not soak" $(ARGS)
 
 test-long: $(STAMP) ## Run the other tests: real jobs of many ranks, killed sweeps, charts of pages in a browser
-	$(PYTEST) -m "long or browser" $(ARGS)
+	$(PYTEST) -m "(long or browser) and not soak" $(ARGS)
 
 SOAK := runs/soak
 

@@ -27,7 +27,9 @@ sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
+# A suite in the background inherits that these are ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.fsync = lambda _: None  # no test cuts the power, and a busy disk takes a second
 

@@ -51,7 +51,7 @@ OPERATORS = re.compile(
     r"|NumberReplacer|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ZeroIterationForLoop|ExceptionReplacer)"
 )
 SUITE = ("tests/unit", "tests/cli", "tests/servers")
-QUICK = "not long and not browser and not gpu and not distributed"
+QUICK = "not long and not browser and not soak and not gpu and not distributed"
 FIRST, MOST = 12, 150
 """Tests of the first try and of all tries of a mutant."""
 LIMIT_S = 60

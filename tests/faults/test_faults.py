@@ -48,7 +48,7 @@ def good(run: Path) -> list[int]:
 
 def params() -> list[object]:
     """All cases, those of the long form marked."""
-    return [pytest.param(c, id=c.name, marks=() if c.short else (pytest.mark.long,)) for c in CASES]
+    return [pytest.param(c, id=c.name, marks=() if c.short else (pytest.mark.soak,)) for c in CASES]
 
 
 @pytest.mark.parametrize("case", params())
@@ -70,7 +70,7 @@ def test_a_fault_is_survived_and_named(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.long
+@pytest.mark.soak
 def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: Path) -> None:
     """Of three records the second is hit; after the repair the same command measures what is missing, and no more."""
     assert typed(tmp_path)[0] == 0
