@@ -282,3 +282,14 @@ def test_experts_on_gpu_agree_in_bf16(tokens):
     by_torch = error(experts_by_torch(x, gate_up, down, weights, ids, 8, shared), expected)
     assert error(experts(x, gate_up, down, weights, ids, 8, shared), expected) <= by_torch
     assert by_torch < 1
+
+
+def test_prompts_of_any_length_need_few_kernels_compiled(device):
+    """How far rows of tiles lie apart is a constant of kernels: 1,600 lengths have five, of 64 experts and 6 of a token."""
+    ends = torch.zeros(64, dtype=torch.int32, device=device)
+    apart = {prompts.cut(ends, 6 * tokens, 64)[0].stride(0) for tokens in range(200, 1800, 40)}
+    apart |= {
+        decode.plan(torch.zeros(tokens, 6, dtype=torch.int32, device=device), 0, 64).tiles.stride(0)
+        for tokens in range(1, 60, 7)
+    }
+    assert apart <= {8, 16, 32, 64, 128, 256}

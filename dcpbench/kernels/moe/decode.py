@@ -20,7 +20,7 @@ import triton.language as tl
 
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
-from dcpbench.kernels.moe.prompts import combine
+from dcpbench.kernels.moe.prompts import combine, empty_tiles
 
 MOST_ASSIGNMENTS = 4096
 """Of a call: 512 requests, the largest graph, with 8 experts each. Each assignment is compared with all others."""
@@ -195,7 +195,7 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) 
         rows = 16 if len(ids_Tk) <= WIDE_TILES else 32
     most = min(local, count) + count // rows
     source, place = (torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2))
-    tiles = torch.empty(3, most, dtype=torch.int32, device=ids_Tk.device)
+    tiles = empty_tiles(most, ids_Tk.device)
     _plan_kernel[(triton.cdiv(count, BLOCK) + triton.cdiv(most, BLOCK),)](
         ids_Tk,
         source,
@@ -207,7 +207,7 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) 
         BINS=triton.next_power_of_2(local + 2),
         ALL=triton.next_power_of_2(count),
         ROWS=rows,
-        TILES=most,
+        TILES=tiles.stride(0),
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -254,7 +254,7 @@ def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, ga
         depth,
         GATED=gated,
         TOP_K=top_k,
-        TILES=plan.tiles.shape[1],
+        TILES=plan.tiles.stride(0),
         ROWS=plan.rows,
         WEIGHT_FIRST=weight_first,
         BLOCK_N=block_n,

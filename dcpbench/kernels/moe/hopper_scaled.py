@@ -166,7 +166,7 @@ def product(
         total,
         columns // 128,
         depth // 128,
-        TILES=tiles.shape[1],
+        TILES=tiles.stride(0),
         STAGES=stages,
         TOGETHER=together,
         num_warps=4,

@@ -281,6 +281,14 @@ def _product_kernel(
             _tile(tensors, columns, depth, found, tile, GATED, TILES, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES, GROUP)
 
 
+def empty_tiles(most: int, device: torch.device) -> torch.Tensor:
+    """int32 [3, most] for tiles: expert, first row, and row behind the expert's last one.
+
+    How far its rows are apart is a constant of kernels, thus a power of two: prompts of any length need few of them compiled.
+    """
+    return torch.empty(3, triton.next_power_of_2(most), dtype=torch.int32, device=device)[:, :most]
+
+
 def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(tiles, total) of rows sorted by expert, of which `ends` holds each expert's last + 1. No host sync.
 
@@ -290,7 +298,8 @@ def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple
     """
     local = ends.numel()
     most = min(local, assignments) + assignments // rows
-    tiles, total = (torch.empty(*size, dtype=torch.int32, device=ends.device) for size in ((3, most), (1,)))
+    tiles = empty_tiles(most, ends.device)
+    total = torch.empty(1, dtype=torch.int32, device=ends.device)
     block = 16
     _tiles_kernel[(triton.cdiv(most, block),)](
         ends,
@@ -300,7 +309,7 @@ def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple
         BINS=triton.next_power_of_2(local),
         ROWS=rows,
         MORE=more,
-        TILES=most,
+        TILES=tiles.stride(0),
         BLOCK=block,
     )
     return tiles, total
@@ -332,7 +341,7 @@ def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gat
         columns,
         depth,
         GATED=gated,
-        TILES=tiles.shape[1],
+        TILES=tiles.stride(0),
         ROWS=how.rows,
         MORE=how.more,
         BLOCK_N=how.columns,
