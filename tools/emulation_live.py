@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -29,59 +29,80 @@ if TYPE_CHECKING:
 BAR = 0.05
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 LIVE, EMULATED = "live", "emulated"
+MACHINE = "machine.toml"
+"""In the folder, what `calibrate` makes."""
 
 
-def _run(*words: str, gpus: str | None = None) -> None:
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
-    sys.stdout.write(f"$ dcpbench {shlex.join(words)}\n")
+class Step(NamedTuple):
+    """One command: `dcpbench` and these words."""
+
+    words: list[str]
+    only_one: bool = False
+    """Whether it sees the first GPU alone."""
+
+
+def _run(step: Step) -> None:
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if step.only_one else {})
+    sys.stdout.write(f"$ dcpbench {shlex.join(step.words)}\n")
     sys.stdout.flush()
-    subprocess.run([sys.executable, "-m", "dcpbench.cli", *words], check=False, env=environment)
+    subprocess.run([sys.executable, "-m", "dcpbench.cli", *step.words], check=False, env=environment)
 
 
-def measure(folder: Path, asked: argparse.Namespace) -> None:
-    """The wire, then every layout live and emulated."""
-    machine = folder / "machine.toml"
-    if not machine.exists():
-        for bench in ("collectives", "exchange"):
-            more = ["--heads", "64,128"] if bench == "exchange" else []
-            _run(
+def wire(folder: Path, ranks: int) -> list[Step]:
+    """Benches of the calls between so many GPUs, and the machine file that `calibrate` makes of them."""
+    folders = {bench: str(folder / f"{bench}-{ranks}") for bench in ("collectives", "exchange")}
+    heads = {"collectives": [], "exchange": ["--heads", "64,128"]}
+    benches = [
+        Step(
+            [
                 "bench",
                 bench,
                 "--ranks",
-                str(asked.ranks),
+                str(ranks),
                 "--requests",
                 REQUESTS,
                 "--seconds",
                 "0.1",
-                *more,
+                *heads[bench],
                 "-o",
-                str(folder / f"{bench}-{asked.ranks}"),
+                there,
                 "--force",
-            )
-        _run("calibrate", str(folder), "-o", str(machine))
-    n = asked.ranks
-    layouts = {"dcp": ["--dcp", f"1,{n}", "--exchange", asked.exchange], "dp": ["--dp", str(n), "--dcp", "1"]}
-    for model in asked.model.split(","):
-        for name, words in layouts.items():
-            common = [
-                "--model",
-                model,
-                "--tp",
-                str(n),
-                *words,
-                "--no-baseline",
-                *shlex.split(asked.more),
-                "--concurrency",
-                asked.concurrency,
-                "--context",
-                asked.context,
-                "--seconds",
-                asked.seconds,
             ]
-            for kind in (LIVE, EMULATED):
-                there = folder / f"{kind}-{model}-{name}"
-                extra = ["--emulate", str(machine)] if kind == EMULATED else []
-                _run("sweep", *common, *extra, "-o", str(there), "--resume", gpus="0" if extra else None)
+        )
+        for bench, there in folders.items()
+    ]
+    made = ["calibrate", *folders.values(), "-o", str(folder / MACHINE), "--force"]
+    return [*benches, Step(made)]
+
+
+def layouts(ranks: int, exchange: str) -> dict[str, list[str]]:
+    """Options of plain tp and dcp, and of dp."""
+    return {"dcp": ["--dcp", f"1,{ranks}", "--exchange", exchange], "dp": ["--dp", str(ranks), "--dcp", "1"]}
+
+
+def both(folder: Path, machine: Path | str, model: str, ranks: int, name: str, words: list[str]) -> list[Step]:
+    """A sweep of one layout of `layouts`, live and then emulated; `words` are its other options."""
+    common = ["sweep", "--model", model, "--tp", str(ranks), *words, "--no-baseline"]
+    return [
+        Step([*common, "-o", str(folder / f"{LIVE}-{model}-{name}"), "--resume"]),
+        Step(
+            [*common, "--emulate", str(machine), "-o", str(folder / f"{EMULATED}-{model}-{name}"), "--resume"],
+            only_one=True,
+        ),
+    ]
+
+
+def measure(folder: Path, asked: argparse.Namespace) -> None:
+    """The wire, then every layout live and emulated."""
+    machine = folder / MACHINE
+    if not machine.exists():
+        for step in wire(folder, asked.ranks):
+            _run(step)
+    load = ["--concurrency", asked.concurrency, "--context", asked.context, "--seconds", asked.seconds]
+    for model in asked.model.split(","):
+        for name, words in layouts(asked.ranks, asked.exchange).items():
+            for step in both(folder, machine, model, asked.ranks, name, [*words, *shlex.split(asked.more), *load]):
+                _run(step)
 
 
 def _key(point: Point) -> Point:

@@ -1,12 +1,13 @@
 """Makes one rank of a sweep go wrong, in each of several ways, and says whether that was named, and how soon.
 
     python -m tools.hangs --ranks 2,4,8
-    python -m tools.hangs --gpu H200        # a kernel of the captured step that never ends, on one GPU
-    python -m tools.hangs --gpu H200 --ranks 2        # the same on one of two GPUs, which NCCL joins
+    python -m tools.hangs --gpu H200                # a kernel of the captured step that never ends, on one GPU
+    python -m tools.hangs --gpu H200 --ranks 2      # that, and three more between two, over NCCL
 
 Each case is a sweep of a tiny model on the CPU, two points on so many gloo ranks: at the first one, one rank leaves a
 collective out, takes two in the other order, gives one another shape or dtype, sleeps, or spins (tests/distributed/
-faulty_worker.py). Ends with 1 where the record did not name the rank, the layer, the collective and the line within 15 s
+faulty_worker.py). Between GPUs, layers of DeepSeek-V3: an all-gather that is left out, another shape, a kernel that never ends,
+and a signal of `symm` that goes elsewhere. Ends with 1 where the record did not name the rank, the layer, the collective and the line within 15 s
 after the limit of the point, or the other point was not measured.
 """
 
@@ -33,14 +34,14 @@ from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from tests.distributed import faulty_worker
-from tests.distributed.faulty_worker import FAULT, KINDS, LAYER, LOOPS, PHASES
+from tests.distributed.faulty_worker import FAULT, FLAG, KINDS, LAYER, LOOPS, ON_GPUS, PHASES
 
 if TYPE_CHECKING:
     from dcpbench.launch.jobs import Progress
     from dcpbench.records.record import Record
 
 ALLOWED_S = 15.0
-NAMES = {"sleeps": ("behind",), "spins": ("behind",), "missing": ("order",), "order": ("order",)}
+NAMES = {"sleeps": ("behind",), "spins": ("behind",), "missing": ("order",), "gather": ("order",), "order": ("order",)}
 """Kinds of finding that are right; of the others, the fault's own name."""
 REMAINING = 2
 """Concurrency of the point that comes after the one that goes wrong."""
@@ -58,12 +59,13 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
         elif "named" not in said:
             said["heard"] = event.at
 
+    exchange = "none" if ranks == 1 else "symm" if fault == FLAG else "ag_rs"
     points = [
         Point(
             model="tiny",
             tp=ranks,
             dcp=ranks,
-            exchange="ag_rs",
+            exchange=exchange,
             concurrency=c,
             context=16,
             backend="reference",
@@ -74,15 +76,7 @@ def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[st
     settings, probe = Settings(seconds=0.2, profile=False), Probe(device="cpu", count=0, name="CPU")
     if gpu:
         points = [
-            msgspec.structs.replace(
-                p,
-                model="deepseek-v3",
-                exchange="ag_rs" if ranks > 1 else "none",
-                context=512,
-                backend="triton",
-                dtype="bf16",
-                page_size=64,
-            )
+            msgspec.structs.replace(p, model="deepseek-v3", context=512, backend="triton", dtype="bf16", page_size=64)
             for p in points
         ]
         probe = planned(gpu, ranks)
@@ -113,11 +107,14 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
     """By what is wrong where it is not so."""
     reason = first.reason or ""
     others = [(r.point.concurrency, r.outcome) for r in rest] == [(REMAINING, "ok")]
-    if fault == LOOPS:
+    if fault in (LOOPS, FLAG):
+        of_one = first.point.world == 1  # which needs no telling apart
         return {
             f"outcome {first.outcome}": first.outcome == "hung",
             f"kind {first.detail.get('hang')}": first.detail.get("hang") == "device",
+            "rank": of_one or (found is not None and found.ranks == [culprit]),
             "layer": f"layer {LAYER}" in reason,
+            "phase": "attention" in reason,
             "the other point": others,
         }
     phase = PHASES.get(fault, "attn_reduce")
@@ -128,7 +125,7 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
         "rank": f"rank {culprit} " in reason and (found is None or found.ranks == [culprit]),
         "layer": f"layer {LAYER}" in reason,
         "phase": phase in reason,
-        "collective": "all_reduce of" in reason or "all_gather of" in reason,
+        "collective": any(f"{op} of" in reason for op in ("all_reduce", "all_gather", "reduce_scatter")),
         "line": ".py:" in reason,
         "the other point": others,
     }
@@ -137,20 +134,23 @@ def _checks(fault: str, culprit: int, first: Record, found: Finding | None, rest
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, run the cases, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default=None, help="default: 2,4,8; with --gpu 1")
-    parser.add_argument("--faults", default=None, help=f"default: {','.join(KINDS)}; with --gpu {LOOPS}")
+    parser.add_argument("--ranks", default="", help="default: 2,4,8; with --gpu, 1")
+    parser.add_argument(
+        "--faults", default="", help=f"default: {','.join(KINDS)}; of one GPU {LOOPS}; of several {','.join(ON_GPUS)}"
+    )
     parser.add_argument("--timeout", type=float, default=8.0, help="limit of a point in seconds; default: %(default)s")
     parser.add_argument("--reasons", action="store_true", help="print each record's reason, too")
-    parser.add_argument("--gpu", default="", help="such as H200: ranks on GPUs, in place of the CPU")
+    parser.add_argument("--gpu", default="", help="such as H200: ranks on such GPUs, in place of the CPU")
     asked = parser.parse_args(arguments)
-    asked.ranks = asked.ranks or ("1" if asked.gpu else "2,4,8")
-    asked.faults = asked.faults or (LOOPS if asked.gpu else ",".join(KINDS))
-    if asked.gpu and asked.faults != LOOPS:
-        parser.error(f"steps on GPUs are replayed, so that no rank can leave a collective out: --faults {LOOPS}")
+    ranks_asked = asked.ranks or ("1" if asked.gpu else "2,4,8")
     print("| fault | ranks | outcome | found | named after | wrong |\n|---|---|---|---|---|---|", flush=True)
     failed = 0
-    for ranks in map(int, asked.ranks.split(",")):
-        for fault in asked.faults.split(","):
+    for ranks in map(int, ranks_asked.split(",")):
+        kinds = KINDS if not asked.gpu else (LOOPS,) if ranks == 1 else ON_GPUS
+        faults = asked.faults.split(",") if asked.faults else list(kinds)
+        if unknown := [fault for fault in faults if fault not in kinds]:
+            sys.exit(f"--faults: no {', '.join(unknown)} at these ranks; there are {', '.join(kinds)}.")
+        for fault in faults:
             wrong, after, record = case(fault, ranks, asked.timeout, asked.gpu)
             failed += bool(wrong)
             row = (

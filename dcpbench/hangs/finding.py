@@ -182,8 +182,11 @@ def _agree(of: Mapping[int, Met]) -> bool:
 
 
 def _passed(of: Mapping[int, Met], following: Mapping[int, Met] | None) -> bool:
-    """Whether a difference did no harm: all came back from it, and went on alike."""
-    back = all(one.state == RETURNED for one in of.values())
+    """Whether a difference did no harm: all came back from it, and went on alike.
+
+    Of our own never: its ranks agree in everything, and NCCL may let one that gave less go on.
+    """
+    back = all(one.state == RETURNED and one.call is not None and not one.call.at for one in of.values())
     return back and following is not None and following.keys() == of.keys() and _agree(following)
 
 

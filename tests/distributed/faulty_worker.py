@@ -1,13 +1,17 @@
 """The worker, of which one rank does once what it should not: `FAULT=KIND:RANK:CONCURRENCY`.
 
 At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
-attention out · `order` takes the two collectives of `merge` in the other order · `shape` and `dtype` reduce another tensor ·
+attention out · `order` takes the two collectives of `merge` in the other order · `gather` leaves the first of them out, an all-gather · `shape` and `dtype` reduce another tensor ·
 `sleeps` and `spins` do so in the experts' phase.
+`flag`, where the exchange is `symm`: the merge of that layer signals to memory that no peer looks at, in place of the peers'.
 `loops`, on a GPU: a kernel behind the attention of that layer of the captured step never ends.
+
+On GPUs steps are launched kernel by kernel but for `loops`: what is captured cannot go wrong at one of its replays.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -18,21 +22,26 @@ import triton
 import triton.language as tl
 
 from dcpbench import worker
+from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.model import Model
 from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 from dcpbench.exchange.collectives import Group
+from dcpbench.exchange.symm import SymmetricMemory
 from dcpbench.kernels.merge import correct
 from dcpbench.measuring.ranges import phase
 from tests import as_fork, forks
 
 FAULT, INSIDE = "FAULT", "--inside"
-KINDS = ("missing", "order", "shape", "dtype", "sleeps", "spins")
-LOOPS = "loops"
+KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins")
+LOOPS, FLAG = "loops", "flag"
+ON_GPUS = ("gather", "shape", LOOPS, FLAG)
+"""Of several GPUs."""
 LAYER, STEP = 1, 3
-PHASES = {"order": "merge", "sleeps": "moe", "spins": "moe"}
+PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe"}
 """In which phase each happens; all others in attn_reduce."""
 tell, step, attention, experts = worker.Worker.tell, Model.step, Model.attention, Model.experts
 all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge
+capture, merge_by_peers = DecodeEngine.capture, SymmetricMemory.merge
 
 
 class Fault:
@@ -43,6 +52,8 @@ class Fault:
         self.at, self.steps, self.layer, self.attending = False, 0, -1, False
         self.goes_on = torch.ones(1, dtype=torch.int32, pin_memory=kind == LOOPS)
         """What a kernel that loops waits for."""
+        self.nowhere: torch.Tensor | None = None
+        """What is signalled to in place of peers' memory."""
 
     def due(self) -> bool:
         """Whether this is the moment."""
@@ -80,13 +91,31 @@ class Fault:
 
     def merge(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """AllGatherReduceScatter.merge."""
-        if self.kind != "order" or not self.due():
+        if self.kind not in ("order", "gather") or not self.due():
             return merge(of, o_BHR, lse_BH)
         with phase("merge"):
             lse_NBH = lse_BH.expand(of.group.size, *lse_BH.shape).contiguous()
             found = of.group.reduce_scatter(correct(o_BHR, lse_NBH, of.group.rank, torch.float32))
-            of.group.all_gather(lse_BH)
+            if self.kind == "order":
+                of.group.all_gather(lse_BH)
             return found
+
+    def merge_by_peers(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+        """SymmetricMemory.merge."""
+        if self.kind != FLAG or not self.due():
+            return merge_by_peers(of, o_BHR, lse_BH)
+        peers, self.nowhere = of.peers, torch.zeros_like(of.peers.own)
+        elsewhere = (self.nowhere.data_ptr(),) * (peers.size - 1)
+        of.peers = dataclasses.replace(peers, addresses=(peers.addresses[0], *elsewhere))
+        try:
+            return merge_by_peers(of, o_BHR, lse_BH)
+        finally:
+            of.peers = peers
+
+    def capture(self, of: Any, batch: Any) -> None:
+        """DecodeEngine.capture."""
+        if self.kind == LOOPS:
+            capture(of, batch)
 
     def experts(self, of: Any, *args: Any) -> Any:
         """Model.experts."""
@@ -120,8 +149,10 @@ def commit(fault: Fault) -> None:
         (Model, "experts"),
         (Group, "all_reduce"),
         (AllGatherReduceScatter, "merge"),
+        (DecodeEngine, "capture"),
     ):
         setattr(of, name, _method(getattr(fault, name)))
+    SymmetricMemory.merge = _method(fault.merge_by_peers)  # type: ignore[method-assign]
 
 
 def _method(bound: Any) -> Any:

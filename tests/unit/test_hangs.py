@@ -31,11 +31,13 @@ GROUP = "0"
 class Job:
     """Ranks that beat, each by a script of what it does in a step: `(op, phase, layer)`, or with another tensor."""
 
-    def __init__(self, folder: Path, ranks: int, groups: dict[str, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, groups: dict[str, Sequence[int]] | None = None, *, waits: bool = True
+    ) -> None:
         self.folder = folder
         groups = groups or {GROUP: range(ranks)}
         self.ranks = [
-            Beats(folder / f"beats-{r}.bin", r, ranks, waits=True, members=lambda name: (name, groups[name]))
+            Beats(folder / f"beats-{r}.bin", r, ranks, waits=waits, members=lambda name: (name, groups[name]))
             for r in range(ranks)
         ]
 
@@ -121,6 +123,17 @@ def test_of_two_ranks_the_one_that_left_the_usual_order_is_named(tmp_path: Path)
     found = job.found()
     assert (found.kind, found.ranks) == ("order", [0])
     assert found.why == ["rank 1 went on as in earlier steps."]
+
+
+def test_a_shape_that_differed_is_named_where_collectives_are_only_handed_over(tmp_path: Path) -> None:
+    """As over NCCL: both hosts came back at once, and began the same afterwards, which says nothing of their devices."""
+    job = Job(tmp_path, 2, waits=False)
+    job.steps()
+    for rank in range(2):
+        job.does(rank, "all_reduce", "attn_reduce", 0, x=HALF if rank else X)
+        job.does(rank, "all_reduce", "mlp_reduce", 0)
+    found = job.found()
+    assert (found.kind, found.ranks, found.phase, found.layer) == ("shape", [1], "attn_reduce", 0)
 
 
 def test_of_two_ranks_without_a_past_nobody_is_called_wrong(tmp_path: Path) -> None:

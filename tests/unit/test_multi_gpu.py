@@ -1,0 +1,129 @@
+"""tools/multi_gpu: what it would run is what dcpbench takes, and a second call goes on."""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench.cli import main as dcpbench
+from tools.multi_gpu import __main__ as tool
+from tools.multi_gpu import running
+from tools.multi_gpu.parts import Command, Part, Plan, rehearsed
+from tools.multi_gpu.running import CUT, DONE, FAILED, SKIPPED, Runner
+
+ROOT = Path(__file__).parents[2]
+CALIBRATED = ROOT / "results" / "emulated-against-live_2xH200_2026-11-23" / "machine.toml"
+MACHINES = {2: "H100", 4: "H200", 8: "H200"}
+
+
+def planned(gpus: int, folder: Path) -> list[Command]:
+    """All commands of a machine of so many GPUs."""
+    return [command for part in Plan(gpus, folder, MACHINES[gpus]).parts() for command in part.commands]
+
+
+def python(code: str, *, minutes: float = 1.0) -> Part:
+    """A part of one command that runs this code: -m takes the module `code`, whose words are it."""
+    return Part("part", "what", (Command("timeit", ("-n1", "-r1", code), minutes, "one"),))
+
+
+@pytest.mark.parametrize("gpus", MACHINES)
+def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
+    gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dry-run --gpu NAME --gpus N` ends with 0, with a calibration of the kind that the run makes."""
+    (tmp_path / "wire").mkdir()
+    shutil.copy(CALIBRATED, tmp_path / "wire" / "machine.toml")
+    monkeypatch.chdir(tmp_path)
+    for command in planned(gpus, tmp_path):
+        if command.words[0] in ("sweep", "serve"):
+            code = _typed([*command.words, "--dry-run", "--gpu", MACHINES[gpus], "--gpus", str(gpus)])
+            assert code == 0, f"{command.said}\n{capsys.readouterr().err}"
+
+
+def _typed(words: list[str]) -> int:
+    old, sys.argv = sys.argv, ["dcpbench", *words]
+    try:
+        return int(dcpbench() or 0)
+    except SystemExit as e:
+        return int(e.code or 0)
+    finally:
+        sys.argv = old
+
+
+@pytest.mark.parametrize("gpus", MACHINES)
+def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
+    """Names are unique inside a part, and parts have names of their own."""
+    parts = Plan(gpus, tmp_path, MACHINES[gpus]).parts()
+    names = [f"{part.name}/{command.name}" for part in parts for command in part.commands]
+    assert len(set(names)) == len(names)
+    outputs = [c.words[c.words.index("-o") + 1] for p in parts for c in p.commands if "-o" in c.words]
+    assert len(set(outputs)) == len(outputs)
+
+
+@pytest.mark.parametrize("gpus", MACHINES)
+def test_a_dry_run_prints_every_command_with_its_minutes(
+    gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And runs none: no folder is made."""
+    there = tmp_path / "run"
+    assert tool.main(["-o", str(there), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for command in planned(gpus, there):
+        assert f"{command.minutes:5.1f}  {command.said}" in printed
+    assert not there.exists()
+
+
+def test_a_part_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    """`--only` with a typing error."""
+    with pytest.raises(SystemExit, match="no part hang; there are steps, hangs"):
+        tool.main(["-o", str(tmp_path), "--gpus", "2", "--only", "hang", "--dry-run"])
+
+
+def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
+    """The code appends to a file, which has one line after two calls."""
+    file = tmp_path / "file"
+    part = python(f"open({str(file)!r}, 'a').write('x')")
+    for _ in range(2):
+        Runner(tmp_path, 5.0).run([part])
+    assert file.read_text() == "x"
+    assert Runner(tmp_path, 5.0).state["part/one"].what == DONE
+
+
+def test_what_failed_twice_is_passed_over(tmp_path: Path) -> None:
+    """Three calls, two attempts; what it printed lies in its log."""
+    for _ in range(3):
+        Runner(tmp_path, 5.0).run([python("raise ValueError('wrong')")])
+    ran = Runner(tmp_path, 5.0).state["part/one"]
+    assert (ran.what, ran.attempts) == (FAILED, 2)
+    assert (tmp_path / "part" / "one.log").read_text().count("ValueError: wrong") == 2
+
+
+def test_near_the_deadline_a_command_is_skipped_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 minute is left, and less than half of the command's 3."""
+    Runner(tmp_path, 1.0).run([python("raise ValueError", minutes=3.0)])
+    assert Runner(tmp_path, 1.0).state["part/one"].what == SKIPPED
+    assert "min of the run left, it takes about 3.0" in capsys.readouterr().out
+
+
+def test_a_command_that_ran_out_of_time_is_ended_and_goes_on_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was cut off is no attempt that failed."""
+    monkeypatch.setattr(running, "MOST", 1e-4)
+    monkeypatch.setattr(running, "LEAST_SHARE", 0.0)
+    Runner(tmp_path, 5.0).run([python("import time; time.sleep(1000)")])
+    ran = Runner(tmp_path, 5.0).state["part/one"]
+    assert (ran.what, ran.attempts, ran.cut) == (CUT, 0, 1)
+
+
+@pytest.mark.parametrize("gpus", MACHINES)
+def test_a_rehearsal_asks_for_no_gpu(gpus: int, tmp_path: Path) -> None:
+    """Every command of it is on the CPU with the tiny model, if it has one."""
+    for command in filter(None, (rehearsed(c, MACHINES[gpus]) for c in planned(gpus, tmp_path))):
+        words = shlex.join(command.words)
+        if command.program == "dcpbench":
+            assert "--device cpu" in words
+        assert "deepseek" not in words.replace(str(tmp_path), "").split(" -o ")[0]
+        assert "--gpu " not in words

@@ -1,0 +1,1 @@
+"""The prepared run of two, four or eight GPUs."""

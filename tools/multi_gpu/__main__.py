@@ -1,0 +1,93 @@
+"""The prepared run of two, four or eight GPUs: most valuable first, resumable, under a deadline.
+
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --dry-run       # every command with its estimated minutes
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --minutes 9     # what fits; the same again goes on
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --only hangs,wire
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --report        # README.md alone, from what lies there
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --rehearse      # a tiny model on the CPU; times say nothing
+
+FOLDER gets a folder for each part with raw records and logs, state.json, and README.md. A command that is done is not
+run again; one that failed twice is passed over, and one that ran out of time goes on at the next call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.multi_gpu import report
+from tools.multi_gpu.parts import Part, Plan, rehearsed
+from tools.multi_gpu.running import Runner, say
+
+PLANNED = {2: "H100", 4: "H200", 8: "H200"}
+KNOWN = ("H200", "H100")
+
+
+def gpu_here(gpus: int) -> str:
+    """What `dcpbench machines` calls the GPU that is here, or else is planned for."""
+    if shutil.which("nvidia-smi") is None:
+        return PLANNED[gpus]
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return next((name for name in KNOWN if name in names), PLANNED[gpus])
+
+
+def chosen(parts: list[Part], only: str) -> list[Part]:
+    """Those of `only`, in the order of value. Exits with a sentence where there is no such part."""
+    names = [name for name in only.split(",") if name]
+    if unknown := [name for name in names if name not in {part.name for part in parts}]:
+        sys.exit(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(p.name for p in parts)}.")
+    return [part for part in parts if not names or part.name in names]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is asked for, and write README.md."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.multi_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, choices=PLANNED, required=True)
+    parser.add_argument("--minutes", type=float, default=25.0, help="deadline of this call; default: %(default)s")
+    parser.add_argument("--only", default="", help="parts, as a comma list; default: all")
+    parser.add_argument("--gpu", default="", help="H100 or H200; default: the one that is here")
+    parser.add_argument("--backend", default="", help="attention kernel; default: dcpbench's own choice")
+    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
+    parser.add_argument("--report", action="store_true", help="only write README.md")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
+    asked = parser.parse_args(arguments)
+    if asked.minutes <= 0:
+        sys.exit("--minutes must be above 0, such as --minutes 25.")
+    gpu = asked.gpu or gpu_here(asked.gpus)
+    everything = Plan(asked.gpus, asked.output, gpu, asked.backend).parts()
+    if asked.rehearse:
+        everything = [
+            dataclasses.replace(part, commands=tuple(filter(None, (rehearsed(c, gpu) for c in part.commands))))
+            for part in everything
+        ]
+    parts = chosen(everything, asked.only)
+    say(report.installed())
+    if asked.dry_run:
+        for part in parts:
+            say(f"# {part.name}: {part.what}, about {part.minutes:.1f} min")
+            for command in part.commands:
+                say(f"{command.minutes:5.1f}  {command.said}")
+        say(f"# in all about {sum(part.minutes for part in parts):.0f} min")
+        return 0
+    runner = Runner(asked.output, asked.minutes)
+    try:
+        if not asked.report:
+            runner.run(parts)
+    finally:
+        title = f"{asked.gpus} × {gpu}: a rehearsal on the CPU" if asked.rehearse else f"{asked.gpus} × {gpu}"
+        text = report.written(asked.output, everything, runner.state, title)
+        (asked.output / "README.md").write_text(text + "\n")
+        say(f"Wrote {asked.output / 'README.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""What is run on two, four and eight GPUs, most valuable first: parts, each a list of commands with estimated minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import TYPE_CHECKING
+
+from tools import emulation_live
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+V3, K2 = "deepseek-v3", "kimi-k2"
+EIGHT = 8
+FP8, BF16 = "--weights-dtype fp8 --kv-dtype fp8", "--weights-dtype bf16 --kv-dtype bf16"
+MIXED = ("--weights-dtype fp8 --kv-dtype bf16", "--weights-dtype bf16 --kv-dtype fp8")
+NAMES = {FP8: "fp8", BF16: "bf16", MIXED[0]: "fp8-bf16", MIXED[1]: "bf16-fp8"}
+EXCHANGES = "ag_rs,symm,a2a"
+POINT_MINUTES, ENGINE_MINUTES = 0.16, 0.5
+"""A decode point took 7 to 12 s on H200, and an engine's start 25."""
+REQUESTS = "--num-requests 72 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
+TURNS = (
+    "--concurrency 16 --num-requests 48 --input-tokens uniform:1000-3000 --output-tokens uniform:20-60"
+    " --turns 3 --turn-tokens uniform:100-300 --think-time 0.5"
+)
+SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500"
+LOADS = {
+    "closed": f"--concurrency 8,32 {REQUESTS}",
+    "open": f"--request-rate 1.5,2.5 {REQUESTS}",
+    "turns": TURNS,
+}
+"""Five loads, of which those of a line share their step times."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One program with its words."""
+
+    program: str
+    """`dcpbench`, or a module that `python -m` runs."""
+    words: tuple[str, ...]
+    minutes: float
+    name: str
+    """Of its log, and of the folder that it writes."""
+    only_one: bool = False
+    """Whether it sees the first GPU alone."""
+
+    @property
+    def said(self) -> str:
+        """As typed."""
+        program = self.program if self.program == "dcpbench" else f"python -m {self.program}"
+        return f"{'CUDA_VISIBLE_DEVICES=0 ' if self.only_one else ''}{program} {shlex.join(self.words)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Commands that belong together."""
+
+    name: str
+    what: str
+    commands: tuple[Command, ...]
+
+    @property
+    def minutes(self) -> float:
+        """Its share of the time."""
+        return sum(command.minutes for command in self.commands)
+
+
+class Plan:
+    """The parts of a machine of so many GPUs, in a folder."""
+
+    def __init__(self, gpus: int, folder: Path, gpu: str, backend: str = "") -> None:
+        """`gpu`: as `dcpbench machines` names it; `backend`: of attention, dcpbench's default where none is given."""
+        self.n, self.folder, self.gpu = gpus, folder, gpu
+        self.backend = ["--backend", backend] if backend else []
+        self.machine = folder / "wire" / emulation_live.MACHINE
+        self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
+
+    def parts(self) -> list[Part]:
+        """Most valuable first."""
+        by_gpus = {
+            2: [
+                self.steps(), self.hangs(), self.wire(), self.emulated(), self.served(), self.grid("grid"),
+                self.registered(), self.overlap(), self.tests(), self.grid("bf16", precision=BF16), self.experts(),
+                self.more(),
+            ],
+            4: [
+                self.wire(), self.grid("grid"), self.served(), self.grid("bf16", precision=BF16), self.overlap(),
+                self.experts(), self.seed("seed", V3, K2), self.emulated(), self.registered(), self.hangs(),
+                self.more(),
+            ],
+            8: [
+                self.wire(), self.grid("grid", V3), self.seed("seed", V3), self.live(), self.again(),
+                self.grid("grid-k2", K2), self.seed("seed-k2", K2), self.emulated(), self.registered(), self.hangs(),
+            ],
+        }  # fmt: skip
+        return by_gpus[self.n]
+
+    def sweep(self, part: str, name: str, words: str, points: int) -> Command:
+        """Decode; `points` that are measured, at most."""
+        there = str(self.folder / part / name)
+        words_ = ["sweep", *shlex.split(words), "--no-baseline", *self.backend, "-o", there, "--resume"]
+        return Command("dcpbench", tuple(words_), ENGINE_MINUTES + POINT_MINUTES * points, name)
+
+    def serve(self, part: str, name: str, words: str, minutes: float, *, only_one: bool = False) -> Command:
+        """A served load."""
+        there = str(self.folder / part / name)
+        words_ = ["serve", *shlex.split(words), "--no-baseline", *self.backend, "-o", there, "--resume"]
+        return Command("dcpbench", tuple(words_), minutes, name, only_one)
+
+    def steps(self) -> Part:
+        """The two steps that have a bar."""
+        found = []
+        for precision in (BF16, FP8):
+            requests = 24 if precision == BF16 and self.gpu == "H100" else 32  # 80 GB have no room for more
+            words = f"--model {V3} --tp {self.n} --dcp 1 --concurrency {requests} --context 32000 --seconds 1"
+            found.append(self.sweep("steps", NAMES[precision], f"{words} {precision}", 1))
+        return Part("steps", "32 × 32,000 in bf16 (24 on 80 GB) and in fp8", tuple(found))
+
+    def hangs(self) -> Part:
+        """Injected hangs, a command for each, so that one that does not end spares the others."""
+        return Part(
+            "hangs",
+            "one rank goes wrong: is it named, and how soon",
+            tuple(
+                Command(
+                    "tools.hangs",
+                    ("--gpu", self.gpu, "--ranks", str(self.n), "--faults", fault, "--timeout", "10", "--reasons"),
+                    1.2,
+                    fault,
+                )
+                for fault in ("gather", "shape", "loops", "flag")
+            ),
+        )
+
+    def wire(self) -> Part:
+        """Benches of calls between the GPUs, and a machine file of them alone."""
+        steps = emulation_live.wire(self.folder / "wire", self.n)
+        names, minutes = ("collectives", "exchange", "calibrate"), (1.0, 1.5, 0.1)
+        found = [
+            Command("dcpbench", tuple(step.words), m, name, step.only_one)
+            for step, name, m in zip(steps, names, minutes, strict=True)
+        ]
+        return Part("wire", "calls between the GPUs, and what forecasts are made of", tuple(found))
+
+    def emulated(self) -> Part:
+        """Decode, live and emulated in turn; of eight, the forecasts of what the grid has."""
+        found = []
+        concurrency, context = ("8,32", "4000,32000") if self.n < EIGHT else ("8,48", "4000")
+        load = shlex.split(f"--concurrency {concurrency} --context {context} --seconds 0.5 {FP8}")
+        for model in (V3, K2):
+            for name, layout in emulation_live.layouts(self.n, "ag_rs,symm").items():
+                points = (3 if name == "dcp" else 1) * len(concurrency.split(",")) * len(context.split(","))
+                steps = emulation_live.both(
+                    self.folder / "emulated",
+                    self.machine,
+                    model,
+                    self.n,
+                    name,
+                    [*layout, *load, *self.backend],
+                )
+                found += [
+                    Command(
+                        "dcpbench",
+                        tuple(step.words),
+                        ENGINE_MINUTES + POINT_MINUTES * points,
+                        f"{kind}-{model}-{name}",
+                        step.only_one,
+                    )
+                    for kind, step in zip((emulation_live.LIVE, emulation_live.EMULATED), steps, strict=True)
+                ]
+        return Part("emulated", "one GPU against all, with a calibration that has seen benches alone", tuple(found))
+
+    def served(self) -> Part:
+        """Loads live, in replay and in replay of one GPU."""
+        found = []
+        for name, load in LOADS.items():
+            words = f"--model {V3} --tp {self.n} --dcp {self.n} --exchange symm {load} --kv-memory 12GiB"
+            emulate = f"{words} --mode replay --emulate {shlex.quote(str(self.machine))}"
+            found += [
+                self.serve("served", f"live-{name}", f"{words} --mode live,replay", 2.6),
+                self.serve("served", f"emulated-{name}", emulate, 1.5, only_one=True),
+            ]
+        return Part("served", "served loads, live against replay and against one GPU", tuple(found))
+
+    def grid(self, part: str, *models: str, precision: str = FP8) -> Part:
+        """Where DCP pays."""
+        found = []
+        concurrency, exchanges, loads = ("8,32,48,128", EXCHANGES, 9) if self.n == EIGHT else ("8,32", "ag_rs,symm", 5)
+        load = f"--concurrency {concurrency} --context 4000,32000,128000 --seconds 0.5"
+        layouts = 1 + len(exchanges.split(",")) * (len(self.dcps.split(",")) - 1)
+        for model in models or (V3, K2):
+            words = f"--model {model} --tp {self.n} {precision} {load}"
+            name = f"{model}-{NAMES[precision]}"
+            found += [
+                self.sweep(part, name, f"{words} --dcp {self.dcps} --exchange {exchanges}", loads * layouts),
+                self.sweep(part, f"{name}-dp", f"{words} --dp {self.n} --dcp 1", loads),
+            ]
+        return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
+
+    def overlap(self) -> Part:
+        """`--overlap` beside its twin."""
+        found = []
+        for model in (V3, K2):
+            words = f"--model {model} --tp {self.n} {FP8} --seconds 1"
+            words += f" --dcp {self.n} --exchange ag_rs,symm --concurrency 32,128 --context 32000"
+            found += [
+                self.sweep("overlap", f"{model}-plain", words, 2),
+                self.sweep("overlap", f"{model}-overlap", f"{words} --overlap", 2),
+            ]
+        return Part("overlap", "--overlap beside its twin", tuple(found))
+
+    def experts(self) -> Part:
+        """Both ways to place experts, at three loads."""
+        found = []
+        for model in (V3, K2):
+            words = f"--model {model} --tp {self.n} {FP8} --seconds 0.5 --concurrency 8,32,128 --context 4000"
+            found += [
+                self.sweep("experts", model, f"{words} --dcp 1,{self.n} --exchange symm --ep 1,tp", 12),
+                self.sweep("experts", f"{model}-dp", f"{words} --dp {self.n} --dcp 1 --ep 1,tp", 6),
+            ]
+        return Part("experts", "--ep 1 and tp at three loads", tuple(found))
+
+    def registered(self) -> Part:
+        """Collectives on registered memory against plain, and the exchange."""
+        plain = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+        variants = ",".join([*plain, "all-reduce-symm", *(f"{name}-registered" for name in plain)])
+        common = f"--ranks {self.n} --requests 1,8,32,128,512 --seconds 0.1"
+        there = self.folder / "registered"
+        words = {
+            "collectives": f"bench collectives {common} --variant {variants}",
+            "exchange": f"bench exchange {common} --heads 64,128 --variant ag_rs,ag_rs_registered,a2a,symm",
+        }
+        found = [
+            Command("dcpbench", (*shlex.split(text), "-o", str(there / name), "--force"), 1.5, name)
+            for name, text in words.items()
+        ]
+        return Part("registered", "calls in memory that NCCL has registered against plain; the exchange", tuple(found))
+
+    def tests(self) -> Part:
+        """All tests that need a GPU."""
+        words = ("-m", "gpu", "-n", "6", "--durations=15", "-q", "-p", "no:cacheprovider")
+        return Part("tests", "all tests that need a GPU", (Command("pytest", words, 6.0, "gpu"),))
+
+    def seed(self, part: str, *models: str) -> Part:
+        """The load with which DCP was first measured: 480 × 4,000/1,500 at 8, 32 and 48, in replay."""
+        found = []
+        for model in models:
+            words = f"--model {model} --tp {self.n} {SEED} --mode replay --concurrency 8,32,48"
+            found += [
+                self.serve(part, f"{model}-dcp", f"{words} --dcp 1,{self.n} --exchange ag_rs,symm", 4.0),
+                self.serve(part, f"{model}-dp", f"{words} --dp {self.n} --dcp 1", 1.8),
+            ]
+        return Part(part, "480 × 4,000/1,500 at 8, 32 and 48 clients, in replay", tuple(found))
+
+    def live(self) -> Part:
+        """One live point of 96 requests for each layout, and its replay."""
+        words = f"--model {V3} --tp {self.n} --mode live,replay --concurrency 48 --num-requests 96"
+        words += " --input-tokens 4000 --output-tokens 1500"
+        layouts = {
+            "dcp": f"--dcp {self.n} --exchange symm",
+            "tp": "--dcp 1",
+            "dp": f"--dp {self.n} --dcp 1",
+        }
+        found = [self.serve("live", name, f"{words} {layout}", 3.5) for name, layout in layouts.items()]
+        return Part("live", "96 × 4,000/1,500 at 48 clients, live and in replay", tuple(found))
+
+    def again(self) -> Part:
+        """Two passes over six loads."""
+        words = f"--model {V3} --tp {self.n} --dcp 1,{self.n} --exchange symm {FP8} --seconds 1 --repeats 2"
+        load = "--concurrency 8,32,48 --context 4000"
+        return Part("again", "two passes of six loads", (self.sweep("again", V3, f"{words} {load}", 12),))
+
+    def more(self) -> Part:
+        """What is left of the grid: a2a, 128 requests, other precisions of the KV cache, whole experts."""
+        found = []
+        for precision in (FP8, BF16):
+            for model in (V3, K2):
+                words = f"--model {model} --tp {self.n} {precision} --seconds 0.5 --dcp {self.dcps}"
+                words += f" --concurrency 8,32,128 --context 4000,32000 --exchange {EXCHANGES}"
+                found.append(self.sweep("more", f"{model}-{NAMES[precision]}-wide", words, 20))
+        for model in (V3, K2):
+            for precision in MIXED:
+                words = f"--model {model} --tp {self.n} {precision} --seconds 0.5"
+                words += f" --concurrency 8,32,128 --context 4000,32000 --dcp 1,{self.n} --exchange ag_rs,symm"
+                found.append(self.sweep("more", f"{model}-{NAMES[precision]}", words, 16))
+        for precision in (FP8, BF16):
+            for model in (V3, K2):
+                words = f"--model {model} --tp {self.n} {precision} --seconds 0.5 --ep tp"
+                words += f" --concurrency 8,32,128 --context 32000,128000 --dcp 1,{self.n} --exchange {EXCHANGES}"
+                found.append(self.sweep("more", f"{model}-{NAMES[precision]}-ep", words, 16))
+        return Part(
+            "more",
+            "the rest of the grid: a2a, 128 requests, mixed precisions, whole experts at long contexts",
+            tuple(found),
+        )
+
+
+TINY = {
+    "--model": "tiny", "--concurrency": "1,2", "--context": "16", "--seconds": "0.05", "--num-requests": "4",
+    "--input-tokens": "16", "--output-tokens": "4", "--turn-tokens": "4", "--think-time": "0.01",
+    "--request-rate": "20", "--kv-memory": "", "--weights-dtype": "", "--kv-dtype": "", "--backend": "",
+    "--heads": "8", "--requests": "1,2",
+}  # fmt: skip
+"""Options of a rehearsal; those without a value are left out."""
+NO_REHEARSAL = ("calibrate",)
+"""A CPU has no times to make a machine file of."""
+
+
+def rehearsed(command: Command, like: str) -> Command | None:
+    """The same on the CPU with a tiny model, or None where there is no such thing; `like`: a built-in machine."""
+    if command.name in NO_REHEARSAL:
+        return None
+    words = list(command.words)
+    if command.program == "pytest":
+        return dataclasses.replace(command, words=(*words, "--collect-only"))
+    if command.program == "tools.hangs":
+        if command.name in ("loops", "flag"):
+            return None
+        return dataclasses.replace(command, words=tuple(w for w in words if w not in ("--gpu", like)))
+    kept: list[str] = []
+    for word in words:
+        option = kept[-1] if kept and kept[-1] in {*TINY, "--emulate", "--variant"} else ""
+        if option == "--variant":
+            kept.append(",".join(name for name in word.split(",") if not name.endswith("registered")))
+        elif option:
+            value = like if option == "--emulate" else TINY[option]
+            kept[-1:] = [option, value] if value else []
+        else:
+            kept.append(word)
+    return dataclasses.replace(command, words=(*kept, "--device", "cpu"), only_one=False)

@@ -1,0 +1,270 @@
+"""README.md of a run's folder, from what lies there."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+from typing import TYPE_CHECKING
+
+from dcpbench.records.runs import read_run
+from tools import emulation_live
+from tools.multi_gpu.running import Ran
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+    from tools.multi_gpu.parts import Part
+
+BACKENDS = {"flashinfer": "flashinfer", "flashmla": "flash_mla", "DeepGEMM": "deep_gemm"}
+STEP_BARS_MS = {("bf16", "bf16"): 130.0, ("fp8", "fp8"): 80.0}
+"""Of 32 × 32,000 at tp2 on H200, by precision of weights and KV."""
+BAR_GPU, BAR_REQUESTS = "H200", 32
+LEAST_FLOOR = 0.75
+EMULATED_BAR = 0.07
+REPLAY_BAR, REPLAY_TAIL_BAR = 0.05, 0.10
+SERVED = ("output tok/s", "TTFT p50", "ITL p50", "TTFT p99", "ITL p99")
+TAILS = SERVED[3:]
+
+
+def installed() -> str:
+    """Which optional kernels can be used."""
+    there = [name for name, module in BACKENDS.items() if importlib.util.find_spec(module)]
+    missing = [name for name in BACKENDS if name not in there]
+    without = f"; not installed, and gone on without: {', '.join(missing)}" if missing else ""
+    return f"Attention and other optional kernels installed: {', '.join(there) or 'none, Triton alone'}{without}."
+
+
+def records(folder: Path, part: str = "*") -> Iterator[tuple[Path, Record]]:
+    """(its run, record) of all that was measured."""
+    for file in sorted(folder.glob(f"{part}/*/records.jsonl")):
+        yield from ((file.parent, record) for record in read_run(file.parent).records)
+
+
+def written(folder: Path, parts: Sequence[Part], state: dict[str, Ran], title: str) -> str:
+    """The text."""
+    sections = {
+        "What was run": ran(parts, state),
+        "Bars": bars(folder),
+        "Where DCP pays": pays(folder),
+        "Decode": decode(folder),
+        "`--overlap` beside its twin": overlap(folder),
+        "Emulated against live": emulated(folder),
+        "Served": served(folder),
+        "Passes": passes(folder),
+        "Injected hangs": logs(folder, "hangs"),
+        "GPU tests": logs(folder, "tests", 25),
+        "Not measured": failures(folder),
+    }
+    lines = [f"# {title}", "", installed(), machine(folder), ""]
+    for name, found in sections.items():
+        if found:
+            lines += [f"## {name}", "", *found, ""]
+    return "\n".join(lines)
+
+
+def machine(folder: Path) -> str:
+    """Hardware and versions, as records say."""
+    said = sorted(
+        {
+            f"{e.device_count} × {e.device}, torch {e.torch}, Triton {e.triton}, CUDA {e.cuda}, NCCL {e.nccl}"
+            for _, r in records(folder)
+            if (e := r.environment) is not None
+        }
+    )
+    return f"Measured on: {'; '.join(said)}." if said else "Nothing is measured yet."
+
+
+def ran(parts: Sequence[Part], state: dict[str, Ran]) -> list[str]:
+    """A line for each command."""
+    lines = ["| part | command | estimate min | took min | |", "|---|---|---:|---:|---|"]
+    for part in parts:
+        for command in part.commands:
+            of = state.get(f"{part.name}/{command.name}", Ran(what="not run"))
+            note = f"{of.what}{f' (exit code {of.code})' if of.code else ''}{f': {of.note}' if of.note else ''}"
+            lines.append(f"| {part.name} | `{command.said}` | {command.minutes:.1f} | {of.seconds / 60:.1f} | {note} |")
+    return lines
+
+
+def told(record: Record) -> str:
+    """A point in words, without its load."""
+    p = record.point
+    exchange = "" if p.exchange == "none" else f" {p.exchange}"
+    return f"{p.model} {p.layout}{exchange}{' +overlap' if p.overlap else ''}, {p.weights_precision}/{p.kv_precision}"
+
+
+def ok(folder: Path, part: str = "*", *, workload: str = "decode") -> list[Record]:
+    """Measured points that are no forecasts."""
+    return [
+        r
+        for _, r in records(folder, part)
+        if r.outcome == "ok" and r.point.workload == workload and not r.point.emulate
+    ]
+
+
+def share(record: Record) -> float | None:
+    """Of its floor."""
+    if record.floor is None or record.metrics is None:
+        return None
+    return record.floor.floor_ms / record.metrics.step_ms.median
+
+
+def bars(folder: Path) -> list[str]:
+    """The two steps of 32 × 32,000 at tp2."""
+    lines = []
+    for r in ok(folder, "steps"):
+        bar = STEP_BARS_MS.get((r.point.weights_precision, r.point.kv_precision))
+        if bar is None or r.metrics is None:
+            continue
+        ms, of = r.metrics.step_ms.median, share(r)
+        kept = ms <= bar and (r.point.weights_precision != "fp8" or (of is not None and of >= LEAST_FLOOR))
+        of_floor = "no floor" if of is None else f"{of:.2f} of its floor"
+        same = r.environment is not None and BAR_GPU in r.environment.device and r.point.concurrency == BAR_REQUESTS
+        verdict = (
+            ("held" if kept else "NOT held") if same else f"not judged, the bar is of {BAR_GPU} and {BAR_REQUESTS}"
+        )
+        load = f"{r.point.concurrency} × {r.point.context:,}"
+        lines.append(f"- {told(r)}, {load}: {ms:.1f} ms (bar {bar:.0f}), {of_floor}: {verdict}")
+    return lines
+
+
+def decode(folder: Path) -> list[str]:
+    """A line for each step that was measured."""
+    rows = [
+        f"| {told(r)} | {r.point.concurrency} × {r.point.context:,} | {r.metrics.step_ms.median:.2f} |"
+        f" {r.metrics.output_tok_s.median:,.0f} | {'' if share(r) is None else f'{share(r):.2f}'} |"
+        f" {', '.join(r.marks)} |"
+        for part in ("grid*", "bf16", "experts", "overlap", "more")
+        for r in ok(folder, part)
+        if r.metrics
+    ]
+    head = ["| point | load | step ms | tok/s | share of floor | marks |", "|---|---|---:|---:|---:|---|"]
+    return head + rows if rows else []
+
+
+def pays(folder: Path) -> list[str]:
+    """The best layout with DCP over the best one without, by load."""
+    best: dict[tuple[str, str, int, int], dict[bool, Record]] = collections.defaultdict(dict)
+    for r in (*ok(folder, "grid*"), *ok(folder, "bf16"), *ok(folder, "more")):
+        p = r.point
+        key = (p.model, f"{p.weights_precision}/{p.kv_precision}", p.context, p.concurrency)
+        old = best[key].get(p.dcp > 1)
+        if r.metrics and (old is None or old.metrics is None or _output(r) > _output(old)):
+            best[key][p.dcp > 1] = r
+    rows = []
+    for (model, precision, context, concurrency), by_dcp in sorted(best.items()):
+        ours, other = by_dcp.get(True), by_dcp.get(False)
+        ratio = f"{_output(ours) / _output(other):.3f}" if ours and other else ""
+        names = [
+            f"{r.point.layout} {r.point.exchange}".removesuffix(" none") if r else "no room" for r in (ours, other)
+        ]
+        rows.append(f"| {model} {precision} | {concurrency} × {context:,} | {names[0]} | {names[1]} | {ratio} |")
+    head = ["| | load | best with DCP | best without | output, with over without |", "|---|---|---|---|---:|"]
+    return head + rows if rows else []
+
+
+def _output(record: Record) -> float:
+    assert record.metrics is not None
+    return record.metrics.output_tok_s.median
+
+
+def overlap(folder: Path) -> list[str]:
+    """Steps of both twins."""
+    of: dict[tuple[str, str, int, int], dict[bool, float]] = collections.defaultdict(dict)
+    for r in ok(folder, "overlap"):
+        p = r.point
+        if r.metrics and p.dcp > 1:
+            of[f"{p.model} {p.layout}", p.exchange, p.concurrency, p.context][p.overlap] = r.metrics.step_ms.median
+    rows = [
+        f"| {key[0]} {key[1]} | {key[2]} × {key[3]:,} | {twins[False]:.2f} | {twins[True]:.2f} |"
+        f" {twins[True] / twins[False] - 1:+.1%} |"
+        for key, twins in of.items()
+        if len(twins) > 1
+    ]
+    head = ["| point | load | plain ms | overlap ms | |", "|---|---|---:|---:|---:|"]
+    return head + rows if rows else []
+
+
+def emulated(folder: Path) -> list[str]:
+    """Steps, as tools/emulation_live.py compares them."""
+    there = folder / "emulated"
+    return emulation_live.table(there) if any(emulation_live.pairs(there)) else []
+
+
+def numbers(record: Record) -> tuple[float | None, ...]:
+    """SERVED of a record."""
+    assert record.serve is not None
+    s = record.serve
+    return s.output_tok_s, s.ttft_ms.p50, s.itl_ms.p50, s.ttft_ms.p99, s.itl_ms.p99
+
+
+def served(folder: Path) -> list[str]:
+    """All served loads; replay and emulation with what they are off by from live."""
+    lines = [f"| load | point | how | {' | '.join(SERVED)} | |", "|---|---|---|---:|---:|---:|---:|---:|---|"]
+    of: dict[tuple[str, ...], dict[str, Record]] = collections.defaultdict(dict)
+    for run, r in records(folder):
+        if r.outcome == "ok" and r.serve is not None and r.point.load is not None:
+            load = run.name.partition("-")[2] if run.parent.name == "served" else run.name
+            how = "emulated" if r.point.emulate else r.point.load.mode
+            of[run.parent.name, load, told(r), f"{r.point.concurrency}"][how] = r
+    for (_, load, what, clients), hows in of.items():
+        live = hows.get("live")
+        for how, r in sorted(hows.items(), key=lambda item: item[0] != "live"):
+            mine = numbers(r)
+            cells = ["" if n is None else f"{n:,.1f}" for n in mine]
+            verdict = ""
+            if live is not None and how != "live":
+                off = [m / t - 1 if m is not None and t else None for m, t in zip(mine, numbers(live), strict=True)]
+                cells = [c if o is None else f"{c} ({o:+.1%})" for c, o in zip(cells, off, strict=True)]
+                verdict = _verdict(how, off)
+            lines.append(f"| {load} {clients} | {what} | {how} | {' | '.join(cells)} | {verdict} |")
+    return lines if of else []
+
+
+def _verdict(how: str, off: Sequence[float | None]) -> str:
+    tail = None if how == "emulated" else REPLAY_TAIL_BAR
+    bar = EMULATED_BAR if how == "emulated" else REPLAY_BAR
+    out = [
+        name
+        for name, o in zip(SERVED, off, strict=True)
+        if o is not None and (limit := tail if name in TAILS else bar) is not None and abs(o) > limit
+    ]
+    return f"NOT within: {', '.join(out)}" if out else f"within {bar:.0%}"
+
+
+def passes(folder: Path) -> list[str]:
+    """Two passes of the same loads."""
+    of: dict[str, list[float]] = collections.defaultdict(list)
+    for r in ok(folder, "again"):
+        if r.metrics:
+            of[f"{told(r)}, {r.point.concurrency} × {r.point.context:,}"].append(r.metrics.step_ms.median)
+    return [
+        f"- {what}: {', '.join(f'{ms:.2f}' for ms in times)} ms, apart by {max(times) / min(times) - 1:.1%}"
+        for what, times in of.items()
+        if len(times) > 1
+    ]
+
+
+def logs(folder: Path, part: str, most: int = 12) -> list[str]:
+    """The last lines that a part's commands printed."""
+    lines = []
+    for log in sorted(folder.glob(f"{part}/*.log")):
+        lines += [
+            f"`{log.relative_to(folder)}`:",
+            "",
+            "```",
+            *log.read_text(errors="replace").splitlines()[-most:],
+            "```",
+            "",
+        ]
+    return lines[:-1]
+
+
+def failures(folder: Path) -> list[str]:
+    """Points that failed, and those that have no room."""
+    return [
+        f"- {run.parent.name}/{run.name}: {told(r)}, {r.point.concurrency} × {r.point.context:,}: {r.outcome}: {r.reason}"
+        for run, r in records(folder)
+        if r.outcome != "ok"
+    ]
