@@ -405,14 +405,13 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
 
 def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     """How the server is measured. Raises UsageError."""
-    import os
     import shlex
     import sys
 
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
     from dcpbench.records.record import CPU
-    from dcpbench.servers.client import Target
+    from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.measure import Asked
     from dcpbench.servers.prompts import ENDPOINTS
 
@@ -429,7 +428,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         raise UsageError(
             f"--traces {remote.traces} is no folder on this machine; name the one into which the server writes its traces."
         )
-    key = os.environ.get(remote.api_key_env, "")
+    key = api_key(remote.api_key_env)
     return Asked(
         target=Target.at(url, key=key, timeout_s=remote.request_timeout),
         endpoint=remote.endpoint,

@@ -169,11 +169,10 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
       dcpbench syncs serve --url http://127.0.0.1:8000 --traces /tmp/traces --max-per-step 2
     """
     import asyncio
-    import os
 
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
-    from dcpbench.servers.client import Target
+    from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.profile import profile
     from dcpbench.servers.prompts import ENDPOINTS
     from dcpbench.show.terminal import ProgressLine
@@ -187,7 +186,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     check_seconds("--wait", served.wait, 120)
     out = commands.Out(**vars(report))
     commands.settle(gate.options(), out)  # mistakes are told before a server is profiled
-    target = Target.at(served.url, key=os.environ.get(served.api_key_env, ""))
+    target = Target.at(served.url, key=api_key(served.api_key_env))
     with ProgressLine() as line:
         found = asyncio.run(
             profile(

@@ -152,7 +152,6 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
 def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Run) -> int:
     """Ask both, judge, and say where they differ. 1 where they do, 4 where nothing can be said."""
     import asyncio
-    import os
 
     import msgspec
 
@@ -163,7 +162,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     from dcpbench.points.names import flag
     from dcpbench.servers.agreement import DIFFER, UNDECIDED, between, judge
     from dcpbench.servers.ask import ask_all
-    from dcpbench.servers.client import Target
+    from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.prompts import ENDPOINTS
     from dcpbench.show.terminal import ProgressLine
     from dcpbench.show.whole_files import write_file
@@ -178,7 +177,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     contexts = None if load.context is None else read.ints("context", load.context)
     for context in contexts or ():
         read.check_positive("context", context)
-    key = os.environ.get(remote.api_key_env, "")
+    key = api_key(remote.api_key_env)
     targets = [Target.at(url, key=key, timeout_s=run.timeout) for url in urls]
     tokens = load.new_tokens or SERVERS_TOKENS
     with ProgressLine() as line:

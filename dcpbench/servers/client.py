@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import socket
 import ssl
 import time
@@ -54,6 +55,23 @@ class RequestError(Exception):
 
 def _request_error(kind: str, sentence: str, status: int, retry_after_s: float | None) -> RequestError:
     return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s)
+
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Where a server's key is looked for."""
+
+
+def api_key(variable: str) -> str:
+    """The key that an environment variable holds, "" where the usual one is not set.
+
+    Raises UsageError, which repeats nothing, where another one is not set: a key typed in its place would be recorded.
+    """
+    if variable != KEY_VARIABLE and variable not in os.environ:
+        raise UsageError(
+            "--api-key-env takes the name of an environment variable that is set, not the key itself; write for example "
+            f"`export {KEY_VARIABLE}=…` and leave the option out."
+        )
+    return os.environ.get(variable, "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

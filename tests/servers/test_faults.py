@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.servers.client import Client, RequestError, Target
+from dcpbench.servers.client import Client, RequestError, Target, api_key
 from dcpbench.servers.load import Call, Outcome, Run
 from dcpbench.servers.prompts import EXACT, Manner
 from tests.servers.fake_server import FAULTS, Model, Running, Script
@@ -162,3 +162,13 @@ def test_an_address_that_is_none_is_refused(url: str, said: str) -> None:
 def test_addresses_as_people_type_them(url: str, wanted: str) -> None:
     """With or without scheme, port, and /v1."""
     assert Target.at(url).url == wanted
+
+
+def test_a_key_typed_as_the_name_of_its_variable_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be recorded with the command. The usual variable may be unset: many servers take no key."""
+    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert (api_key("MY_KEY"), api_key("OPENAI_API_KEY")) == ("secret", "")
+    with pytest.raises(UsageError, match="the name of an environment variable") as caught:
+        api_key("sk_typed_by_mistake")
+    assert "typed" not in str(caught.value)
