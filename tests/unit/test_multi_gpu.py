@@ -118,6 +118,13 @@ def test_a_command_that_ran_out_of_time_is_ended_and_goes_on_at_the_next_call(
     assert (ran.what, ran.attempts, ran.cut) == (CUT, 0, 1)
 
 
+def test_gpu_tests_are_taken_from_every_file_that_has_the_mark(tmp_path: Path) -> None:
+    """Two that have it, in a function and in a whole file, and one that has not."""
+    (command,) = next(part for part in Plan(2, tmp_path, "H100").parts() if part.name == "tests").commands
+    assert {"tests/kernels/test_peers.py", "tests/unit/test_syncs_live_gpu.py"} <= set(command.words)
+    assert "tests/unit/test_layout.py" not in command.words
+
+
 @pytest.mark.parametrize("gpus", MACHINES)
 def test_a_rehearsal_asks_for_no_gpu(gpus: int, tmp_path: Path) -> None:
     """Every command of it is on the CPU with the tiny model, if it has one."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tools import emulation_live
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
+MARK = "mark.gpu"
 V3, K2 = "deepseek-v3", "kimi-k2"
 EIGHT = 8
 FP8, BF16 = "--weights-dtype fp8 --kv-dtype fp8", "--weights-dtype bf16 --kv-dtype bf16"
@@ -239,8 +238,9 @@ class Plan:
         return Part("registered", "calls in memory that NCCL has registered against plain; the exchange", tuple(found))
 
     def tests(self) -> Part:
-        """All tests that need a GPU."""
-        words = ("-m", "gpu", "-n", "6", "--durations=15", "-q", "-p", "no:cacheprovider")
+        """All tests that need a GPU: of the files that have any, as each worker would collect all of them first."""
+        files = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in f.read_text()]
+        words = ("-m", "gpu", "-n", "6", "--dist", "worksteal", "--durations=15", "-q", *files)
         return Part("tests", "all tests that need a GPU", (Command("pytest", words, 6.0, "gpu"),))
 
     def seed(self, part: str, *models: str) -> Part:

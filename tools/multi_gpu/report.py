@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from dcpbench.points.point import Point
     from dcpbench.records.record import Record
     from tools.multi_gpu.parts import Part
 
@@ -44,6 +45,11 @@ def records(folder: Path, part: str = "*") -> Iterator[tuple[Path, Record]]:
 
 def written(folder: Path, parts: Sequence[Part], state: dict[str, Ran], title: str) -> str:
     """The text."""
+    if any(r.environment is not None and r.environment.device == "CPU" for _, r in records(folder)):
+        counts = collections.Counter(f"{run.parent.name}: {r.outcome}" for run, r in records(folder))
+        points = [f"- {what}, {count} points" for what, count in sorted(counts.items())]
+        head = [f"# {title}", "", "Times of a CPU say nothing about performance, and are not shown.", ""]
+        return "\n".join([*head, *ran(parts, state), "", *points, "", *failures(folder)])
     sections = {
         "What was run": ran(parts, state),
         "Bars": bars(folder),
@@ -207,8 +213,8 @@ def served(folder: Path) -> list[str]:
         if r.outcome == "ok" and r.serve is not None and r.point.load is not None:
             load = run.name.partition("-")[2] if run.parent.name == "served" else run.name
             how = "emulated" if r.point.emulate else r.point.load.mode
-            of[run.parent.name, load, told(r), f"{r.point.concurrency}"][how] = r
-    for (_, load, what, clients), hows in of.items():
+            of[run.parent.name, load, told(r), _arrival(r.point)][how] = r
+    for (_, load, what, arrival), hows in of.items():
         live = hows.get("live")
         for how, r in sorted(hows.items(), key=lambda item: item[0] != "live"):
             mine = numbers(r)
@@ -218,8 +224,14 @@ def served(folder: Path) -> list[str]:
                 off = [m / t - 1 if m is not None and t else None for m, t in zip(mine, numbers(live), strict=True)]
                 cells = [c if o is None else f"{c} ({o:+.1%})" for c, o in zip(cells, off, strict=True)]
                 verdict = _verdict(how, off)
-            lines.append(f"| {load} {clients} | {what} | {how} | {' | '.join(cells)} | {verdict} |")
+            lines.append(f"| {load}, {arrival} | {what} | {how} | {' | '.join(cells)} | {verdict} |")
     return lines if of else []
+
+
+def _arrival(point: Point) -> str:
+    assert point.load is not None
+    rate = point.load.request_rate
+    return f"{point.concurrency} clients" if rate is None else f"{rate:g} requests/s"
 
 
 def _verdict(how: str, off: Sequence[float | None]) -> str:

@@ -1,0 +1,103 @@
+"""tools/multi_gpu/report.py: made-up records against what the text says of them."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from dcpbench.records.record import Floor, Record
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serving
+from tools.multi_gpu import report
+
+TP2, DCP2 = Layout(2), Layout(2, 1, 2)
+V3_STEP = {"model": "deepseek-v3", "concurrency": 32, "context": 32000, "dtype": "fp8", "kv_dtype": "fp8"}
+
+
+def step(layout: Layout, ms: float, **changes: object) -> Record:
+    """A step that takes so long, within 0.001 %."""
+    floor = Floor(floor_ms=60.0, phase_floor_us={}, experts="routed")
+    return build.ok(build.point(layout, **changes), median_ms=ms, noise=1e-5, floor=floor)
+
+
+@pytest.mark.parametrize(
+    ("ms", "device", "requests", "verdict"),
+    [
+        (75.0, "NVIDIA H200", 32, "held"),
+        (79.9, "NVIDIA H200", 32, "held"),
+        (81.0, "NVIDIA H200", 32, "NOT held"),
+        (75.0, "NVIDIA H100 80GB HBM3", 32, "not judged"),
+        (75.0, "NVIDIA H200", 24, "not judged"),
+    ],
+)
+def test_a_bar_is_judged_on_the_gpu_and_load_it_was_set_for(
+    tmp_path: Path, ms: float, device: str, requests: int, verdict: str
+) -> None:
+    """fp8: at most 80 ms and at least 0.75 of its floor of 60 ms, which are 80 ms, too."""
+    record = step(TP2, ms, **(V3_STEP | {"concurrency": requests}))
+    record = msgspec.structs.replace(record, environment=msgspec.structs.replace(build.GPU, device=device))
+    build.write(tmp_path / "steps" / "fp8", [record])
+    (line,) = report.bars(tmp_path)
+    assert f": {verdict}" in line
+
+
+def test_where_dcp_pays_is_the_best_with_it_over_the_best_without(tmp_path: Path) -> None:
+    """The faster of two exchanges, 40 ms, against tp in 50 ms: 1.25. At another context only DCP has room."""
+    build.write(
+        tmp_path / "grid" / "one",
+        [
+            step(TP2, 50.0),
+            step(DCP2, 45.0),
+            step(DCP2, 40.0, exchange="symm"),
+            step(DCP2, 60.0, context=128000),
+        ],
+    )
+    rows = report.pays(tmp_path)[2:]
+    assert len(rows) == 2
+    assert "tp2·dcp2 symm | tp2 | 1.250 |" in rows[0]
+    assert "| no room |  |" in rows[1]
+
+
+def test_overlap_is_held_against_the_same_point_without(tmp_path: Path) -> None:
+    """44 ms against 40: 10 % longer; what has no twin is left out."""
+    build.write(tmp_path / "overlap" / "plain", [step(DCP2, 40.0), step(DCP2, 30.0, context=8000)])
+    build.write(tmp_path / "overlap" / "overlap", [step(DCP2, 44.0, overlap=True)])
+    (row,) = report.overlap(tmp_path)[2:]
+    assert row.endswith("| 40.00 | 44.00 | +10.0% |")
+
+
+def served(rate: float, mode: str, faster: float) -> Record:
+    """A load whose output and latencies are as much better as given."""
+    record = serving.served(serving.point(DCP2, changed={"mode": mode, "arrival": "gamma", "request_rate": rate}))
+    assert record.serve is not None
+    changed = msgspec.structs.replace(record.serve, output_tok_s=100.0 * faster)
+    return msgspec.structs.replace(record, serve=changed)
+
+
+def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> None:
+    """At 2 requests/s replay has 4 % more output than live, at 4 it has 8 %: past the bar of 5."""
+    build.write(
+        tmp_path / "served" / "live-open",
+        [served(2.0, "live", 1.0), served(2.0, "replay", 1.04), served(4.0, "live", 2.0), served(4.0, "replay", 2.16)],
+    )
+    rows = [row for row in report.served(tmp_path) if "| replay |" in row]
+    assert [row.split("|")[1].strip() for row in rows] == ["open, 2 requests/s", "open, 4 requests/s"]
+    assert "(+4.0%)" in rows[0]
+    assert rows[0].endswith("| within 5% |")
+    assert rows[1].endswith("| NOT within: output tok/s |")
+
+
+def test_passes_over_the_same_load_are_beside_each_other(tmp_path: Path) -> None:
+    """40 and 41 ms are 2.5 % apart."""
+    build.write(tmp_path / "again" / "v3", [step(TP2, 40.0), step(TP2, 41.0, repeat=1)])
+    (line,) = report.passes(tmp_path)
+    assert line.endswith("40.00, 41.00 ms, apart by 2.5%")
+
+
+def test_of_a_rehearsal_no_times_are_shown(tmp_path: Path) -> None:
+    """Counts of points alone."""
+    build.write(tmp_path / "grid" / "one", [build.on_cpu(build.point(TP2))])
+    text = report.written(tmp_path, [], {}, "a rehearsal")
+    assert "- grid: ok, 1 points" in text
+    assert "## Decode" not in text
