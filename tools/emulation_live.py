@@ -116,8 +116,8 @@ def pairs(folder: Path) -> Iterator[tuple[Record, Record]]:
     for kind in (LIVE, EMULATED):
         found[kind] = {
             _key(r.point): r
-            for run in sorted(folder.glob(f"{kind}-*"))
-            for r in read_run(run).records
+            for file in sorted(folder.glob(f"{kind}-*/records.jsonl"))
+            for r in read_run(file.parent).records
             if r.outcome == "ok" and r.metrics is not None
         }
     for key, live in found[LIVE].items():

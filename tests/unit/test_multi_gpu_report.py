@@ -67,6 +67,19 @@ def test_overlap_is_held_against_the_same_point_without(tmp_path: Path) -> None:
     assert row.endswith("| 40.00 | 44.00 | +10.0% |")
 
 
+def test_emulated_steps_are_held_against_live_ones_with_logs_beside_the_runs(tmp_path: Path) -> None:
+    """41 ms against 40, 2.5 % too long; a folder without a record, of a command that broke, is no run."""
+    there = tmp_path / "emulated"
+    build.write(there / "live-v3-dcp", [step(DCP2, 40.0)])
+    build.write(there / "emulated-v3-dcp", [step(DCP2, 41.0, emulate="H200")])
+    (there / "live-v3-dp").mkdir()
+    for name in ("live-v3-dcp.log", "emulated-v3-dcp.log"):
+        (there / name).write_text("$ dcpbench sweep\n")
+    text = report.emulated(tmp_path)
+    assert "| 40.00 | 41.00 | +2.5% |" in text[2]
+    assert text[-1] == "1 of 1 within 5%."
+
+
 def served(rate: float, mode: str, faster: float) -> Record:
     """A load whose output and latencies are as much better as given."""
     record = serving.served(serving.point(DCP2, changed={"mode": mode, "arrival": "gamma", "request_rate": rate}))
