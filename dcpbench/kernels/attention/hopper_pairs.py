@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_suffix(".cu")
 THREADS, SHARED_BYTES = 384, 232_448
 """Three warpgroups, and all of the 227 KB of shared memory that a program may have."""
-HEADS, WIDTH, COLUMNS, BOX = 64, 576, 64, 64
+WIDTH, COLUMNS, BOX = 576, 64, 64
+"""Numbers of a row, and the columns and rows (of q: heads) that one copy takes."""
 PAGES = (16, 32)
 """Rows of pages that it reads, beside multiples of 64: a tile is four copies at most for each 64 columns."""
 LEAST, SLACK = 2, 2
-"""See partition.py."""
+"""Of the division of work of all kernels for Hopper; see partition.py."""
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 

@@ -20,18 +20,17 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
-HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LEAST": 2, "SLACK": 2, "LOAD_WARPS": 4, "REGS": (160, 136, 56)}
+DIVISION = {"LEAST": hopper_pairs.LEAST, "SLACK": hopper_pairs.SLACK}
+HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
 """Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
 HOPPER_FP8 = {
     "BLOCK_K": 64,
     "STAGES": 2,
     "V_SLOTS": 3,
     "P_SLOTS": 1,
-    "LEAST": 2,
-    "SLACK": 2,
     "LOAD_WARPS": 4,
     "REGS": (160, 112, 80),
-}
+} | DIVISION
 """The same over rows in e4m3, of which a tile is half as large."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
