@@ -9,6 +9,7 @@ Letters as in kernels/__init__.py. With attention DP, B is this replica's rows a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
     from dcpbench.engine.parts import Part
+    from dcpbench.engine.pieces import Cut, Room
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
@@ -101,31 +103,71 @@ class Model:
         beside: torch.cuda.Stream | None = None,
         prefill: PrefillPlan | None = None,
         meanwhile: Callable[[], None] = lambda: None,
+        cut: Cut | None = None,
     ) -> torch.Tensor:
         """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
 
         `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
-        `meanwhile` is called whenever a layer has been launched.
+        `meanwhile` is called whenever a layer has been launched. `cut`: the pieces to run instead of this walk's own.
         """
         beats.step(beats.LAUNCH)
-        eps = self.shape.rms_eps
         residual_BD = self.embed(batch.tokens)
-        x_BD: torch.Tensor | None = None
+        run: Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+        if cut is None:
+            run = functools.partial(self.piece, batch=batch, residual_BD=residual_BD)
+        else:
+            cut.begin(batch, residual_BD, sum(part.size for part in parts) + (prefill.tokens if prefill else 0))
+            run = cut.run
+        beats.layer(0)
+        q_Bh, row_BQ = run(0, None)
         for index in range(self.shape.layers):
             beats.layer(index)
-            layer = self.weights.layer(index)
-            x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm, 2 * index + 1)
-            x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside, prefill)
-            x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm, 2 * index + 2)
-            x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
+            y_BhV = self.attention(
+                q_Bh, row_BQ, index, batch.positions, parts, beside, prefill, cut.room.values if cut else None
+            )
+            q_Bh, row_BQ = run(index + 1, y_BhV)
             meanwhile()
-        assert x_BD is not None
+        x_BD, residual_BD = q_Bh, row_BQ
         beats.layer(beats.NO_LAYER)
         with phase("lm_head"):
             if batch.logit_rows is not None:
                 x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]
             last = self.mark(2 * self.shape.layers + 1)
-            return linear(add_rms_norm(x_BD, residual_BD, self.weights.final_norm, eps, last), self.weights.lm_head)
+            final = add_rms_norm(x_BD, residual_BD, self.weights.final_norm, self.shape.rms_eps, last)
+            return linear(final, self.weights.lm_head)
+
+    def piece(
+        self,
+        index: int,
+        y_BhV: torch.Tensor | None,
+        *,
+        batch: StepInput,
+        residual_BD: torch.Tensor,
+        out: Room | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What lies between the attention of layer `index` - 1, which gave the values y, and that of layer `index`.
+
+        That layer's q [B, h, nope + P], not yet absorbed, and KV rows [B, Q], which are in the pool, too. Behind the last
+        layer there are the MLP's output and the residual, [B, D] each, not yet added. In `out` where that is given.
+        """
+        x_BD = None
+        if y_BhV is not None:
+            before = self.weights.layer(index - 1)
+            with phase("o_proj"):
+                x_BD = linear(y_BhV.flatten(1), before.attention.o)
+            with phase("attn_reduce"):
+                x_BD = self.reduce(x_BD)
+            x_BD = self.norm(x_BD, residual_BD, before.attention.post_norm, 2 * index)
+            x_BD = self.mlp(x_BD, before.mlp, self.router_input(batch, index - 1))
+            if index == self.shape.layers:
+                return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
+        w = self.weights.layer(index).attention
+        x_BD = self.norm(x_BD, residual_BD, w.input_norm, 2 * index + 1)
+        with phase("qkv_proj"):
+            q_Bh, row_BQ = self.project(x_BD, w, batch.positions, out)
+        with phase("kv_write"):
+            write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
+        return q_Bh, row_BQ
 
     def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of a replica. Steps with more rows than symmetric memory was taken for go by NCCL."""
@@ -157,38 +199,41 @@ class Model:
 
     def attention(
         self,
-        x_BD: torch.Tensor,
-        w: Attention,
+        q_Bh: torch.Tensor,
+        row_BQ: torch.Tensor,
         index: int,
-        batch: StepInput,
+        positions_B: torch.Tensor,
         parts: Sequence[Part],
         beside: torch.cuda.Stream | None,
         prefill: PrefillPlan | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """MLA of all rows. Decodes in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
+        """MLA of all rows: this rank's heads' values, [B, h, V], of a layer whose KV rows are in the pool; in `out` if given.
+
+        Decodes in absorbed form: q against latent rows, W_UV on what comes back.
+        """
+        w = self.weights.layer(index).attention
         rows = slice(sum(part.size for part in parts), None)
         with phase("qkv_proj"):
-            q_Bh, row_BQ = self.project(x_BD, w, batch.positions)
-            queries = [self.absorb(q_Bh[part.rows], batch.positions[part.rows], w, part) for part in parts]
+            queries = [self.absorb(q_Bh[part.rows], positions_B[part.rows], w, part) for part in parts]
             if prefill is not None:
                 rows = slice(rows.start, rows.start + prefill.tokens)
-                q_ThX = self.rotate(q_Bh[rows], batch.positions[rows])
-        with phase("kv_write"):
-            write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
-        values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w, x_BD.dtype))
+                q_ThX = self.rotate(q_Bh[rows], positions_B[rows])
+        values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w))
         if prefill is not None:
             values.append(prefill.attend(q_ThX, row_BQ[rows], w, index))
         with phase("o_proj"):
-            y_BhV = self.with_padding(values, len(x_BD))
-            y_BD = linear(y_BhV.flatten(1), w.o)
-        with phase("attn_reduce"):
-            return self.reduce(y_BD)
+            return self.with_padding(values, len(q_Bh), out)
 
-    def with_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
-        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0."""
-        padding = rows - sum(len(y_BhV) for y_BhV in values)
-        if padding:
-            values = [*values, self.weights.embed.new_zeros(padding, self.heads, self.shape.value)]
+    def with_padding(self, values: list[torch.Tensor], rows: int, out: torch.Tensor | None) -> torch.Tensor:
+        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0; in `out` they are so already."""
+        used = sum(len(y_BhV) for y_BhV in values)
+        if out is not None:
+            if values:
+                torch.cat(values, out=out[:used])
+            return out
+        if rows > used:
+            values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def attend(
@@ -215,22 +260,24 @@ class Model:
 
         return attend(parts, queries, beside, partial, lambda part, found: finish(part.exchange.merge(*found)))
 
-    def values(self, o_hBR: torch.Tensor, w: Attention, dtype: torch.dtype) -> torch.Tensor:
+    def values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
         """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
         with phase("o_proj"):
             if self.wide.value:
-                return o_hBR.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
-            return project_values(o_hBR, w.w_uv, dtype)
+                return o_hBR.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
+            return project_values(o_hBR, w.w_uv, self.dtype)
 
-    def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(
+        self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor, out: Room | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, h, nope + P], not yet absorbed, of the heads whose projection is here, and the new KV row [B, Q]."""
         s = self.shape
-        batch = x_BD.shape[0]
-        qkv = linear(x_BD, w.qkv_a)
+        q_out, row_BQ = (None, x_BD.new_empty(len(x_BD), s.kv_width)) if out is None else (out.q, out.kv)
+        low_rank = w.q_norm is not None and w.q_b is not None
+        qkv = linear(x_BD, w.qkv_a, None if low_rank else q_out)
         q, kv_BQ = qkv.split((qkv.shape[1] - s.kv_width, s.kv_width), dim=-1)
         if w.q_norm is not None and w.q_b is not None:
-            q = linear(rms_norm(q, w.q_norm, LATENT_EPS), w.q_b)
-        row_BQ = x_BD.new_empty(batch, s.kv_width)
+            q = linear(rms_norm(q, w.q_norm, LATENT_EPS), w.q_b, q_out)
         row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, LATENT_EPS)
         rope(
             kv_BQ[:, None, s.latent :],
@@ -265,7 +312,7 @@ class Model:
         if batch.router_inputs is None or moe_index < 0:
             return None
         layers_LTD = batch.router_inputs
-        return layers_LTD[moe_index % len(layers_LTD), : len(batch.tokens) * self.layout.dp]
+        return layers_LTD[moe_index % len(layers_LTD), : len(batch.positions) * self.layout.dp]
 
     def mlp(self, x_BD: torch.Tensor, w: Mlp | Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""

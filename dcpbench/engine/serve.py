@@ -1,4 +1,4 @@
-"""Runs the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in one eager pass.
+"""Runs the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in captured pieces.
 
     launch(k + 1)      tables, rows and kernels queue behind step k, which may still run
     wait of step k     the one wait of the loop: the tokens that step k sampled
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from dcpbench.engine.model import StepInput
+from dcpbench.engine.pieces import Pieces
 from dcpbench.engine.request_pool import copy_async
 from dcpbench.measuring.ranges import quiet
-from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows
+from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows, chunk_rows
 from dcpbench.syncs.allowed import allow
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ServeEngine:
         self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
+        self.pieces = Pieces(self.model, prefiller.tokens + engine.largest, router_inputs)
         self.least = 2 if engine.overlap else 1
         """Rows of a decode batch: halves need two."""
         self.numbers: dict[int, int] = {}
@@ -74,8 +76,11 @@ class ServeEngine:
         self.host = [torch.zeros(engine.largest, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.launches = 0
 
-    def capture(self) -> None:
-        """Capture the step of every batch size, on padding rows alone; on the CPU, only run it."""
+    def capture(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Capture the step of every batch size, on padding rows alone, and the pieces of steps with chunks.
+
+        On the CPU, only run the former. `alive` is called now and again.
+        """
         for size in reversed(GRAPH_BATCHES):
             if not self.least <= size <= self.engine.largest:
                 continue
@@ -84,6 +89,9 @@ class ServeEngine:
                 self.engine.capture(batch)
             else:
                 self.engine.run(batch)
+            alive()
+        if self.device.type == "cuda":
+            self.pieces.capture(alive)
 
     def forget(self) -> None:
         """What the slots hold is of no use any longer: another scheduler begins."""
@@ -155,13 +163,14 @@ class ServeEngine:
         return kernels
 
     def _mixed(self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]) -> Callable[[], torch.Tensor]:
-        """Decode rows, padded as in a graph, then the chunks, then padding up to what the fullest replica has."""
+        """Decode rows, padded as in a graph, then the chunks, then padding: equally many rows on all replicas."""
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
-        count = max(self._decode_rows(r) + sum(c.tokens for c in r.chunks) for r in step.replicas)
+        count = chunk_rows(max(self._decode_rows(r) + sum(c.tokens for c in r.chunks) for r in step.replicas))
         rows, sampled = self._rows(mine, count)
         slots, positions = self._to_device(rows)
         (last,) = self._to_device(np.asarray([sampled or [0]]))
         prefill = self.prefiller.plan(mine.chunks, self.requests.table) if mine.chunks else None
+        cut = self.pieces.of(count)
 
         def kernels() -> torch.Tensor:
             requests = self.requests
@@ -170,7 +179,7 @@ class ServeEngine:
             )
             with quiet():
                 parts = batch.parts if batch else []
-                logits = self.model.step(inputs, parts, self.engine.beside, prefill, meanwhile)
+                logits = self.model.step(inputs, parts, self.engine.beside, prefill, meanwhile, cut)
             if not sampled:
                 return last[:0]
             tokens = self.model.greedy(logits)

@@ -40,13 +40,14 @@ HOPPER = 9
 """Major compute capability."""
 
 
-def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
-    """x · weightᵀ in x's dtype, [T, N]. On a GPU, scales are of blocks of 128 × 128, and K is a multiple of 128."""
+def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ in x's dtype, [T, N], in `out` if given. On a GPU, scales are of blocks of 128 × 128, K a multiple of 128."""
     if not isinstance(weight_NK, Scaled):
-        return functional.linear(x_TK, weight_NK)
+        return functional.linear(x_TK, weight_NK) if out_TN is None else torch.mm(x_TK, weight_NK.t(), out=out_TN)
     if not x_TK.is_cuda:
-        return linear_reference(x_TK, weight_NK)
-    return product(quantise_rows(x_TK.contiguous()), weight_NK, x_TK.dtype)
+        y_TN = linear_reference(x_TK, weight_NK)
+        return y_TN if out_TN is None else out_TN.copy_(y_TN)
+    return product(quantise_rows(x_TK.contiguous()), weight_NK, x_TK.dtype, out=out_TN)
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
@@ -129,12 +130,15 @@ class Tiling:
     """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
 
 
-def product(x: Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None) -> torch.Tensor:
+def product(
+    x: Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The product of rows [T, K], fp32 sums rounded to `dtype`. Blocks of 128 × 128, K a multiple of 128."""
     (rows, depth), columns, device = x.data.shape, len(weight.data), x.data.device
     assert weight.block == (SCALE_BLOCK, SCALE_BLOCK)
     assert depth % SCALE_BLOCK == 0
-    out = torch.empty(rows, columns, dtype=dtype, device=device)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=dtype, device=device)
     if how is None and rows > FEW_ROWS and capability(device)[0] == HOPPER:
         # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
         from dcpbench.kernels import hopper_linear

@@ -26,3 +26,21 @@ def batch_rows(requests: int) -> int:
     different sizes as multiples of EAGER_STEP leave.
     """
     return padded_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP
+
+
+CHUNK_TILE, CHUNK_STEPS = 16, 16
+"""Rows of steps with chunks are multiples of CHUNK_TILE, and of a CHUNK_STEPS-th of the power of two below them."""
+
+
+def chunk_rows(rows: int) -> int:
+    """Rows of a step with chunks: those of the graphs that run what lies between its attentions."""
+    tile = max(CHUNK_TILE, (1 << rows.bit_length() >> 1) // CHUNK_STEPS)
+    return -(-rows // tile) * tile
+
+
+def chunk_row_sizes(most: int) -> list[int]:
+    """All that `chunk_rows` gives for up to `most` rows."""
+    sizes, size = [], 0
+    while size < most:
+        sizes.append(size := chunk_rows(size + 1))
+    return sizes

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
-CHUNK_TOKENS = (1, 16, 48, 128, 512, 2048, 4096, 8192, 16384, 32768)
+CHUNK_TOKENS = (16, 48, 128, 512, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
 SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""

@@ -17,7 +17,7 @@ import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.batches import GRAPH_BATCHES, batch_rows
+from dcpbench.points.batches import GRAPH_BATCHES, batch_rows, chunk_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -135,7 +135,7 @@ class DecodeTimes:
 
 
 class PrefillTimes:
-    """Rows that go through all layers, and attention of chunks: F(rows, pairs, prefix).
+    """Rows that go through all layers, padded (batches.py), and attention of chunks: F(rows, pairs, prefix).
 
     At each measured number of rows a line over x = pairs / rows, along which the prefix grows as it did in the cases.
     Stored tokens beyond that, as where each of many chunks has a prefix, take `gather_ms` each; so do those fewer.
@@ -143,18 +143,18 @@ class PrefillTimes:
 
     def __init__(self, line: Sequence[Sample], gather: Sequence[Sample], decode_rows: int) -> None:
         """`gather`: cases off the line. `decode_rows`: so many more rows than in any of these may come with chunks."""
-        self.ms = Surface((w.tokens, w.pairs / w.tokens, ms) for w, ms in line)
-        self.prefix = Surface((w.tokens, w.pairs / w.tokens, w.prefix) for w, _ in line)
-        self.most = self.ms.sizes[-1] + decode_rows
-        if any(w.prefix == self.prefix(w.tokens, w.pairs / w.tokens) for w, _ in gather):
+        self.ms = Surface((*_rows_and_x(w), ms) for w, ms in line)
+        self.prefix = Surface((*_rows_and_x(w), w.prefix) for w, _ in line)
+        self.most = chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
+        if any(w.prefix == self.prefix(*_rows_and_x(w)) for w, _ in gather):
             raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
         slope = self._beyond_line(gather) if gather else self._along_lines()
         self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
 
     def _beyond_line(self, gather: Sequence[Sample]) -> float:
         """ms of a stored token, from cases with more of them than those of the line."""
-        with_x = [(w, ms, w.pairs / w.tokens) for w, ms in gather]
-        extra = [(w.prefix - self.prefix(w.tokens, x), ms - self.ms(w.tokens, x)) for w, ms, x in with_x]
+        at = [(w, ms, _rows_and_x(w)) for w, ms in gather]
+        extra = [(w.prefix - self.prefix(*where), ms - self.ms(*where)) for w, ms, where in at]
         return sum(tokens * ms for tokens, ms in extra) / sum(tokens**2 for tokens, _ in extra)
 
     def _along_lines(self) -> float:
@@ -175,13 +175,19 @@ class PrefillTimes:
 
     def __call__(self, rows: int, pairs: float, prefix: int) -> float:
         """ms of a step's `rows` rows, decode rows among them, without the attention of the latter."""
-        x, surface = pairs / rows, self.ms
+        rows, surface = chunk_rows(rows), self.ms
+        x = pairs / rows
         if not surface.sizes[0] <= rows <= self.most or x > surface.top(rows) + 1:
             raise _outside(
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
                 f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.top(rows):,.0f} tokens",
             )
         return surface(rows, x) + self.gather_ms * (prefix - self.prefix(rows, x))
+
+
+def _rows_and_x(work: Work) -> tuple[int, float]:
+    rows = chunk_rows(work.tokens)
+    return rows, work.pairs / rows
 
 
 class MixedTimes:

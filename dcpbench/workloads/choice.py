@@ -97,7 +97,7 @@ def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> 
 
 
 def _pass(engine: DecodeEngine, batch: Batch) -> Callable[[], None]:
-    model, dtype = engine.model, engine.model.dtype
+    model = engine.model
     generator = torch.Generator(engine.device).manual_seed(0)
     shown = [torch.empty_like(p.exchange.query(p.size)).normal_(generator=generator) for p in batch.parts]
 
@@ -105,8 +105,6 @@ def _pass(engine: DecodeEngine, batch: Batch) -> Callable[[], None]:
         for index in range(model.shape.layers):
             w = model.weights.layer(index).attention
             queries = [p.exchange.query(p.size).copy_(q) for p, q in zip(batch.parts, shown, strict=True)]
-            model.attend(
-                queries, w, index, batch.parts, engine.beside, functools.partial(model.values, w=w, dtype=dtype)
-            )
+            model.attend(queries, w, index, batch.parts, engine.beside, functools.partial(model.values, w=w))
 
     return attend_all

@@ -15,6 +15,7 @@ from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import record
 from dcpbench.measuring.timing import compiled_kernels
+from dcpbench.points.batches import chunk_rows
 from dcpbench.points.floors import Sharding
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
@@ -64,7 +65,8 @@ class Serving:
         if session.point.weights == "synthetic":
             # One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on
             # how a layout rounds.
-            inputs = session.router_inputs(list(range(layout.dp * (replica_chunk + engine.largest))), layers=1, seed=0)
+            rows = layout.dp * chunk_rows(replica_chunk + engine.largest)
+            inputs = session.router_inputs(list(range(rows)), layers=1, seed=0)
         self.session, self.prefill = session, prefill
         self.engine = ServeEngine(engine, prefiller, inputs)
         self.agree = Agreement()
@@ -89,8 +91,7 @@ class Serving:
 
         What is compiled or loaded on first use must not be part of somebody's latency.
         """
-        self.engine.capture()
-        alive()
+        self.engine.capture(alive)
         first = [_short(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]]
         self.loop(point, first, concurrency=len(first)).run(alive)
         config = scheduler_config(point, self.session)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.engine.model import StepInput
+from dcpbench.points.batches import chunk_rows
 from dcpbench.serving.requests import Chunk
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode import DecodeEngine, Request
+    from dcpbench.engine.pieces import Pieces
     from dcpbench.engine.prefill import Prefiller
 
 
@@ -41,10 +43,12 @@ def step(
     chunks: list[tuple[Prompt, int]],
     padding: int = 0,
     last_only: bool = False,
+    pieces: Pieces | None = None,
 ) -> torch.Tensor:
     """Logits [rows, vocab] of a step: the next token of each decode, as many of each chunk, and padding rows.
 
-    `last_only` asks for the logits of each decode and of each chunk's last token.
+    `last_only` asks for the logits of each decode and of each chunk's last token. With `pieces` the step runs in them,
+    with as many padding rows as that takes.
     """
     rows = [(p.request.slot, p.stored, p.tokens[p.stored]) for p in decodes]
     planned = []
@@ -52,20 +56,21 @@ def step(
         span = range(prompt.stored, prompt.stored + count)
         rows += [(prompt.request.slot, i, prompt.tokens[i]) for i in span]
         planned.append(Chunk(None, prompt.request.slot, span.start, span.stop, samples=True))
-    rows += [(0, 0, 0)] * padding
+    rows += [(0, 0, 0)] * (chunk_rows(len(rows) + padding) - len(rows) if pieces else padding)
     parts = []
     if decodes:
         batch = engine.plan_rows([p.request.slot for p in decodes], [p.stored for p in decodes])
         assert batch.size == len(decodes), "the tests run no padded decodes"
         parts = batch.parts
-    slots, positions, tokens = torch.tensor(rows).T
+    slots, positions, tokens = torch.tensor(rows).T.contiguous().to(engine.device)
     wanted = None
     if last_only:
         ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
-        wanted = ends
+        wanted = ends.to(engine.device)
     inputs = StepInput(tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted)
     plan = prefiller.plan(planned, engine.requests.table) if planned else None
-    logits = engine.model.full_logits(engine.model.step(inputs, parts, None, plan))
+    cut = pieces.of(len(rows)) if pieces else None
+    logits = engine.model.full_logits(engine.model.step(inputs, parts, None, plan, cut=cut))
     for prompt in decodes:
         prompt.stored += 1
     for prompt, count in chunks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.points.batches import chunk_rows
 from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_times import PATH_AXES, EnginePath, Measured, StepTimes
@@ -27,10 +28,12 @@ PATH = path_of(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="f
 
 
 def true_ms(work: Work) -> float:
-    """40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens; products and attention of chunks on top."""
+    """40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens; products, of padded rows, and attention of chunks
+    on top.
+    """
     if not work.tokens:
         return 40 + 1.4 * work.rows + 1e-4 * work.kv_tokens
-    chunks = 60 + 0.045 * (work.rows + work.tokens) + 2.5e-6 * work.pairs + 1.5e-3 * work.prefix
+    chunks = 60 + 0.045 * chunk_rows(work.rows + work.tokens) + 2.5e-6 * work.pairs + 1.5e-3 * work.prefix
     return chunks + (5 + 0.05 * work.rows + 1e-4 * work.kv_tokens if work.rows else 0)
 
 

@@ -1,0 +1,96 @@
+"""Steps with chunks cut into pieces between attentions give what the plain walk gives, captured or not."""
+
+import pytest
+import torch
+
+from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model
+from dcpbench.engine.pieces import Pieces
+from dcpbench.engine.prefill import Prefiller
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.points.batches import chunk_row_sizes, chunk_rows
+from dcpbench.points.layout import Layout
+from tests.unit.engine_builder import CPU, TINY, alone, layers, shape_like_tiny
+from tests.unit.prefill_builder import Prompt, prompt_tokens, step
+
+ONE = Layout(1)
+PAGE, TOKENS, REQUESTS = 2, 40, 4
+MODELS = {
+    "q_low_rank": shape_like_tiny(),
+    "q_whole": shape_like_tiny(q_lora=None),
+    "dense_only": shape_like_tiny(layers=2, first_dense=2),
+    "one_layer": shape_like_tiny(layers=1, first_dense=0),
+}
+BIG = shape_like_tiny(
+    hidden=512, heads=16, q_lora=256, experts=16, top_k=4, moe_inter=256, latent=512, rope=64, nope=128, value=128
+)
+
+
+def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa"):
+    """One rank, and what attends for its prompts."""
+    weights = load_weights(SyntheticSource(0, dtype, device), shape, ONE, 0, layers(shape))
+    kv = KvPool(shape.layers, 64, PAGE, shape.kv_width, dtype, device)
+    model = Model(shape, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=32, device=device)
+    of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
+    return of, Prefiller(model, backend=prefill, tokens=TOKENS)
+
+
+def logits(of, prefiller, pieces):
+    """Of five steps: a large one, one with less of all, decodes beside chunks, a chunk with a prefix, and many rows."""
+    first, second, third = (Prompt.admit(of, prompt_tokens(number, 24)) for number in range(3))
+    steps = [
+        ([], [(first, 16), (second, 18)]),
+        ([], [(third, 2)]),
+        ([first, second], [(third, 12)]),
+        ([first], [(third, 6)]),
+        ([first, second], [(third, 4)]),
+    ]
+    return [step(of, prefiller, *what, last_only=True, pieces=pieces) for what in steps]
+
+
+class TestRows:
+    def test_they_are_padded_by_a_sixteenth_at_most_past_the_first_few(self):
+        for rows in range(1, 5000):
+            padded = chunk_rows(rows)
+            assert 0 <= padded - rows < max(16, rows / 16 + 1)
+            assert chunk_rows(padded) == padded
+
+    def test_every_number_of_rows_is_one_of_the_sizes(self):
+        assert {chunk_rows(rows) for rows in range(1, 4161)} == set(chunk_row_sizes(4160))
+
+
+class TestLogits:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_they_are_those_of_the_plain_walk(self, name):
+        """Also where a small step follows a large one in the same room, and rows of padding lie behind."""
+        plain = logits(*engine(MODELS[name]), None)
+        of, prefiller = engine(MODELS[name])
+        cut = logits(of, prefiller, Pieces(of.model, TOKENS + REQUESTS, None))
+        assert all((a - b).abs().max() < 1e-5 for a, b in zip(cut, plain, strict=True))
+
+    def test_a_step_of_padding_alone_runs(self):
+        """A replica that has nothing to do while another prefills."""
+        of, _ = engine(TINY)
+        pieces = Pieces(of.model, TOKENS, None)
+        pieces.room.values.fill_(torch.nan)  # as an unlucky step left it
+        found = step(of, _, [], [], padding=3, pieces=pieces)
+        assert found.isfinite().all()
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("prefill", ["sdpa", "flashinfer"])
+    def test_captured_pieces_give_those_of_the_plain_walk(self, prefill):
+        """In bf16, over experts; the same kernels on the same rows, but for padding."""
+        if prefill == "flashinfer":
+            pytest.importorskip("flashinfer")
+        device = torch.device("cuda")
+        made = [engine(BIG, device, torch.bfloat16, "triton", prefill) for _ in range(2)]
+        plain = logits(*made[0], None)
+        of, prefiller = made[1]
+        pieces = Pieces(of.model, TOKENS + REQUESTS, None)
+        pieces.capture()
+        cut = logits(of, prefiller, pieces)
+        scale = max(float(x.abs().max()) for x in plain)
+        assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
+        assert {len(sized.graphs) for sized in pieces.cuts.values()} == {BIG.layers + 1}
