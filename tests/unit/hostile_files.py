@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.dashboard import finding, running
-from dcpbench.errors import DcpbenchError
+from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.hangs import evidence, said
 from dcpbench.hangs import finding as hang_finding
 from dcpbench.imports import Told, import_files
@@ -235,8 +235,11 @@ def signals_of(folder: Path) -> bytes:
 
 
 def read_signals(path: Path) -> None:
-    """Together with the other rank's."""
-    hang_finding.find(evidence.of_files([path, *path.parent.glob("signals-1.json")]))
+    """Together with the other rank's; what is then said not to have been read is refused."""
+    found = evidence.of_files([path, *path.parent.glob("signals-1.json")])
+    hang_finding.find(found)
+    if found.unread:
+        raise RecordsError(found.unread[0])
 
 
 def read_failed(path: Path) -> None:
