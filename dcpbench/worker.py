@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
-from dcpbench.exchange import collectives, registered_memory
+from dcpbench.exchange import collectives, registered_memory, signals
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device
 from dcpbench.launch import hung, jobs
@@ -180,10 +180,15 @@ def main(path: str) -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     start(device, rank, ranks, job.port_path(), job.store)
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
-    says = {job.logs() / hung.FLIGHT.format(rank): flight_recorder.recorded}
-    if marks is not None:
-        says[job.logs() / hung.DEVICE.format(rank)] = lambda: msgspec.json.encode(Device(norm=int(marks[0])))
-    flight_recorder.answer(job.logs() / hung.ASK.format(rank), says)
+    says = {  # first what asks nobody: CUDA may not answer
+        hung.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
+        hung.FLIGHT: flight_recorder.recorded,
+        hung.SIGNALS: signals.read,
+        hung.ANSWERED: lambda: b"{}",
+    }
+    flight_recorder.answer(
+        job.logs() / hung.ASK.format(rank), {job.logs() / name.format(rank): say for name, say in says.items()}
+    )
     collectives.beat(job.logs() / hung.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:

@@ -16,6 +16,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.exchange.registered_memory import Registered
+from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.exchange.symmetric_memory import allocate
 from dcpbench.kernels.kv_gather import in_token_order, pack
 from dcpbench.kernels.peers import Carver, Peers
@@ -77,8 +78,10 @@ class Gatherer:
         if way == "direct":
             size = Carver()
             size.counters(group.size)
-            self.meetings = symmetric(group, size.used, device)
-            self.met = Carver(self.meetings.own).counters(group.size)
+            self.counters = symmetric(group, size.used, device)
+            self.met = Carver(self.counters.own).counters(group.size)
+            kind = Kind(what="fence of prefixes", phase="prefix_gather", counters=self.met, by_blocks=False)
+            self.meetings = Meetings(group, [kind])
 
     def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
         """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
@@ -110,6 +113,6 @@ class Gatherer:
     def _direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
         part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
         pack(part_JQ, kv_KQ, task.rows)
-        fence(self.meetings, self.met)  # all parts are there
+        fence(self.counters, self.met)  # all parts are there
         in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
-        fence(self.meetings, self.met)  # all have been read
+        fence(self.counters, self.met)  # all have been read

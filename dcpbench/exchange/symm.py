@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.exchange.symmetric_memory import allocate
 from dcpbench.kernels.peers import Carver
 from dcpbench.kernels.peers.gather import gather
@@ -64,6 +65,14 @@ class SymmetricMemory:
         _Parts(size, spec, group.size)
         self.peers = allocate(group, size.used, spec.device, "--exchange symm", "--exchange a2a")
         self.parts = _Parts(Carver(self.peers.own), spec, group.size)
+        self.meetings = Meetings(
+            group,
+            [
+                Kind(what="q_gather of symm", phase="q_gather", counters=self.parts.met_for_q, by_blocks=True),
+                Kind(what="merge of symm", phase="merge", counters=self.parts.met_for_o, by_blocks=False),
+                Kind(what="fence of symm", phase="merge", counters=self.parts.met_at_fence, by_blocks=False),
+            ],
+        )
         self.slot = 0
         self.graph: int | None = None
 

@@ -10,6 +10,7 @@ import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.exchange.emulated import EmulatedGroup
+from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.exchange.symmetric_memory import allocate
 from dcpbench.kernels.peers import Carver
 from dcpbench.kernels.peers.add_up import one_shot, two_shot
@@ -70,6 +71,13 @@ class SymmetricAllReduce:
         _Parts(size, spec, group.size, self.small)
         self.peers = allocate(group, size.used, spec.device, "--all-reduce symm", "--all-reduce nccl")
         self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
+        self.meetings = Meetings(
+            group,
+            [
+                Kind(what="all_reduce by symm", phase="", counters=self.parts.met_once, by_blocks=True),
+                Kind(what="all_reduce by symm in two shots", phase="", counters=self.parts.met_twice, by_blocks=True),
+            ],
+        )
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether x is no larger than what memory was taken for."""

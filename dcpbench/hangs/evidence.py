@@ -5,19 +5,21 @@ flight-R.json               torch's flight recorder
 stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
 ranks.json                  how each process was, a Seen for each
 device-R.json               the last norm that its device began, a Device
+signals-R.json              what it found in the memory that its peers signal to, a Signals
 log-R.txt, gpus.txt         last lines of its log, and what nvidia-smi said
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import beats, dumps
 from dcpbench.hangs.dumps import NOBODY
+from dcpbench.hangs.meetings import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 SEEN_FILE, GPUS_FILE = "ranks.json", "gpus.txt"
 BUSY, IDLE = 0.7, 0.2
 """Share of a CPU from which on a rank spins, and up to which it sleeps."""
+
+
+Read = TypeVar("Read")
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +80,7 @@ class Rank:
     beats: RankBeats | None = None
     flight: list[Met] | None = None
     device: Device | None = None
+    signals: Signals | None = None
     threads: list[Thread] = dataclasses.field(default_factory=list)
     seen: Seen | None = None
     log: str = ""
@@ -142,10 +148,10 @@ def _take(found: Evidence, path: Path) -> bool:
         read = beats.read(path)
         found.of(read.rank).beats = read
         return True
-    if path.name == SEEN_FILE:
-        return _take_seen(found, path)
-    if path.name.startswith("device-") and path.suffix == ".json":
-        return _take_device(found, path)
+    for beginning, take in OURS.items():
+        if path.name.startswith(beginning) and path.suffix == ".json":
+            take(found, path)
+            return True
     if path.name.startswith("log-"):
         found.of(dumps.rank_of(path), path.name).log = dumps.text_of(path)
         return True
@@ -171,18 +177,28 @@ def _take(found: Evidence, path: Path) -> bool:
     return bool(threads)
 
 
-def _take_device(found: Evidence, path: Path) -> bool:
-    try:
-        found.of(dumps.rank_of(path)).device = msgspec.json.decode(path.read_bytes(), type=Device)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise RecordsError(f"{path} cannot be read: {str(e)[:200]}.") from e
-    return True
+def _take_device(found: Evidence, path: Path) -> None:
+    found.of(dumps.rank_of(path)).device = _decoded(path, Device)
 
 
-def _take_seen(found: Evidence, path: Path) -> bool:
+def _take_signals(found: Evidence, path: Path) -> None:
+    rank = found.of(dumps.rank_of(path))
+    rank.signals = _decoded(path, Signals)
+    if rank.signals.unread:
+        found.unread.append(f"Signals of {rank.name}: {rank.signals.unread}.")
+
+
+def _take_seen(found: Evidence, path: Path) -> None:
+    for seen in _decoded(path, list[Seen]):
+        found.of(seen.rank).seen = seen
+
+
+OURS = {"device-": _take_device, "signals-": _take_signals, SEEN_FILE: _take_seen}
+"""Who reads JSON of ours, by how the file's name begins."""
+
+
+def _decoded(path: Path, kind: type[Read]) -> Read:
     try:
-        for seen in msgspec.json.decode(path.read_bytes(), type=list[Seen]):
-            found.of(seen.rank).seen = seen
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
         raise RecordsError(f"{path} cannot be read: {str(e)[:200]}.") from e
-    return True

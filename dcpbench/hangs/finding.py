@@ -3,9 +3,11 @@
 Ranks of a group must begin the same collectives in the same order. The n-th that each began in the group tells, in turn:
 
 1. two ranks began different ones as their n-th: another order, shape or dtype, and who differs
-2. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
-3. all are in the same one: none is behind, and what carries it stands still
-4. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
+2. a rank waits in a kernel for a peer's signal, by the counters in its memory: the peer has passed that place and its
+   signal was lost, or it has not come there
+3. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
+4. all are in the same one: none is behind, and what carries it stands still
+5. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
    own place is all there is
 """
 
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.hangs import meetings
 from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, Met, members, spans
 from dcpbench.hangs.dumps import NOBODY
 
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
 
     from dcpbench.hangs.dumps import Frame
     from dcpbench.hangs.evidence import Evidence, Rank
+    from dcpbench.hangs.meetings import Wait
 
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
+REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
+"""The phase of a reduction by the half of a layer that it ends."""
 MOST_APART = 2
 """Norms between ranks of one step: they meet in each half of a layer."""
 OURS = "dcpbench/"
@@ -64,8 +70,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What was found."""
 
     kind: str
-    """`order`, `shape`, `dtype`: it began another collective than the others · `behind`: it has not come to the
-    collective in which the others wait · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
+    """`order`, `shape`, `dtype`: it began another collective than the others · `signal`: it has passed the meeting of
+    kernels in which others wait for its signal · `behind`: it has not come to the collective in which the others wait,
+    or to the meeting · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
     wait for each other · `device`: steps were handed over, and devices stand in them · `outside`: none is in a
     collective · `unknown`."""
     said: str
@@ -103,7 +110,8 @@ class _Line:
 def find(evidence: Evidence) -> Finding:
     """What the evidence says, and no more."""
     groups = _groups(evidence)
-    found = _mismatch(evidence, groups) or _behind(evidence, groups) or _together(evidence, groups)
+    found = _mismatch(evidence, groups) or _at_meetings(evidence, groups) or _behind(evidence, groups)
+    found = found or _together(evidence, groups)
     found = found or _on_devices(evidence) or _by_stacks(evidence) or _outside(evidence)
     return msgspec.structs.replace(found, read=evidence.read, unread=evidence.unread)
 
@@ -140,6 +148,11 @@ def inside(rank: Rank) -> Met | None:
     if rank.beats is not None and not rank.beats.waits and rank.flight is None:
         return None  # handed to the device, and nobody knows how far that is
     return next((m for m in known if m.state == INSIDE), None)
+
+
+def at_meetings(evidence: Evidence) -> list[Wait]:
+    """The ranks that wait in a kernel for signals of their peers."""
+    return meetings.waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
 
 
 def _groups(evidence: Evidence) -> dict[str, dict[int, _Line]]:
@@ -287,17 +300,137 @@ def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], num
     return []
 
 
+def _at_meetings(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+    """Case 2; None where who has not come waits in a collective for yet another."""
+    by_rank = {rank.rank: rank for rank in evidence.ranks}
+    waiting = at_meetings(evidence)
+    if lost := [wait for wait in waiting if wait.passed]:
+        return _signal(by_rank, lost)
+    roots = {r for wait in waiting for r in wait.absent} - {wait.rank for wait in waiting}
+    if not roots:
+        return _meetings_apart(by_rank, waiting) if waiting else None
+    others = {rank.rank for rank in evidence.ranks} - roots - {wait.rank for wait in waiting}
+    in_one = [one for root in roots & by_rank.keys() if (one := inside(by_rank[root])) and one.call]
+    if any(inside(by_rank[r]) is None for one in in_one for r in _late(groups, one) & others):
+        return None
+    return _absent(by_rank, roots, [wait for wait in waiting if roots & {*wait.absent}])
+
+
+def _late(groups: Mapping[str, Mapping[int, _Line]], one: Met) -> set[int]:
+    """Who has not begun a collective."""
+    assert one.call is not None
+    lines = groups[one.call.group]
+    expected = set(members(one.call.ranks)) or set(lines)
+    return {r for r in expected if r not in lines or lines[r].front < one.number}
+
+
+def _signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
+    """Signals that have not come of ranks which went on."""
+    one = lost[0]
+    same = [w for w in lost if (w.said, w.passed, w.meeting.ranks) == (one.said, one.passed, one.meeting.ranks)]
+    waiting = sorted({w.rank for w in same})
+    who = sorted(one.passed)
+    phase, layer = _meeting_place(by_rank[one.rank], one)
+    culprit = by_rank[who[0]]
+    return Finding(
+        kind="signal",
+        said=f"{_ranks(who)} {_verb(who, 'has', 'have')} passed {one.said}, and no signal of it has come to {_ranks(waiting)}, "
+        f"where a kernel waits for it{_in_step(phase, layer)}; {_ranks(who)} {_verb(who, 'is', 'are')} {_whereabouts(culprit)}",
+        ranks=who,
+        waiting=waiting,
+        phase=phase,
+        layer=layer,
+        collective=one.meeting.what,
+        number=one.number,
+        line=spot(culprit)[2],
+        waiting_at=spot(by_rank[one.rank])[2],
+        why=[
+            f"{_ranks(waiting)} {_verb(waiting, 'has', 'have')} ended {one.number - 1} such meetings, by its counters."
+        ],
+    )
+
+
+def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait]) -> Finding:
+    """Ranks that have not come to a meeting."""
+    one = waiting[0]
+    known = [by_rank[r] for r in sorted(roots) if r in by_rank]
+    ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
+    phase, layer = _meeting_place(by_rank[one.rank], one)
+    gone = len(ended) == len(roots)
+    first = next((rank for rank in known if rank.rank not in ended), known[0] if known else None)
+    at = "has ended" if gone else f"is {_whereabouts(first)}" if first else "is at a place that is not known"
+    ranks = sorted({w.rank for w in waiting})
+    own = spot(first) if first else ("", None, "")
+    on_device = None if first is None or _by_host(first) else first.device
+    return Finding(
+        kind="gone" if gone else "behind",
+        said=f"{_ranks(roots)} {at}; {_ranks(ranks)} {_verb(ranks, 'waits', 'wait')} for its signal in a kernel, "
+        f"in {one.said}{_in_step(phase, layer)}",
+        ranks=sorted(roots),
+        waiting=ranks,
+        phase=on_device.half if on_device else own[0] or phase,
+        layer=on_device.layer if on_device else layer if own[1] is None else own[1],
+        collective=one.meeting.what,
+        number=one.number,
+        line=own[2],
+        waiting_at=spot(by_rank[one.rank])[2],
+        why=[f"rank {r} ended: {how}." for r, how in ended.items()]
+        + [_process(rank) for rank in known if rank.seen and rank.rank not in ended],
+    )
+
+
+def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
+    """Ranks in several meetings that wait for each other."""
+    one = waiting[0]
+    phase, layer = _meeting_place(by_rank[one.rank], one)
+    ranks = sorted({w.rank for w in waiting})
+    return Finding(
+        kind="apart",
+        said="; ".join(f"rank {w.rank} is in {w.said} and waits for {_ranks(w.absent)}" for w in waiting),
+        ranks=ranks,
+        waiting=ranks,
+        phase=phase,
+        layer=layer,
+        collective=one.meeting.what,
+        number=one.number,
+        why=["They came to different meetings of kernels in different orders."],
+    )
+
+
+def _by_host(rank: Rank) -> bool:
+    """Whether its place is its host's: nothing says where its device is."""
+    return rank.device is None or not rank.device.norm or rank.beats is None or rank.beats.waits
+
+
+def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
+    """(phase, layer) of a meeting that a rank is in."""
+    if not _by_host(rank):
+        assert rank.device is not None
+        return wait.meeting.phase or REDUCES[rank.device.half], rank.device.layer
+    phase, layer, _ = spot(rank)
+    host_waits = rank.beats is not None and rank.beats.waits
+    return wait.meeting.phase or (phase if host_waits else ""), layer if host_waits else None
+
+
+def _whereabouts(rank: Rank) -> str:
+    """`by its device in attention of layer 1`, `in phase moe of layer 1 at model.py:12 in experts`."""
+    if not _by_host(rank):
+        assert rank.device is not None
+        return f"by its device in {rank.device.said}"
+    return _at(*spot(rank)).strip()
+
+
+def _in_step(phase: str, layer: int | None) -> str:
+    parts = [f"phase {phase}" if phase else "", f"layer {layer}" if layer is not None else ""]
+    return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
+
+
 def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 2, by whom each waiting rank waits for; and groups that wait for each other."""
+    """Case 3, by whom each waiting rank waits for; and groups that wait for each other."""
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waits: dict[int, Met] = {r: one for r, rank in by_rank.items() if (one := inside(rank)) and one.call}
-    for_whom: dict[int, set[int]] = {}
-    for rank, one in waits.items():
-        assert one.call is not None
-        lines = groups[one.call.group]
-        expected = set(members(one.call.ranks)) or set(lines)
-        for_whom[rank] = {r for r in expected if r not in lines or lines[r].front < one.number} - {rank}
-    late = set().union(*for_whom.values())
+    for_whom = {rank: _late(groups, one) - {rank} for rank, one in waits.items()}
+    late = set().union(*for_whom.values()) - {wait.rank for wait in at_meetings(evidence)}
     unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
     roots = {r for r in late - unread if r not in waits}
     if not late:
@@ -313,7 +446,7 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
     phase, layer, line = spot(first)
     doing = "has ended" if ended and len(ended) == len(roots) else _doing(first)
     said = (
-        f"{_ranks(roots)} {doing}{_at(phase, layer, line)}; {_ranks(waiting)} {_verb(waiting, 'wait')} for it in "
+        f"{_ranks(roots)} {doing}{_at(phase, layer, line)}; {_ranks(waiting)} {_verb(waiting, 'waits', 'wait')} for it in "
         f"{one.call.said}, collective {one.number} of the group{_where(one)}"
     )
     why = [f"rank {r} ended: {how}." for r, how in ended.items()]
@@ -344,7 +477,7 @@ def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
     assert one.call is not None
     return Finding(
         kind="unknown",
-        said=f"unknown: {_ranks(waits)} {_verb([*waits], 'wait')}, rank {rank} in {one.call.said}{_where(one)}, and of "
+        said=f"unknown: {_ranks(waits)} {_verb([*waits], 'waits', 'wait')}, rank {rank} in {one.call.said}{_where(one)}, and of "
         f"{_ranks(unread)} no collectives were read",
         waiting=sorted(waits),
         collective=one.call.said,
@@ -378,7 +511,7 @@ def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set
 
 
 def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 3."""
+    """Case 4."""
     waits = {rank.rank: one for rank in evidence.ranks if (one := inside(rank)) and one.call}
     if not waits:
         return None
@@ -404,7 +537,7 @@ def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
 
 
 def _on_devices(evidence: Evidence) -> Finding | None:
-    """Case 4 where hosts only handed steps to devices that mark how far they are."""
+    """Case 5 where hosts only handed steps to devices that mark how far they are."""
     known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
     handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
     if not known or not len(known) == len(handed) == len(evidence.ranks):
@@ -430,7 +563,7 @@ def _on_devices(evidence: Evidence) -> Finding | None:
 
 
 def _by_stacks(evidence: Evidence) -> Finding | None:
-    """Case 2 by stacks alone: some are in a function of torch that waits, and others are not."""
+    """Case 3 by stacks alone: some are in a function of torch that waits, and others are not."""
     stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _frames(evidence, rank))}
     ranks = {id(rank): rank for rank in evidence.ranks}
     waits = {r: call for r, frames in stacks.items() if (call := _waits_in(frames)) is not None}
@@ -484,7 +617,7 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
 
 
 def _outside(evidence: Evidence) -> Finding:
-    """Case 4, and whatever is not known."""
+    """Case 5, and whatever is not known."""
     placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
     parts = [f"{rank.name} {_doing(rank)}{_at(*spot(rank))}" for rank in placed[:8]]
     if placed and all(rank.beats is not None for rank in placed) and not any(inside(rank) for rank in placed):
@@ -563,5 +696,5 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {known[0]}" if len(known) == 1 else f"ranks {spans(known)}"
 
 
-def _verb(ranks: Sequence[int], verb: str) -> str:
-    return f"{verb}s" if len(ranks) == 1 else verb
+def _verb(ranks: Sequence[int], of_one: str, of_many: str) -> str:
+    return of_one if len(ranks) == 1 else of_many

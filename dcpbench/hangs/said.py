@@ -9,7 +9,7 @@ import msgspec
 
 from dcpbench.hangs import evidence, finding
 from dcpbench.hangs.beats import RAISED
-from dcpbench.hangs.finding import find, inside
+from dcpbench.hangs.finding import at_meetings, find, inside
 from dcpbench.records.folder import HANGS_FOLDER
 from dcpbench.show import web
 from dcpbench.show.text import LINES, LONGEST_LINE, capital, cut, printable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from dcpbench.hangs.evidence import Evidence, Rank
     from dcpbench.hangs.finding import Finding
+    from dcpbench.hangs.meetings import Wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,9 @@ def _hang(paths: Sequence[Path], name: str) -> Hang:
 
 def as_json(hang: Hang) -> dict[str, object]:
     """For programs: the finding, and where each rank was."""
+    met = {wait.rank: wait for wait in at_meetings(hang.evidence)}
     ranks = [
-        {"rank": rank.rank, "name": rank.name, **dict(zip(COLUMNS, _row(rank)[1:], strict=True))}
+        {"rank": rank.rank, "name": rank.name, **dict(zip(COLUMNS, _row(rank, met.get(rank.rank))[1:], strict=True))}
         for rank in hang.evidence.ranks
     ]
     return {"name": hang.name, **msgspec.to_builtins(hang.finding), "at": ranks}
@@ -62,7 +64,7 @@ def as_json(hang: Hang) -> dict[str, object]:
 COLUMNS = ("phase", "layer", "collective", "number", "cpu", "line")
 
 
-def _row(rank: Rank) -> list[str]:
+def _row(rank: Rank, wait: Wait | None) -> list[str]:
     beat, one = rank.beats, inside(rank)
     _, _, line = finding.spot(rank)
     cpu = rank.seen.cpu if rank.seen else None
@@ -73,12 +75,15 @@ def _row(rank: Rank) -> list[str]:
         call += ", left with an error"
     if not call and rank.seen and rank.seen.ended:
         call = rank.seen.ended
+    number = str(one.number) if one else ""
+    if wait is not None:
+        call, number = wait.meeting.what, str(wait.number)
     return [
         rank.name,
         beat.phase if beat else "",
         "" if beat is None or beat.layer is None else str(beat.layer),
         call,
-        str(one.number) if one else "",
+        number,
         "" if cpu is None else f"{cpu:.0%}",
         line,
     ]
@@ -133,7 +138,8 @@ def as_page(hangs: Sequence[Hang]) -> str:
 
 def _rows(evidence: Evidence) -> list[list[str]]:
     """A head, and a row for each rank, of the columns that say something."""
-    rows = [["rank", *COLUMNS], *(_row(rank) for rank in evidence.ranks)]
+    met = {wait.rank: wait for wait in at_meetings(evidence)}
+    rows = [["rank", *COLUMNS], *(_row(rank, met.get(rank.rank)) for rank in evidence.ranks)]
     shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in shown] for row in rows]
 

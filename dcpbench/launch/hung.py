@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dcpbench.hangs.finding import Finding
     from dcpbench.launch.ranks import Ranks
 
-ASK_S, SPY_S, GPUS_S = 1.0, 5.0, 3.0
-"""How long each may take: the flight recorders, py-spy, nvidia-smi."""
+ASK_S, SPY_S, GPUS_S = 2.0, 5.0, 3.0
+"""How long each may take: what ranks say of themselves, py-spy, nvidia-smi."""
 GPUS = (
     "index",
     "name",
@@ -42,8 +42,12 @@ GPUS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 FINDING_FILE = "finding.json"
-BEATS, ASK, FLIGHT, DEVICE = "beats-{}.bin", "flight-{}.ask", "flight-{}.json", "device-{}.json"
-"""Files of a rank, in its job's folder of logs."""
+BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
+DEVICE, FLIGHT, SIGNALS = "device-{}.json", "flight-{}.json", "signals-{}.json"
+"""What a rank writes when its pipe ASK is opened and closed, in this order."""
+ANSWERED = "answered-{}.json"
+"""What it writes behind all others, so that nobody waits for what it has not."""
+# All of them are files of a rank in its job's folder of logs.
 
 
 def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
@@ -65,10 +69,12 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
         _keep_log_and_beats(ranks, rank, folder)
     until = time.monotonic() + ASK_S
     for rank in asked:
-        answer = ranks.logs / FLIGHT.format(rank)
-        while not answer.exists() and time.monotonic() < until:
+        answered = ranks.logs / ANSWERED.format(rank)
+        while not answered.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        for said in (answer, ranks.logs / DEVICE.format(rank)):
+        answered.unlink(missing_ok=True)
+        for name in (DEVICE, FLIGHT, SIGNALS):
+            said = ranks.logs / name.format(rank)
             with contextlib.suppress(OSError):
                 shutil.move(said, folder / said.name)
     _wait(spies, SPY_S)

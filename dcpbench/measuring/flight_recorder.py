@@ -36,7 +36,8 @@ def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
         while pipe.exists():
             with contextlib.suppress(OSError):
                 pipe.read_bytes()  # until whoever asks has closed it
-                for file, say in says.items():
+            for file, say in says.items():
+                with contextlib.suppress(OSError, RuntimeError):  # torch's, where CUDA is broken
                     if said := say():
                         part = file.with_suffix(".part")
                         part.write_bytes(said)

@@ -3,15 +3,15 @@
 At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
 attention out · `order` takes the two collectives of `merge` in the other order · `gather` leaves the first of them out, an all-gather · `shape` and `dtype` reduce another tensor ·
 `sleeps` and `spins` do so in the experts' phase.
-`flag`, where the exchange is `symm`: the merge of that layer signals to memory that no peer looks at, in place of the peers'.
-`loops`, on a GPU: a kernel behind the attention of that layer of the captured step never ends.
+From the first step that is measured on, at the latest, in a captured one, too: `flag`, where the exchange is `symm`: the merge
+of that layer signals to its peers, and a kernel before it has taken the signal back · `loops`, on a GPU: a kernel behind the
+attention of that layer never ends.
 
-On GPUs steps are launched kernel by kernel but for `loops`: what is captured cannot go wrong at one of its replays.
+On GPUs steps are launched kernel by kernel for all others: what is captured cannot go wrong at one of its replays.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -28,16 +28,17 @@ from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.symm import SymmetricMemory
 from dcpbench.kernels.merge import correct
+from dcpbench.kernels.peers.meeting import _theirs
 from dcpbench.measuring.ranges import phase
 from tests import as_fork, forks
 
 FAULT, INSIDE = "FAULT", "--inside"
-KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins")
 LOOPS, FLAG = "loops", "flag"
+KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins", FLAG)
 ON_GPUS = ("gather", "shape", LOOPS, FLAG)
 """Of several GPUs."""
 LAYER, STEP = 1, 3
-PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe"}
+PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
 """In which phase each happens; all others in attn_reduce."""
 tell, step, attention, experts = worker.Worker.tell, Model.step, Model.attention, Model.experts
 all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge
@@ -52,8 +53,8 @@ class Fault:
         self.at, self.steps, self.layer, self.attending = False, 0, -1, False
         self.goes_on = torch.ones(1, dtype=torch.int32, pin_memory=kind == LOOPS)
         """What a kernel that loops waits for."""
-        self.nowhere: torch.Tensor | None = None
-        """What is signalled to in place of peers' memory."""
+        self.takes_back = torch.zeros(1, dtype=torch.int32, pin_memory=kind == FLAG and torch.cuda.is_available())
+        """Whether a kernel takes a signal back."""
 
     def due(self) -> bool:
         """Whether this is the moment."""
@@ -64,6 +65,7 @@ class Fault:
         self.at = stage == "measure" and of.point is not None and of.point.concurrency == self.concurrency
         if self.at and self.culprit:
             self.goes_on.zero_()
+            self.takes_back.fill_(1)
         tell(of, stage, note)
 
     def step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +84,14 @@ class Fault:
 
     def all_reduce(self, of: Any, x: torch.Tensor) -> torch.Tensor:
         """Group.all_reduce."""
+        mine = x
         if self.kind in ("missing", "shape", "dtype") and self.attending and self.due():
             self.attending = False
             if self.kind == "missing":
                 return x
-            x = x.flatten()[: x.numel() // 2].contiguous() if self.kind == "shape" else x.double()
-        return all_reduce(of, x)
+            mine = x.flatten()[: x.numel() // 2] if self.kind == "shape" else x.double()
+        all_reduce(of, mine)  # one line for all ranks
+        return x  # as what comes next takes it: over NCCL, the host goes on
 
     def merge(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """AllGatherReduceScatter.merge."""
@@ -102,19 +106,14 @@ class Fault:
 
     def merge_by_peers(self, of: Any, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """SymmetricMemory.merge."""
-        if self.kind != FLAG or not self.due():
-            return merge_by_peers(of, o_BHR, lse_BH)
-        peers, self.nowhere = of.peers, torch.zeros_like(of.peers.own)
-        elsewhere = (self.nowhere.data_ptr(),) * (peers.size - 1)
-        of.peers = dataclasses.replace(peers, addresses=(peers.addresses[0], *elsewhere))
-        try:
-            return merge_by_peers(of, o_BHR, lse_BH)
-        finally:
-            of.peers = peers
+        if self.kind == FLAG and self.layer == LAYER:
+            sizes = {name: of.peers.launch[name] for name in ("N", "N_BLOCK")}
+            _take_back_kernel[(1,)](self.takes_back, of.peers.addresses, of.peers.offset(of.parts.met_for_o), **sizes)
+        return merge_by_peers(of, o_BHR, lse_BH)
 
     def capture(self, of: Any, batch: Any) -> None:
         """DecodeEngine.capture."""
-        if self.kind == LOOPS:
+        if self.kind in (LOOPS, FLAG):
             capture(of, batch)
 
     def experts(self, of: Any, *args: Any) -> Any:
@@ -130,6 +129,13 @@ def _until_kernel(goes_on):
     said = tl.load(goes_on, volatile=True)
     while said == 0:
         said = tl.load(goes_on, volatile=True)
+
+
+@triton.jit
+def _take_back_kernel(takes_back, peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr):
+    n = tl.arange(0, N_BLOCK)
+    others = (n > 0) & (n < N) & (tl.load(takes_back, volatile=True) != 0)
+    tl.atomic_add(_theirs(peers, counters, n, N), -1, mask=others, sem="release", scope="sys")
 
 
 def stall(kind: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.dashboard import finding, running
-from dcpbench.errors import DcpbenchError
+from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.hangs import evidence, said
 from dcpbench.hangs import finding as hang_finding
 from dcpbench.imports import Told, import_files
@@ -36,7 +36,7 @@ from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit import step_times_builder as times
 from tests.unit import trace_builder as traces
-from tests.unit.test_hangs import IN_REDUCE, SPY, Job, recorded
+from tests.unit.test_hangs import IN_REDUCE, SPY, Job, merges, recorded
 from tests.unit.test_records import CHECK
 from tests.unit.test_shapes import V3
 from tests.unit.test_step_times import replica
@@ -228,6 +228,20 @@ def beats_of(folder: Path) -> bytes:
     return (folder / "beats-0.bin").read_bytes()
 
 
+def signals_of(folder: Path) -> bytes:
+    """What rank 0 of two left whose peer has passed the meeting that it waits in, and what that peer left."""
+    (folder / "signals-1.json").write_bytes(msgspec.json.encode(merges(1, 2, 5, {0: 5})))
+    return msgspec.json.encode(merges(0, 2, 4, {1: 4}))
+
+
+def read_signals(path: Path) -> None:
+    """Together with the other rank's; what is then said not to have been read is refused."""
+    found = evidence.of_files([path, *path.parent.glob("signals-1.json")])
+    hang_finding.find(found)
+    if found.unread:
+        raise RecordsError(found.unread[0])
+
+
 def read_failed(path: Path) -> None:
     """Records of points that verify could not check."""
     last_records(path.parent, FAILED_FILE)
@@ -293,6 +307,7 @@ KINDS = {
     "trace": Kind("trace.json", a_trace(), lambda path: scan([path], root=path.parent)),
     "beats": Kind("beats-0.bin", beats_of, explain),
     "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain),
+    "signals of a hang": Kind("signals-0.json", signals_of, read_signals),
     "flight recorder": Kind("flight-0.json", FLIGHT, explain),
     "baseline of syncs": Kind("x.json", BASELINE.encode(), baseline.read),
     "pyproject": Kind("pyproject.toml", SYNCS, lambda path: config.find_config(path.parent, path.parent)),

@@ -15,6 +15,7 @@ from dcpbench.hangs import beats, dumps, evidence
 from dcpbench.hangs.beats import Beats
 from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.hangs.finding import find
+from dcpbench.hangs.meetings import Meeting, Signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -366,3 +367,90 @@ def test_threads_of_faulthandler_and_of_py_spy_are_told_apart() -> None:
     assert not first.main
     assert second.main
     assert [t.main for t in dumps.threads(SPY.format(pid=1, frames=IN_REDUCE))] == [True, False]
+
+
+def merges(rank: int, ranks: int, ended: int, heard: dict[int, int], number: int = 0) -> Signals:
+    """One kind of meeting in the memory of a rank: how many it has ended, and how often peers have signalled."""
+    row = [ended, *(ended if peer == rank else heard[peer] for peer in range(ranks))]
+    one = Meeting(number=number, what="merge of symm", phase="merge", ranks=tuple(range(ranks)), rows=[row])
+    return Signals(meetings=[one])
+
+
+def replayed(folder: Path, signals: Sequence[Signals], norms: Sequence[int]) -> Finding:
+    """Of ranks whose devices replay a step, each with its last norm and its signals."""
+    ranks = range(len(signals))
+    for rank, told, norm in zip(ranks, signals, norms, strict=True):
+        own = Beats(folder / f"beats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks))
+        own.step(beats.REPLAY)
+        (folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+        (folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
+    return find(evidence.of_files([folder]))
+
+
+def test_a_rank_whose_signal_never_came_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    """Both began the 70th merge: rank 1 heard rank 0 and went on, rank 0 has heard 69 signals only. Norm 3 = 2 · 1 + 1."""
+    found = replayed(tmp_path, [merges(0, 2, 69, {1: 69}), merges(1, 2, 70, {0: 70})], [3, 3])
+    assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("signal", [1], [0], "merge", 1)
+    assert (found.collective, found.number) == ("merge of symm", 70)
+    assert "rank 1 has passed merge of symm, meeting 70, and no signal of it has come to rank 0" in found.said
+
+
+def test_of_four_ranks_the_one_whose_signal_all_others_miss_is_named(tmp_path: Path) -> None:
+    """Ranks 0 to 2 know of each other's meeting 5, and of rank 3 only of its fourth; it has ended the fifth itself."""
+    waiting = [merges(r, 4, 4, {p: 4 if p == 3 else 5 for p in range(4) if p != r}) for r in range(3)]
+    found = replayed(tmp_path, [*waiting, merges(3, 4, 5, {0: 5, 1: 5, 2: 5})], [3, 3, 3, 3])
+    assert (found.kind, found.ranks, found.waiting) == ("signal", [3], [0, 1, 2])
+
+
+def test_a_signal_that_only_one_peer_misses_is_lost_though_its_rank_waits_there_too(tmp_path: Path) -> None:
+    """Rank 2's signal came to rank 1 and not to rank 0; it waits itself, for nobody who has not signalled: rank 0 has."""
+    signals = [merges(0, 3, 4, {1: 5, 2: 4}), merges(1, 3, 5, {0: 5, 2: 5}), merges(2, 3, 4, {0: 5, 1: 5})]
+    found = replayed(tmp_path, signals, [3, 3, 3])
+    assert (found.kind, found.ranks, found.waiting) == ("signal", [2], [0])
+
+
+def test_a_rank_that_has_not_come_to_a_meeting_is_named_with_where_its_device_is(tmp_path: Path) -> None:
+    """Rank 1 has rank 0's fifth signal and has ended four: its device is in the experts of layer 0, norm 2 = 2 · 0 + 2."""
+    found = replayed(tmp_path, [merges(0, 2, 4, {1: 4}), merges(1, 2, 4, {0: 5})], [3, 2])
+    assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [1], [0], "mlp", 0)
+    assert "rank 1 is by its device in mlp of layer 0; rank 0 waits for its signal in a kernel" in found.said
+    assert "merge of symm, meeting 5 (phase merge, layer 1)" in found.said
+
+
+def test_counters_that_have_wrapped_around_are_compared_by_difference(tmp_path: Path) -> None:
+    """After 2³¹ − 1 comes −2³¹."""
+    most = 2**31 - 1
+    found = replayed(tmp_path, [merges(0, 2, most, {1: most}), merges(1, 2, -most - 1, {0: -most - 1})], [3, 3])
+    assert (found.kind, found.ranks) == ("signal", [1])
+
+
+def test_meetings_in_which_nobody_waits_tell_nothing(tmp_path: Path) -> None:
+    """As many signals as meetings: the devices' norms are all there is."""
+    found = replayed(tmp_path, [merges(0, 2, 4, {1: 4}), merges(1, 2, 4, {0: 4})], [3, 3])
+    assert (found.kind, found.ranks) == ("device", [])
+
+
+def test_ranks_that_wait_for_each_other_in_two_meetings_are_told_apart(tmp_path: Path) -> None:
+    """Rank 0 is in the first buffer's meeting 5, and rank 1 in the second's."""
+    ended = [[merges(r, 2, 4, {1 - r: 4 + (n != r)}, number=n).meetings[0] for n in range(2)] for r in range(2)]
+    found = replayed(tmp_path, [Signals(meetings=one) for one in ended], [3, 3])
+    assert (found.kind, found.ranks) == ("apart", [0, 1])
+
+
+def test_a_collective_of_the_host_is_not_waited_for_by_a_rank_that_a_kernel_keeps(tmp_path: Path) -> None:
+    """As on the CPU: rank 1 waits in a reduction for rank 0, which waits in a kernel for rank 1's signal."""
+    job = Job(tmp_path, 2)
+    job.steps()
+    job.ranks[0].layer(1)
+    job.ranks[0].phase("merge")
+    job.does(1, "all_reduce", "attn_reduce", 1, hangs=True)
+    for rank, told in enumerate((merges(0, 2, 4, {1: 4}), merges(1, 2, 5, {0: 5}))):
+        (tmp_path / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
+    found = job.found()
+    assert (found.kind, found.ranks, found.phase, found.layer) == ("signal", [1], "merge", 1)
+
+
+def test_signals_that_could_not_be_read_are_said_to_be_so(tmp_path: Path) -> None:
+    found = replayed(tmp_path, [Signals(unread="the copy had not ended"), merges(1, 2, 5, {0: 5})], [3, 3])
+    assert found.kind == "device"
+    assert found.unread == ["Signals of rank 0: the copy had not ended."]

@@ -126,7 +126,7 @@ class Plan:
                 Command(
                     "tools.hangs",
                     ("--gpu", self.gpu, "--ranks", str(self.n), "--faults", fault, "--timeout", "10", "--reasons"),
-                    1.2,
+                    1.0,
                     fault,
                 )
                 for fault in ("gather", "shape", "loops", "flag")
@@ -316,7 +316,7 @@ def rehearsed(command: Command, like: str) -> Command | None:
     if command.program == "pytest":
         return dataclasses.replace(command, words=(*words, "--collect-only"))
     if command.program == "tools.hangs":
-        if command.name in ("loops", "flag"):
+        if command.name == "loops":
             return None
         return dataclasses.replace(command, words=tuple(w for w in words if w not in ("--gpu", like)))
     kept: list[str] = []

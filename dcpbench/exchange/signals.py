@@ -1,0 +1,130 @@
+"""What ranks have signalled to each other in kernels that meet in peers' memory, read while one of them may wait for ever.
+
+Nothing of this costs a step anything: the counters lie in device memory as kernels leave them. When a job stands still a
+thread copies them out on a stream of its own, into memory that was pinned beforehand, and never waits without a limit: a
+kernel that spins does not keep a copy from running, but a lock of the driver or a broken context may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from dcpbench.hangs.meetings import Meeting, Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exchange.collectives import Group
+
+COPY_S = 0.8
+"""How long all copies together may take."""
+REST_S = 0.005
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of meeting of a buffer; see hangs/meetings.py."""
+
+    what: str
+    phase: str
+    counters: torch.Tensor
+    """int32 [blocks + 1, N], in the own memory."""
+    by_blocks: bool
+    """Whether `meet_blocks` counts there, a row for each block, or `meet_ranks`."""
+
+
+class Meetings:
+    """The meetings of one buffer. Whoever owns the buffer keeps this; it is forgotten with it."""
+
+    def __init__(self, group: Group, kinds: Sequence[Kind]) -> None:
+        self.number = next(_numbers)
+        self.kinds = kinds if group.size > 1 else []
+        self.rank = group.rank
+        self.ranks = tuple(dist.get_process_group_ranks(group.handle)) if group.handle else (0,)
+        self.staged = [torch.empty_like(k.counters, device="cpu", pin_memory=k.counters.is_cuda) for k in self.kinds]
+        _known.append(weakref.ref(self))
+        for device in {kind.counters.device for kind in self.kinds if kind.counters.is_cuda}:
+            _aside.setdefault(device, torch.cuda.Stream(device))
+
+    def copy_out(self) -> None:
+        """Ask for the counters as they are now."""
+        for kind, staged in zip(self.kinds, self.staged, strict=True):
+            staged.copy_(kind.counters, non_blocking=True)
+
+    def told(self) -> list[Meeting]:
+        """What was copied."""
+        return [
+            Meeting(
+                number=self.number,
+                what=kind.what,
+                phase=kind.phase,
+                ranks=self.ranks,
+                rows=_rows(staged, self.rank, by_blocks=kind.by_blocks),
+            )
+            for kind, staged in zip(self.kinds, self.staged, strict=True)
+        ]
+
+
+_numbers = itertools.count()
+_known: list[weakref.ref[Meetings]] = []
+_aside: dict[torch.device, torch.cuda.Stream] = {}
+"""Made beforehand: while a kernel does not end, making one may wait for it."""
+
+
+def read(limit_s: float = COPY_S) -> bytes:
+    """Signals as JSON; empty where this rank has no memory that peers read. For any thread; does not raise."""
+    _known[:] = [one for one in _known if one() is not None]
+    there = [of for one in _known if (of := one()) is not None and of.kinds]
+    if not there:
+        return b""
+    unread = ""
+    try:
+        with torch.inference_mode():
+            devices = {kind.counters.device for of in there for kind in of.kinds}
+            unread = _copied(there, devices, limit_s)
+    except RuntimeError as e:  # what torch makes of all errors of CUDA
+        unread = f"its counters could not be copied: {(str(e) or type(e).__name__).splitlines()[0]}"
+    meetings = [] if unread else [told for of in there for told in of.told()]
+    return msgspec.json.encode(Signals(meetings=meetings, unread=unread))
+
+
+def _copied(there: Sequence[Meetings], devices: set[torch.device], limit_s: float) -> str:
+    """Nothing once all have been copied, else why not."""
+    until = time.monotonic() + limit_s
+    for device in devices:
+        if device.type != "cuda":
+            for meetings in there:
+                meetings.copy_out()
+            continue
+        torch.cuda.set_device(device)  # this thread's; the main one has it long since
+        with torch.cuda.stream(_aside[device]):
+            for meetings in there:
+                meetings.copy_out()
+            copied = torch.cuda.Event()
+            copied.record()
+        while not copied.query():
+            if time.monotonic() > until:
+                return f"the copy of its counters had not ended after {limit_s:g} s"
+            time.sleep(REST_S)
+    return ""
+
+
+def _rows(counters: torch.Tensor, rank: int, *, by_blocks: bool) -> list[list[int]]:
+    """As Meeting has them, of counters as meeting.py lays them out: peer n of this rank in column n."""
+    size = counters.shape[1]
+    flat: list[int] = counters.flatten().tolist()
+    used = max((i for i, count in enumerate(flat) if count), default=-1) // size + 1
+    found = []
+    for row in range(used if by_blocks else min(used, 1)):
+        ended = flat[row * size] if by_blocks else flat[size]
+        by_distance = [ended, *flat[row * size + 1 : (row + 1) * size]]
+        found.append([ended, *(by_distance[(place - rank) % size] for place in range(size))])
+    return found
