@@ -73,11 +73,11 @@ class Fault:
         self.steps += self.at
         return step(of, *args, **kwargs)
 
-    def attention(self, of: Any, x: Any, w: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Model.attention."""
-        self.layer, self.attending = index, True
-        found = attention(of, x, w, index, *args, **kwargs)
-        self.attending = False
+    def attention(self, of: Any, q: Any, kv: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Model.attention; the reduction after it is the next."""
+        self.layer = index
+        found = attention(of, q, kv, index, *args, **kwargs)
+        self.attending = True
         if self.kind == LOOPS and index == LAYER:
             _until_kernel[(1,)](self.goes_on)
         return found

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dcpbench.points.batches import chunk_rows
 from dcpbench.serving.outcome import serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.requests import ServeRequest
@@ -42,7 +43,7 @@ def curved_ms(rows: int, decode_rows: int, kv_tokens: int, chunks: list[tuple[in
 def case_ms(case: Case) -> float:
     work = case.work()
     chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
-    return curved_ms(work.rows + work.tokens, work.rows, work.kv_tokens, chunks)
+    return curved_ms(chunk_rows(work.rows + work.tokens) if chunks else work.rows, work.rows, work.kv_tokens, chunks)
 
 
 @dataclasses.dataclass
@@ -58,6 +59,7 @@ class Truth:
     def duration_ms(self, step: Step) -> float:
         works = step_works(step)
         rows = max(w.rows + w.tokens for w in works)
+        rows = chunk_rows(rows) if step.prefills else rows
         return max(
             curved_ms(rows, w.rows, w.kv_tokens, [(c.tokens, c.start) for c in replica.chunks])
             for w, replica in zip(works, step.replicas, strict=True)
