@@ -132,7 +132,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     disaggregate: Annotated[str, Axis(DEPLOYED, 31, later=True)] = ""
     """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
     many that do both. Empty: one that does both."""
-    transfer_gb_s: Annotated[float, Axis(DEPLOYED, 32, "KV over {:g} GB/s", later=True)] = 0.0
+    transfer_gb_s: Annotated[float, Axis(DEPLOYED, 32, "{:g} GB/s links", later=True)] = 0.0
     """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
     transfer_ms: Annotated[float, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
     """What each request's transfer takes besides."""

@@ -80,7 +80,7 @@ class Deployment:
     def read(self, index: int, step: Step, now_s: float) -> None:
         """The tokens of a step of an instance have been read."""
         del now_s
-        for sequence in step.finished:
+        for sequence in step.finished if len(self.schedulers) > 1 else ():
             sequence.instance = index
         self.in_hand[index] -= len(step.finished)
 
@@ -267,6 +267,11 @@ class Disaggregated(Deployment):
         self._crossing: list[tuple[float, int, tuple[int, int], Sequence, Transfer]] = []
         """Heap of what crosses: end, tie-break, sender, what arrives, and how it went."""
         self._ties = itertools.count()
+
+    @property
+    def links(self) -> int:
+        """Of instances that prefill: one for each of their replicas."""
+        return len(self._queues)
 
     def decided(self, index: int, now_s: float) -> None:
         """Those that lost their KV go back to be prefilled."""

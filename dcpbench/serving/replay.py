@@ -15,6 +15,7 @@ import dataclasses
 import datetime as dt
 import hashlib
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.record import Kv, Record
-from dcpbench.serving.deployment import Deployment
+from dcpbench.records.formulas import latencies
+from dcpbench.records.record import InstanceMetrics, Kv, Record
+from dcpbench.serving.deployment import Deployment, Disaggregated, Link
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
@@ -221,19 +223,19 @@ def replay_point(
     """
     times.must_be_of(point, file or "the step times")
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
-    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
 
     def served(times: StepTimes) -> Replayed:
         assert point.load is not None
-        return replay(requests, Scheduler(config), point.clients, times, limit_s, point.load.think_time)
+        return replay(requests, _deployed(point, plan), point.clients, times, limit_s, point.load.think_time)
 
     def measured(found: Replayed, file: str) -> ServeMetrics:
         return serve_metrics(
             found.traffic,
-            tp=point.tp,
+            gpus=point.gpus,
             concurrency=point.clients,
             slo=settings.slo,
             steps=found.counts,
+            instances=_instance_metrics(found) if point.disaggregate else None,
             samples_file=file,
         )
 
@@ -253,6 +255,37 @@ def replay_point(
         kv=Kv.of(plan, point.context),
         honesty=msgspec.structs.replace(times.honesty, step_times=file, step_error=error),
         environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
+    )
+
+
+def _deployed(point: Point, plan: EnginePlan) -> Deployment:
+    """The instances of a point, each with the memory of the plan."""
+    config, wanted = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context), point.instances
+    if not wanted.disaggregated:
+        return Deployment([Scheduler(config) for _ in range(wanted.both)])
+    link = Link(
+        bytes_s=1e9 * point.transfer_gb_s,
+        latency_s=point.transfer_ms / 1e3,
+        page_bytes=plan.kv_bytes // plan.pages,
+    )
+    return Disaggregated(config, wanted.prefill, wanted.decode, link)
+
+
+def _instance_metrics(found: Replayed) -> InstanceMetrics:
+    """How much of the run each kind of instances was busy, and what their transfers took."""
+    deployed, end_s = found.deployed, found.end_s
+    shares = [busy / end_s for busy in found.busy_s]
+    if not isinstance(deployed, Disaggregated):
+        return InstanceMetrics(busy_share={"both": statistics.fmean(shares)})
+    prefill, transfers = len(deployed.prefills), deployed.transfers
+    busy = {"prefill": statistics.fmean(shares[:prefill]), "decode": statistics.fmean(shares[prefill:])}
+    return InstanceMetrics(
+        busy_share=busy,
+        link_busy_share=sum(t.end_s - t.begin_s for t in transfers) / (deployed.links * end_s),
+        transfers=len(transfers),
+        sent_bytes=sum(t.sent_bytes for t in transfers),
+        transfer_ms=latencies([1e3 * (t.end_s - t.ready_s) for t in transfers]),
+        transfer_wait_ms=latencies([1e3 * (t.begin_s - t.ready_s) for t in transfers]),
     )
 
 
