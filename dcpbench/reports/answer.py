@@ -286,10 +286,10 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
         return ""
     heaviest = short_of_kv.sort_values(["input_typical", "concurrency"], kind="stable").iloc[-1]
     group = points[points["same_load"] == heaviest["same_load"]]
-    least = group.sort_values("kv_capacity_requests", kind="stable").iloc[0]
+    least = group.sort_values("room_for", kind="stable").iloc[0]
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
-        f"{r['label']} has room for {count(r['kv_capacity_requests'])} requests, {count(r['preemptions'])} "
+        f"{r['label']} has room for {count(r['room_for'])} requests, {count(r['preemptions'])} "
         f"preemptions, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]
