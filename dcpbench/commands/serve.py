@@ -314,7 +314,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
     unsaid += tuple(name for name in (*STORED, "emulate") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
-    spec = make_serve_spec({"baseline": False, **own, **given}, probe)
+    spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _say_about(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points)
 

@@ -247,8 +247,8 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
 
 def _baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
     """The same without DCP, and of both, where some instances only prefill, as many that all do both."""
-    pair = (point, _baseline(point, spec))
-    yield pair[1]
+    pair = [point] if spec.settings.step_times else [point, _baseline(point, spec)]  # a file is of one engine
+    yield from pair[1:]
     if point.instances.disaggregated:
         alike = WITHOUT_TRANSFERS | {"disaggregate": str(point.instances.alike())}
         yield from (msgspec.structs.replace(one, **alike) for one in pair)
