@@ -326,7 +326,7 @@ class Disaggregated(Deployment):
                 continue
             index, replica = found
             sent_bytes = self.link.page_bytes * replica.allocator.pages_for(sequence.computed)
-            transfer = Transfer(sender[0], ready_s, now_s, now_s + self.link.seconds(sent_bytes), sent_bytes)
+            transfer = Transfer(sender[0], index, ready_s, now_s, now_s + self.link.seconds(sent_bytes), sent_bytes)
             arriving = self.decodes[index - len(self.prefills)].expect(sequence, replica)
             arriving.instance, arriving.transfer = index, sequence.transfer or transfer
             self.in_hand[index] += 1

@@ -52,6 +52,8 @@ class Transfer:
 
     source: int
     """The instance that prefilled."""
+    target: int
+    """The one that decodes."""
     ready_s: float
     """When its token was sampled, which ends the prefill."""
     begin_s: float
