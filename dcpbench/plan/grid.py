@@ -189,7 +189,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 load=given.load,
                 workload="serve" if given.load else "decode",
                 repeat=repeat,
-                **(how | placed | _precision(how, shapes[model]) | _idle(tp, dp, dcp) | given.deployed),  # type: ignore[arg-type]
+                **(how | placed | _precision(how, shapes[model]) | _idle(tp, dp, dcp) | dict(given.deployed)),  # type: ignore[arg-type]
             )
 
 

@@ -153,7 +153,7 @@ class ServeLoads:
         for rate in self.transfer_gb_s:
             if not LEAST_GB_S <= rate <= MOST_GB_S:
                 raise UsageError(
-                    f"--transfer-gb-s {rate:g}: not {LEAST_GB_S:g} to {MOST_GB_S:,g} GB/s; 400 Gb/s are --transfer-gb-s 50."
+                    f"--transfer-gb-s {rate:g}: not {LEAST_GB_S:g} to {MOST_GB_S:,.0f} GB/s; 400 Gb/s are --transfer-gb-s 50."
                 )
         if not 0 <= self.transfer_ms <= MOST_TRANSFER_MS:
             raise UsageError(

@@ -24,6 +24,7 @@ from dcpbench.show.text import listed
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
+Row = dict[Any, Any]
 ALIKE_OF = [*findings.LOAD, "gpus", *(a.name for a in point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model")]
 """What a point has in common with the one on as many GPUs whose instances all do both."""
 BESIDE = ("itl_p99_ms", "ttft_p50_ms")
@@ -114,7 +115,7 @@ def _as_is(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
     return lambda column: column.map(places) if column.name == "load" else column
 
 
-def _best(load: pd.DataFrame) -> dict[str, Any] | None:
+def _best(load: pd.DataFrame) -> Row | None:
     """The point with most output for each GPU of those within the SLO."""
     fits = load[~(load["slo_excess"] > 1)].sort_values("output_tok_s_per_gpu", kind="stable")
     return None if fits.empty else fits.to_dict("records")[-1]
@@ -145,7 +146,7 @@ def _of_load(load: pd.DataFrame) -> str:
     )
 
 
-def _beside(row: dict[str, Any]) -> str:
+def _beside(row: Row) -> str:
     """`, 0.93× tp4 ×2 with ITL p99 86 instead of 150 ms`."""
     if missing(row["ratio"]):
         return ""
@@ -157,7 +158,7 @@ def _beside(row: dict[str, Any]) -> str:
     return f", {row['ratio']:.2f}× {row['over_label']}" + (f" with {listed(told)}" if told else "")
 
 
-def _busy(row: dict[str, Any]) -> str:
+def _busy(row: Row) -> str:
     """` (prefill 20 % busy, decode 99 %: decode bounds it)`; nothing where all do both."""
     prefill, decode = row["prefill_busy_share"], row["decode_busy_share"]
     if not row["split"] or missing(prefill) or missing(decode):
@@ -166,7 +167,7 @@ def _busy(row: dict[str, Any]) -> str:
     return f" (prefill {percent(prefill)} busy, decode {percent(decode)}{bound})"
 
 
-def _cell(row: dict[str, Any], best: dict[str, Any] | None) -> str:
+def _cell(row: Row, best: Row | None) -> str:
     value = number(row["output_tok_s_per_gpu"], 3)
     if row["slo_excess"] > 1:
         return f"({value})"
