@@ -34,12 +34,12 @@ from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import ServeMetrics
+    from dcpbench.records.record import Latencies, ServeMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.step_times import EnginePath, StepTimes
 
@@ -284,9 +284,14 @@ def _instance_metrics(found: Replayed) -> InstanceMetrics:
         link_busy_share=sum(t.end_s - t.begin_s for t in transfers) / (deployed.links * end_s),
         transfers=len(transfers),
         sent_bytes=sum(t.sent_bytes for t in transfers),
-        transfer_ms=latencies([1e3 * (t.end_s - t.ready_s) for t in transfers]),
-        transfer_wait_ms=latencies([1e3 * (t.begin_s - t.ready_s) for t in transfers]),
+        transfer_ms=_latencies(t.end_s - t.ready_s for t in transfers),
+        transfer_wait_ms=_latencies(t.begin_s - t.ready_s for t in transfers),
     )
+
+
+def _latencies(seconds: Iterable[float]) -> Latencies:
+    """In ms; what differs from 0 by rounding alone is 0."""
+    return latencies([round(1e3 * s, 6) for s in seconds])
 
 
 def _wire_factors(times: StepTimes) -> tuple[float, float]:
