@@ -122,6 +122,20 @@ class Load(Group):
         "it is installed; else sdpa.",
         metavar="NAME",
     )
+    disaggregate: str | None = SERVED(
+        "With --mode replay: instances of the layout, each on tp GPUs of its own, of which P only prefill and D only decode: "
+        "disaggregated prefill of vLLM, PD disaggregation of SGLang, 1P2D. A number such as 3: as many that do both, which a "
+        "P:D has as its baseline. Each of the list is a point. Default: one instance that does both.",
+        metavar="P:D,…",
+    )
+    transfer_gb_s: str | None = SERVED(
+        "With --disaggregate: rate at which a GPU sends KV, in 10⁹ bytes per second, such as 50 for 400 Gb/s; each GPU sends "
+        "what it holds of a request to the one in its place, requests one after another. Each of the list is a point.",
+        metavar="RATE,…",
+    )
+    transfer_ms: str | None = SERVED(
+        "With --disaggregate: what each request's transfer takes besides. Default: 0.", metavar="MS"
+    )
     kv_memory: str | None = SERVED(
         "KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait and are "
         "preempted. Default: all that the weights leave, where all of them fit; else what the requests in flight need, "
@@ -300,7 +314,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
     unsaid += tuple(name for name in (*STORED, "emulate") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
-    spec = make_serve_spec({"baseline": False, **own, **given}, probe)
+    spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _say_about(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points)
 

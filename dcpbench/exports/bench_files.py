@@ -35,7 +35,8 @@ NO_TIME = Rule(
     "took no time, or do not say how long",
     lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
 )
-CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)
+SEVERAL = Rule("ran on several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
+CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)
 """What neither file has a place for."""
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
 """Latencies of a tool that calls them what we do, in its order."""

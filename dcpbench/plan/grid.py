@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
-LISTED = [axis for axis in AXES if axis.name in DEGREES or Role.PATH in axis.role]
+WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.DEPLOYED)}
+"""And of one of whose instances none sends KV to another, besides which there are."""
+LISTED = [axis for axis in AXES if axis.name in DEGREES or axis.role & (Role.PATH | Role.DEPLOYED)]
 """Fields of their own in the JSON of --dry-run."""
 MOST_POINTS = 100_000
 """Of one run, as many as its report reads."""
@@ -129,7 +131,7 @@ def varied(points: Sequence[Point]) -> dict[str, str]:
 
 def path_name(point: Point) -> str:
     """How a point is computed: `triton a2a +q-replicate`; what is usual, such as the all-reduce, is left out."""
-    return " ".join(word for word in point.words(Role.PATH | Role.SERVER) if word != point.ep_label)
+    return " ".join(word for word in point.words(Role.PATH | Role.SERVER | Role.DEPLOYED) if word != point.ep_label)
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -187,7 +189,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 load=given.load,
                 workload="serve" if given.load else "decode",
                 repeat=repeat,
-                **(how | placed | _precision(how, shapes[model]) | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
+                **(how | placed | _precision(how, shapes[model]) | _idle(tp, dp, dcp) | dict(given.deployed)),  # type: ignore[arg-type]
             )
 
 
@@ -234,13 +236,22 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     added = {}
     if spec.baseline:
         for found in typed.values():
-            point = _baseline(found.point, spec)
-            if found.error is None and point.key() not in typed and point.key() not in added:
-                judged = _judge(point, spec, shapes[point.model], machine)
-                added[point.key()] = dataclasses.replace(judged, added=True)
+            for point in _baselines(found.point, spec) if found.error is None else ():
+                if point.key() not in typed and point.key() not in added:
+                    judged = _judge(point, spec, shapes[point.model], machine)
+                    added[point.key()] = dataclasses.replace(judged, added=True)
     order = sorted([*typed.values(), *added.values()], key=lambda c: _order(c.point, spec))
     engines = plan_engines((c.point for c in order if c.error is None), spec.settings, machine.probe)
     return [c if c.error else dataclasses.replace(c, plan=engine_of(c.point, engines)) for c in order]
+
+
+def _baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
+    """The same without DCP, and of both, where some instances only prefill, as many that all do both."""
+    pair = [point] if spec.settings.step_times else [point, _baseline(point, spec)]  # a file is of one engine
+    yield from pair[1:]
+    if point.instances.disaggregated:
+        alike = WITHOUT_TRANSFERS | {"disaggregate": str(point.instances.alike())}
+        yield from (msgspec.structs.replace(one, **alike) for one in pair)
 
 
 def _baseline(point: Point, spec: SweepSpec) -> Point:
@@ -253,7 +264,7 @@ def _baseline(point: Point, spec: SweepSpec) -> Point:
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
     """One pass after the other, and in each, one job (tp), engine and path after the other; models as typed."""
     engine = point.values(Role.ENGINE) | {"model": spec.model.index(point.model)}
-    rest = (point.values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD))
+    rest = (point.values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD, Role.DEPLOYED))
     load = ((value is not None, value) for value in itertools.chain(*rest))
     return (point.repeat, point.tp, *engine.values(), *load)
 

@@ -376,6 +376,11 @@ def _power_of_two(width: int) -> bool:
 
 def _check_load(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
+    if point.disaggregate and load.mode != REPLAY:
+        raise UsageError(
+            f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; add --mode replay, which "
+            "serves several in virtual time."
+        )
     if settings.step_times:
         known_times(settings.step_times).must_be_of(point, settings.step_times)
     if open_ := _open(point):

@@ -13,6 +13,7 @@ from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive
 from dcpbench.plan.spec import PARSERS, PointLoad, complete, defaults
 from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.instances import parse
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, flag
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.serving.load_words import TRACE_LENGTHS, parse_lengths, parse_limit, parse_slo
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.axes import Value
     from dcpbench.points.machine import Probe
     from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
@@ -35,6 +37,8 @@ MOST_REQUESTS = 10_000_000
 """Of made-up requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
 MOST_TURNS = 10_000
 MOST_THINK_S = 86_400
+YAML_BASE = 60
+LEAST_GB_S, MOST_GB_S, MOST_TRANSFER_MS = 1e-3, 1e6, 60_000
 LEAST_BURSTINESS = 1e-3
 """Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
 
@@ -60,6 +64,10 @@ class ServeLoads:
     prefix_cache: bool = True
     prefill: str = PREFILLS[0]
     mode: tuple[str, ...] = (LIVE,)
+    disaggregate: tuple[str, ...] = ("",)
+    transfer_gb_s: tuple[float, ...] = ()
+    """Empty: nothing is sent."""
+    transfer_ms: float = 0.0
     seed: int = 0
     trace: Trace | None = None
     limit: int | None = None
@@ -86,6 +94,7 @@ class ServeLoads:
         self._check_arrivals()
         self._check_prefixes()
         self._check_sessions()
+        self._check_transfers()
 
     def _check_arrivals(self) -> None:
         for rate in self.request_rate:
@@ -128,6 +137,29 @@ class ServeLoads:
         elif longest_turns(self.turns) > MOST_TURNS:
             raise UsageError(f"--turns {self.turns}: a session has at most {MOST_TURNS:,} turns; try --turns 4.")
 
+    def _check_transfers(self) -> None:
+        """The rate at which KV crosses is stated, and nothing else is stated of what does not cross."""
+        split = [text for text in self.disaggregate if parse(text).disaggregated]
+        if split and not self.transfer_gb_s:
+            raise UsageError(
+                f"--disaggregate {split[0]} needs the rate at which a GPU sends KV: add --transfer-gb-s 50 for a link of 400 Gb/s "
+                "for each GPU, say; `dcpbench machines` lists links."
+            )
+        for name, values in (("transfer_gb_s", self.transfer_gb_s), ("transfer_ms", (self.transfer_ms,))):
+            if not split and any(values):
+                raise UsageError(
+                    f"{flag(name)} without instances that prefill for others: no KV crosses; add --disaggregate 1:1, say."
+                )
+        for rate in self.transfer_gb_s:
+            if not LEAST_GB_S <= rate <= MOST_GB_S:
+                raise UsageError(
+                    f"--transfer-gb-s {rate:g}: not {LEAST_GB_S:g} to {MOST_GB_S:,.0f} GB/s; 400 Gb/s are --transfer-gb-s 50."
+                )
+        if not 0 <= self.transfer_ms <= MOST_TRANSFER_MS:
+            raise UsageError(
+                f"--transfer-ms {self.transfer_ms:g}: not 0 to {MOST_TRANSFER_MS:,} ms; write for example --transfer-ms 2."
+            )
+
     def _check_trace(self, trace: Trace) -> None:
         if self.prefix_share and not trace.takes_shares:
             raise UsageError(f"{trace.path} says itself what its prompts share; leave --prefix-share out.")
@@ -153,8 +185,17 @@ class ServeLoads:
             most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
             sizes = extent(load, str(self.trace.path) if self.trace else "")
             served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
-            found.append(PointLoad(most, served, load))
+            found += [PointLoad(most, served, load, deployed) for deployed in self._deployed()]
         return found
+
+    def _deployed(self) -> Iterator[dict[str, Value]]:
+        """Instances, and how KV crosses between them where it does."""
+        for text in self.disaggregate:
+            if not parse(text).disaggregated:
+                yield {"disaggregate": text}
+                continue
+            for rate in self.transfer_gb_s:
+                yield {"disaggregate": text, "transfer_gb_s": rate, "transfer_ms": self.transfer_ms}
 
     def each(self) -> Iterator[tuple[int | None, Load]]:
         """(concurrency, load), the former None where an open loop bounds nothing."""
@@ -316,6 +357,15 @@ def _rates(name: str, value: object) -> tuple[float, ...]:
     return tuple(dict.fromkeys(_real(name, item) for item in read.items(name, value)))
 
 
+def _instances(name: str, value: object) -> tuple[str, ...]:
+    found = read.items(name, value)
+    if number := next((one for one in found if isinstance(one, int) and one >= YAML_BASE), None):
+        raise UsageError(
+            f"{flag(name)} {number}: YAML reads 1:2 as a number of base {YAML_BASE}; write it in quotes, or 1P2D."
+        )
+    return tuple(dict.fromkeys(str(parse(one)) for one in found))
+
+
 def _real(name: str, value: object) -> float:
     """A number, also as the text of a comma list."""
     try:
@@ -336,6 +386,9 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "input_tokens": _specs,
     "output_tokens": _specs,
     "mode": read.names,
+    "disaggregate": _instances,
+    "transfer_gb_s": _rates,
+    "transfer_ms": _real,
     "step_times": read.name_of,
     "slo": lambda _, value: parse_slo(value),
     "limit": lambda _, value: parse_limit(value),

@@ -46,6 +46,8 @@ class PointLoad:
     context: int
     load: Load | None = None
     """Null for `decode`."""
+    deployed: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    """Fields of a point that say which instances serve it."""
 
 
 class Served(Protocol):

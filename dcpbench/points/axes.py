@@ -35,10 +35,12 @@ class Role(enum.Flag):
     """The pass over the whole sweep."""
     SERVER = enum.auto()
     """An imported server's own options."""
+    DEPLOYED = enum.auto()
+    """How many instances of the engine there are, what each does, and what is sent between them."""
 
 
 NOTHING = Role(0)
-COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER
+COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED
 """What runs a point, whatever there is to do."""
 
 

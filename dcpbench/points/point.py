@@ -10,6 +10,7 @@ import msgspec
 from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
+from dcpbench.points.instances import Instances, parse
 from dcpbench.points.layout import GroupWide, Layout, experts_placed
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.axes import Value
 
-ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER = Role
+ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED = Role
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
 """Stands between the settings of a point."""
@@ -128,6 +129,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Of an import: what its benchmark varied of the server or the load and no other field says, such as
     `max_num_seqs=4`; comma list."""
 
+    disaggregate: Annotated[str, Axis(DEPLOYED, 31, later=True)] = ""
+    """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
+    many that do both. Empty: one that does both."""
+    transfer_gb_s: Annotated[float, Axis(DEPLOYED, 32, "{:g} GB/s links", later=True)] = 0.0
+    """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
+    transfer_ms: Annotated[float, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
+    """What each request's transfer takes besides."""
+
     def __post_init__(self) -> None:
         """An import that does not say how experts are placed says nothing, also where it was made before it could."""
         if self.ep == names.WHOLE and self.backend not in (*names.BACKENDS, names.AUTO):
@@ -139,8 +148,18 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
 
     @property
+    def instances(self) -> Instances:
+        """Those that serve it. Raises UsageError where `disaggregate` says none."""
+        return parse(self.disaggregate)
+
+    @property
+    def gpus(self) -> int:
+        """Of all instances; 0 where nobody knows the layout."""
+        return self.tp * (self.instances.count if self.disaggregate else 1)
+
+    @property
     def world(self) -> int:
-        """Ranks that run: all, or the one that stands for them."""
+        """Ranks that run: all of an instance, or the one that stands for them."""
         return 1 if self.emulate else self.tp
 
     @property
@@ -169,7 +188,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout_name(self) -> str:
-        """As printed; for degrees that do not nest, those that were asked for."""
+        """As printed, with the instances where there are several: `tp4·dcp4 1P2D`."""
+        return f"{self.instance_name} {self.instances.label}" if self.disaggregate else self.instance_name
+
+    @property
+    def instance_name(self) -> str:
+        """The layout of one instance; for degrees that do not nest, those that were asked for."""
         if not self.tp:
             return UNKNOWN_LAYOUT
         try:

@@ -142,7 +142,7 @@ def estimated(
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
     found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
-    serve = serve_metrics(found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
+    serve = serve_metrics(found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
     own = of.wire_errors(of.decode_rows(point.concurrency, point.context))
     return _banded(
         point,
@@ -173,7 +173,7 @@ def replayed(point: Point, plan: EnginePlan, times: StepTimes, settings: Setting
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
     found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)
-    serve = serve_metrics(found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
+    serve = serve_metrics(found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
     tok_s = serve.output_tok_s
     return Forecast(
         point=point,

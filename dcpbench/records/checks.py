@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.errors import UsageError
 from dcpbench.points.layout import DEGREES, MOST_RANKS
 from dcpbench.records import checksums
 from dcpbench.records.metrics import METRICS
@@ -103,6 +104,12 @@ def _layout(record: Record) -> str:
             return f"point.{name} is {degree}, which no layout that ran has"
     if tp % dp:
         return f"point.dp {dp} does not divide tp {tp}, so that it cannot have run"
+    try:
+        split = record.point.instances.disaggregated
+    except UsageError:
+        return f"point.disaggregate is {record.point.disaggregate[:40]!r}, which no instances that ran are"
+    if split and not 0 < record.point.transfer_gb_s <= LARGEST:
+        return f"point.transfer_gb_s is {record.point.transfer_gb_s:g}, at which no KV can have crossed"
     if tp // dp % dcp:
         return f"point.dcp {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
     return ""

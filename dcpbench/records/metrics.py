@@ -247,7 +247,7 @@ def _both(definition: str) -> dict[str, str]:
 
 
 def _per_gpu_interval(record: Record) -> tuple[float, float] | None:
-    """That of the output throughput, divided by tp."""
+    """That of the output throughput, divided by the GPUs."""
     if record.metrics is None:
         return None
     return record.metrics.output_tok_s.low / record.point.tp, record.metrics.output_tok_s.high / record.point.tp
@@ -268,6 +268,16 @@ def _cached_share(record: Record) -> float | None:
     if serve is None or serve.cached_tokens is None or not serve.input_tokens:
         return None
     return serve.cached_tokens / serve.input_tokens
+
+
+def _busy(kind: str) -> Callable[[Record], float | None]:
+    """The share of the run in which instances of a kind ran steps."""
+
+    def share(record: Record) -> float | None:
+        found = record.serve.instances if record.serve else None
+        return found.busy_share.get(kind, found.busy_share.get("both")) if found else None
+
+    return share
 
 
 def _floor_share(record: Record) -> float | None:
@@ -309,7 +319,10 @@ METRICS: tuple[Metric, ...] = (
         title="output throughput per GPU",
         heading="tok/s/GPU",
         term="per GPU",
-        defined=_both("output throughput / tp; neither dp nor dcp adds GPUs"),
+        defined={
+            DECODE: "output throughput / tp; neither dp nor dcp adds GPUs",
+            SERVE: "output throughput / tp, or / tp × instances where several serve; neither dp nor dcp adds GPUs",
+        },
     ),
     Metric(
         "tok_s_per_user",
@@ -561,6 +574,52 @@ METRICS: tuple[Metric, ...] = (
         **IN_PERCENT,
     ),
     Metric(
+        "prefill_busy_share",
+        "share",
+        "share of the run in which instances that prefill ran steps, where several instances serve",
+        "",
+        of=_busy("prefill"),
+        label="prefill instances busy",
+        heading="prefill busy",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "decode_busy_share",
+        "share",
+        "share of the run in which instances that decode ran steps, where several instances serve",
+        "",
+        of=_busy("decode"),
+        label="decode instances busy",
+        heading="decode busy",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "link_busy_share",
+        "share",
+        "share of the run in which the links of instances that prefill sent KV",
+        "",
+        at=("serve.instances.link_busy_share",),
+        label="KV links busy",
+        heading="links busy",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "transfer_p50_ms",
+        "ms",
+        "p50 of the time from a request's first token to the end of its KV's transfer, waiting included",
+        at=("serve.instances.transfer_ms.p50",),
+        label="KV transfer p50",
+        heading="transfer p50 ms",
+    ),
+    Metric(
+        "transfer_wait_p50_ms",
+        "ms",
+        "p50 of its part before the transfer began: waiting for links and for room",
+        at=("serve.instances.transfer_wait_ms.p50",),
+        label="KV transfer p50, waiting",
+        heading="of it waiting",
+    ),
+    Metric(
         "kernels",
         "kernels/step",
         "kernels in one profiled step",
@@ -618,6 +677,7 @@ PAGE = _listed(
     step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
     request_s goodput_s preemptions cached_share decode_batch
+    prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms
     kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
     prefill_floor_share prefill_matmul_share decode_floor_share
     idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
@@ -653,6 +713,8 @@ SERVED_DETAILS = _listed(
     """
 )
 """Columns of its second table of served points."""
+INSTANCES = _listed("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
+"""How instances that serve together share the work, and what goes from one to another."""
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
 """What follows from rates of the machine, which records once were without; left out where no point has it."""
 REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")

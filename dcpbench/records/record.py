@@ -323,6 +323,22 @@ class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Of those that finished."""
 
 
+class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Of several instances that served together, in replay."""
+
+    busy_share: dict[str, float]
+    """Of the run, how long steps ran on an instance of each kind, on average: `prefill` and `decode`, or `both`."""
+    link_busy_share: float | None = None
+    """The same of the links of instances that prefill; null, as what follows, where all instances do both."""
+    transfers: int | None = None
+    sent_bytes: int | None = None
+    """By each GPU that held some of a request, over all transfers."""
+    transfer_ms: Latencies | None = None
+    """From the read of a request's first token to the end of its KV's transfer."""
+    transfer_wait_ms: Latencies | None = None
+    """Of it, until both links were free and an instance that decodes had room."""
+
+
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What the workload `serve` measured, or computed in replay; definitions in formulas.py."""
 
@@ -385,6 +401,8 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """As the first, of steps without chunks."""
     turns: list[TurnMetrics] = []
     """Empty where requests stand alone."""
+    instances: InstanceMetrics | None = None
+    """Null where there is one."""
     samples_file: str = ""
     """Parquet file beside the records: a row per request."""
 

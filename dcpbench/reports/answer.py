@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, marks, slo
+from dcpbench.reports import findings, instances, marks, slo
 from dcpbench.reports.words import short_shapes, unique
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
@@ -69,6 +69,7 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
     if len(frames.findings.points):
         notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
         notes.append((2.5, jumps(frames.findings.points)))
+        notes += [(1.2, said) for said in instances.sentences(findings.timed(frames.served))]
         notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
     notes.append((3, room(findings.kv_by_layout(frames.everything))))
     return [*notes, (0.2, trust(frames, apart(frames)))]
@@ -286,10 +287,10 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
         return ""
     heaviest = short_of_kv.sort_values(["input_typical", "concurrency"], kind="stable").iloc[-1]
     group = points[points["same_load"] == heaviest["same_load"]]
-    least = group.sort_values("kv_capacity_requests", kind="stable").iloc[0]
+    least = group.sort_values("room_for", kind="stable").iloc[0]
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
-        f"{r['label']} has room for {count(r['kv_capacity_requests'])} requests, {count(r['preemptions'])} "
+        f"{r['label']} has room for {count(r['room_for'])} requests, {count(r['preemptions'])} "
         f"preemptions, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]

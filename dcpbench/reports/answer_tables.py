@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import answer
-from dcpbench.reports.findings import SCOPE, keys, most_per_layout, slo_aside
+from dcpbench.reports.findings import SCOPE, keys, most_per_layout, plain_layout, slo_aside
 from dcpbench.reports.plots import evenly
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, named, of_mode
 from dcpbench.reports.words import shared_shape, short_shapes
@@ -157,7 +156,7 @@ def _best_cell(row: pd.Series[Any]) -> str:
 def _ratio_cell(row: pd.Series[Any]) -> str:
     if missing(row["ratio"]):
         beside = "" if missing(row["rival"]) else f"; {row['rival_ratio']:.2f}× {row['rival']}"
-        return f"no {Layout(row['tp'], dp=row['dp'])}{beside}"
+        return f"no {plain_layout(row['tp'], row['dp'], row['disaggregate'])}{beside}"
     sign = {"higher": "▲ ", "lower": "▼ "}.get(row["verdict"], "≈ ")
     return f"{sign}{row['ratio']:.2f}×"
 

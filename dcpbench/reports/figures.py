@@ -600,6 +600,7 @@ def _bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:
 def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
     """Tokens that each GiB of KV memory on each GPU holds and, where it means something, tokens in all."""
     best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
+    best = best.assign(layout=best["instance"])
     best = best.drop_duplicates("layout").sort_values([*DEGREES], kind="stable")
     panels = [("kv_tokens_per_gib", "tokens held per GiB of KV memory on each GPU", best)]
     real = best[best["kv_bounded_by"] != "sweep"]

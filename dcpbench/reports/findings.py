@@ -14,6 +14,7 @@ import pandas as pd
 
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.batches import batch_rows
+from dcpbench.points.instances import parse
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
@@ -36,7 +37,7 @@ LOAD = [*SCOPE, "same_load"]
 """What points have in common that are set against each other; they differ in their `label`."""
 BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
 """And a DCP point and its dcp=1 baseline."""
-RIVAL_OF = [*LOAD, "tp", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
+RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """And layouts of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """What points of `decode` have in common that differ in their exchange alone."""
@@ -102,7 +103,7 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     `meets` is False, and `label` is the one that comes nearest to it.
     """
     if len(points):
-        points = points[points.groupby([*LOAD, "tp"])["label"].transform("size") > 1]
+        points = points[points.groupby([*LOAD, "gpus"])["label"].transform("size") > 1]
     if points.empty:
         return pd.DataFrame()
     points = points.assign(place=points.groupby(LOAD, sort=False).ngroup())
@@ -201,7 +202,12 @@ def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
 
 def without_dcp(points: pd.DataFrame) -> list[str]:
     """The same layouts without DCP, each once: `tp4`, whether or not it ran."""
-    return list(dict.fromkeys(str(Layout(tp, dp=dp)) for tp, dp in keys(points, ["tp", "dp"])))
+    return list(dict.fromkeys(plain_layout(*of) for of in keys(points, ["tp", "dp", "disaggregate"])))
+
+
+def plain_layout(tp: int, dp: int, disaggregate: str) -> str:
+    """A layout without DCP, on so many instances: `tp4`, `tp4 1P2D`."""
+    return f"{Layout(tp, dp=dp)} {parse(disaggregate).label}".rstrip()
 
 
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
@@ -275,10 +281,11 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
-    """KV cache of each layout: the pool, what it holds, and how much more than its first layout without DCP or DP."""
+    """KV cache of an instance of each layout: the pool, what it holds, and how much more than its first layout without DCP or DP."""
     if points.empty or points["kv_tokens_per_gib"].isna().all():
         return pd.DataFrame()
     known = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_capacity_tokens", ascending=False)
+    known = known.assign(layout=known["instance"])
     best = known.drop_duplicates(["run", "model", "layout"])
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1)].set_index(["run", "model", "tp"])["kv_tokens_per_gib"]
@@ -288,7 +295,8 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
 
 def padded(points: pd.DataFrame) -> pd.DataFrame:
     """Closed loops whose steps run more rows than requests, as CUDA graphs have fixed sizes: `rows`, over all replicas."""
-    known = points[(points["load_arrival"] == CLOSED) & points["cuda_graph"].eq(True)]  # noqa: FBT003 - may be None
+    alone = points[points["instances"].isna()] if len(points) else points
+    known = alone[(alone["load_arrival"] == CLOSED) & alone["cuda_graph"].eq(True)]  # noqa: FBT003 - may be None
     recorded = known["graph_batch"].tolist() if len(known) else []
     rows = [
         dp * int(batch_rows(-(-n // dp)) if missing(batch) else batch)
@@ -305,8 +313,9 @@ def last_waves(points: pd.DataFrame) -> pd.DataFrame:
     """
     if "decode_batch" not in points or "load_requests" not in points:
         return points.iloc[:0]
+    points = points[points["instances"].isna()]
     left = points["load_requests"] % points["concurrency"]
-    room = (points["kv_capacity_requests"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
+    room = (points["room_for"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
     few = points["decode_batch"] < MOST_IN_FLIGHT * points["concurrency"]
     return points[(points["load_arrival"] == CLOSED) & (left > 0) & room & few].assign(left=left)
 
@@ -315,7 +324,7 @@ def pressure(points: pd.DataFrame) -> pd.DataFrame:
     """Served points whose KV cache was short: requests were preempted, or fewer fit than were in flight."""
     if points.empty:
         return points
-    short = (points["load_arrival"] == CLOSED) & (points["kv_capacity_requests"] < points["concurrency"])
+    short = (points["load_arrival"] == CLOSED) & (points["room_for"] < points["concurrency"])
     return points[(points["preemptions"] > 0) | short]
 
 

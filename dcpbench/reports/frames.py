@@ -334,7 +334,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     point = records[0].point
     fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
-    kv = next((r.kv for r in records if r.kv), None)
+    kv, instances = next((r.kv for r in records if r.kv), None), point.instances
     honesty = next((r.honesty for r in records if r.honesty), None)
     profiled = [r.phases for r in records if r.phases]
     phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
@@ -345,6 +345,9 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     row |= {
         "run": run,
         "layout": point.layout_name,
+        "instance": point.instance_name,
+        "instances": instances.count if point.disaggregate else None,
+        "gpus": point.gpus,
         "precision": point.precision,
         "repeats": len(records),
         "origin": origin(records[0]),
@@ -353,6 +356,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "device": next((r.environment.device for r in records if r.environment), None),
         "slo_recorded": objectives.recorded(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
+        "room_for": kv.capacity_requests * instances.serving if kv else None,
         **merged(records, "kv_tokens_per_gib"),
         **{f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
         "idle_us": median(p.idle_us for p in profiled),
@@ -415,7 +419,7 @@ def _served_columns(records: list[Record]) -> dict[str, Any]:
     for name in LATENCIES:
         row |= merged(records, *(f"{name}_{statistic}_ms" for statistic in STATISTICS))
         row[f"{name}_samples"] = max((getattr(m, f"{name}_ms").samples for m in measured), default=0)
-    row |= merged(records, "cached_share")
+    row |= merged(records, "cached_share", *(metric.name for metric in metrics.INSTANCES))
     # repeats with different objectives have none in common
     alike = len(slos) == 1
     return row | {"slo": slos[0] if alike else "", "goodput_s": median(m.goodput_s for m in measured if alike)}

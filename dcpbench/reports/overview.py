@@ -56,7 +56,7 @@ def hardware_of(table: pd.DataFrame) -> str:
     devices = [name for name in words.unique(table["device"]) if name not in ("None", UNKNOWN)]
     if table["cpu"].all() or not devices:
         return _few(devices, "devices")
-    sizes = sorted({int(n) for n in table["tp"] if not missing(n) and n})
+    sizes = sorted({int(n) for n in table["gpus"] if not missing(n) and n})
     many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}" if sizes else ""
     return f"{many} × {_few(devices, 'devices')}" if many else _few(devices, "devices")
 

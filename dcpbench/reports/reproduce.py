@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
 """Options that take a comma list of names."""
-UNTYPED = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
+UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
+UNTYPED |= {axis.name: axis.default for axis in point_axes(Role.DEPLOYED)}
 """Values with which an option is left out."""
 
 
@@ -32,7 +33,7 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
+    how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # whose own options are taken where none are typed
         untyped["ep"] = experts_placed(BY_LAYOUT, point.tp, point.dp)

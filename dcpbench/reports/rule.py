@@ -37,7 +37,7 @@ NEEDED = (
 
 def words(rows: pd.DataFrame) -> str:
     """The first sentence: on which GPUs, what the numbers rest on, what to take from which load on, by how much over what."""
-    machines = [own for _, own in rows.groupby([rows["device"].map(str), "tp"], sort=False)]
+    machines = [own for _, own in rows.groupby([rows["device"].map(str), "gpus"], sort=False)]
     said = [f"{where(own)}{advice(own)}" for own in machines[:MOST_RULES]]
     more = len(machines) - len(said)
     return f"{capital('; '.join(said))}{f'; {more:,} more numbers of GPUs are below' if more > 0 else ''}."
@@ -46,7 +46,7 @@ def words(rows: pd.DataFrame) -> str:
 def where(rows: pd.DataFrame) -> str:
     """`on 4 × H200 (3–7 of 61 layers held and cycled), `: the GPUs, and what changes how all is read."""
     devices = [n.removeprefix("NVIDIA ") for n in unique(rows["device"]) if n not in ("None", UNKNOWN)]
-    sizes = sorted({int(n) for n in rows["tp"] if not missing(n) and n})
+    sizes = sorted({int(n) for n in rows["gpus"] if not missing(n) and n})
     basis = f" ({'; '.join(found)})" if (found := _rests_on(rows)) else ""
     if not sizes:
         return ""

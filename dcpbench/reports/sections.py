@@ -16,6 +16,7 @@ from dcpbench.reports import (
     figures,
     findings,
     floors,
+    instances,
     overview,
     sync_sites,
     tables,
@@ -111,6 +112,12 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             paragraphs=figures.not_drawn(frames.served, "frontier"),
             pictures=drawn("frontier"),
             tables=[defined("per GPU", "per user")],
+        ),
+        Section(
+            slug="instances",
+            title="Prefill and decode on separate GPUs",
+            bullets=instances.sentences(findings.timed(frames.served)),
+            tables=[*instances.grid(frames), *(instances.table(frames, mode) for mode in MODES)],
         ),
         Section(
             slug="kv",

@@ -10,7 +10,7 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import EXCHANGES
 from dcpbench.reports.words import unique
 from dcpbench.show.figures import LINES, MARKERS, dashes, marker
-from dcpbench.show.layouts import colours, place_of_marker
+from dcpbench.show.layouts import colours, place_of_marker, split
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "l
 class Style:
     """Colour by layout (show/layouts.py), dash and marker by variant; with several runs markers are the runs'.
 
-    A variant is an exchange, a backend, or a server of an import: whatever tells two lines of one layout apart.
+    A variant is an exchange, a backend, a server of an import, or how instances share the work: whatever tells two lines of
+    one layout apart.
     """
 
     lines: list[tuple[str, str]]
@@ -58,14 +59,15 @@ class Style:
     @cached_property
     def _turns(self) -> dict[str, int]:
         """Place of each variant: the first, and none, are drawn solid; exchanges come in the order of EXCHANGES."""
-        named = list(dict.fromkeys(variant for _, variant in self.lines if variant))
+        lines = [_split(*line) for line in self.lines]
+        named = list(dict.fromkeys(variant for _, variant in lines if variant))
         named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)
-        beside = any((layout, "") in self.lines for layout, variant in self.lines if variant)
+        beside = any((layout, "") in lines for layout, variant in lines if variant)
         return {"": 0} | {name: place + beside for place, name in enumerate(named)}
 
     def places(self, layout: str, variant: str, run: str) -> tuple[int, int]:
         """Of a line's dash and of its marker, in figures.LINES and figures.MARKERS."""
-        turn, of_run = self._turns.get(variant, 0), self.runs.index(run)
+        turn, of_run = self._turns.get(_split(layout, variant)[1], 0), self.runs.index(run)
         turns = max(self._turns.values()) + 1
         sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + turn
         return (turn + turns * of_run) % len(LINES), sign % len(MARKERS)
@@ -74,6 +76,12 @@ class Style:
         """How matplotlib draws a line."""
         dash, sign = self.places(layout, variant, run)
         return {"color": colours(layout)[0], "linestyle": dashes(dash), "marker": marker(sign)}
+
+
+def _split(layout: str, variant: str) -> tuple[str, str]:
+    """The layout of an instance, and what tells its lines apart."""
+    alone, instances = split(layout)
+    return alone, " ".join(filter(None, (instances, variant)))
 
 
 def plain(text: object, most: int = 48) -> str:

@@ -172,8 +172,8 @@ def _of_all(points: pd.DataFrame) -> list[str]:
 def _bounds(points: pd.DataFrame) -> list[str]:
     """What keeps an open loop from serving more at once. A closed loop's clients stand in the table."""
     found: dict[str, list[str]] = {}
-    for _, p in points[points["load_arrival"] != CLOSED].iterrows():
-        asked, held, sent = p["concurrency"], p["kv_capacity_requests"], p["load_requests"]
+    for _, p in points[(points["load_arrival"] != CLOSED) & points["instances"].isna()].iterrows():
+        asked, held, sent = p["concurrency"], p["room_for"], p["load_requests"]
         if not missing(held) and held < min(asked, sent):
             bound = f"{whole(held)} of full length by KV space ({asked:,} by --concurrency)"
         elif asked < sent:

@@ -382,7 +382,7 @@ def _record(
         name = write_samples(folder, point, rows(samples))
         metrics = serve_metrics(
             Served(samples),
-            tp=point.tp,
+            gpus=point.tp,
             concurrency=point.clients,
             slo=settings.slo,
             steps=StepCounts(),

@@ -13,6 +13,7 @@ from dcpbench.records.record import ServeMetrics, TurnMetrics
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dcpbench.records.record import InstanceMetrics
     from dcpbench.serving.requests import Step
     from dcpbench.serving.traffic import Sample
 
@@ -72,6 +73,13 @@ class Row:
     """Prompt tokens that the prefix cache had; None where it was never admitted."""
     preemptions: int | None = None
     replica: int | None = None
+    instance: int | None = None
+    """On which it decoded, or was last, where several serve; those that prefill come first."""
+    prefilled_by: int | None = None
+    """The instance that prefilled it first, where another one decodes; None too where it had nothing to decode."""
+    kv_sent_s: float | None = None
+    """When its KV began to cross to the other one."""
+    kv_arrived_s: float | None = None
     session: int | None = None
     """And its turn in it; None where requests stand alone."""
     turn: int | None = None
@@ -88,6 +96,7 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
     found = []
     for s in samples:
         admitted = s.sequence if s.sequence and s.sequence.replica >= 0 else None
+        crossed = s.sequence.transfer if s.sequence else None
         found.append(
             Row(
                 number=s.request.number,
@@ -101,6 +110,10 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
                 cached_tokens=s.cached,
                 preemptions=s.sequence.preemptions if s.sequence else None,
                 replica=admitted.replica if admitted else None,
+                instance=s.sequence.instance if s.sequence else None,
+                prefilled_by=crossed.source if crossed else None,
+                kv_sent_s=crossed.begin_s if crossed else None,
+                kv_arrived_s=crossed.end_s if crossed else None,
                 session=s.request.session,
                 turn=None if s.request.session is None else s.request.turn,
                 token_s=s.token_s,
@@ -114,19 +127,20 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
 def serve_metrics(
     traffic: Sampled,
     *,
-    tp: int,
+    gpus: int,
     concurrency: int | None,
     slo: Mapping[str, float],
     steps: StepCounts,
     idle_fraction: float | None = None,
     floor_shares: Mapping[str, float | None] = NO_SHARES,
+    instances: InstanceMetrics | None = None,
     samples_file: str = "",
 ) -> ServeMetrics:
     """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as formulas.py defines it.
 
     Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
     every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
-    nothing is targeted, and then nothing is steady. `tp` is 0 where nobody knows it. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
+    nothing is targeted, and then nothing is steady. `gpus` is 0 where nobody knows it. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
     names of their fields.
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
@@ -154,7 +168,7 @@ def serve_metrics(
         tpot_ms=formulas.latencies([v for t in done if (v := formulas.tpot_ms(t)) is not None]),
         e2el_ms=formulas.latencies([formulas.e2el_ms(t) for t in done]),
         output_tok_s=output_tokens / wall,
-        output_tok_s_per_gpu=formulas.per_gpu(output_tokens / wall, tp) if tp else None,
+        output_tok_s_per_gpu=formulas.per_gpu(output_tokens / wall, gpus) if gpus else None,
         total_tok_s=(input_tokens + output_tokens) / wall,
         request_s=len(done) / wall,
         tok_s_per_user=formulas.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
@@ -179,6 +193,7 @@ def serve_metrics(
         idle_fraction=idle_fraction,
         **floor_shares,
         turns=_by_turn(served),
+        instances=instances,
         samples_file=samples_file,
     )
 

@@ -5,7 +5,8 @@
 
 A live run launches step k + 1 while step k runs, and reads what k sampled. So clients learn of step k when it ends,
 and what they send then can join step k + 2 at the earliest. The same order of events here, one by one; only the end of
-a step is computed: the end of the step before + its duration, but not before the host has launched all of it.
+a step is computed: the end of the step before + its duration, but not before the host has launched all of it. Several
+instances (deployment.py) do the same each for itself, on one clock.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import datetime as dt
 import hashlib
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +23,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.record import Kv, Record
+from dcpbench.records.formulas import latencies
+from dcpbench.records.record import InstanceMetrics, Kv, Record
+from dcpbench.serving.deployment import Deployment, Disaggregated, Link
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
@@ -30,12 +34,12 @@ from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import ServeMetrics
+    from dcpbench.records.record import Latencies, ServeMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.step_times import EnginePath, StepTimes
 
@@ -51,50 +55,137 @@ class Replayed:
     traffic: Traffic
     counts: StepCounts
     end_s: float
+    deployed: Deployment
+    busy_s: list[float]
+    """How long each instance ran steps."""
 
 
 def replay(
     requests: Sequence[ServeRequest],
-    scheduler: Scheduler,
+    scheduler: Scheduler | Deployment,
     concurrency: int | None,
     times: StepTimes,
     limit_s: float = math.inf,
     think_s: float = 0.0,
 ) -> Replayed:
-    """Serve `requests` from second 0 on, until `limit_s`; other arguments as Traffic has them.
+    """Serve `requests` from second 0 on, until `limit_s`, with one instance or several; other arguments as Traffic has them.
 
     Raises UsageError for a step whose time is not known.
     """
-    traffic, counts = Traffic(requests, scheduler, concurrency, think_s), StepCounts()
+    deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
+    return _Clock(Traffic(requests, deployed, concurrency, think_s), deployed, times, limit_s).run()
+
+
+@dataclasses.dataclass(slots=True)
+class _Instance:
+    """The host and the device of one instance."""
+
+    scheduler: Scheduler
+    now: float = 0.0
+    """Of the host: when it decides next, unless it waits or has nothing to do."""
+    free: float = 0.0
+    """When the device has run all that was launched."""
+    launched: float = 0.0
+    """When the host has launched what it decided last."""
     pending: tuple[Step, float] | None = None
-    now = free = 0.0  # `free`: when the device has run all that was launched
-    while not traffic.done:
-        if now >= limit_s:
-            if pending is not None:
-                now = max(now, pending[1])
-                traffic.read(pending[0], now)
-            traffic.stop()
-            break
-        traffic.submit(*traffic.due(now), now)
-        step = scheduler.next_step()
-        launched, on_its_way = now, None
+    """A step to be read, and its end."""
+    behind: tuple[Step, float] | None = None
+    """The step after it."""
+    reads: float | None = None
+    """When the host reads the pending step, where it waits for that."""
+    idle: bool = False
+    busy: float = 0.0
+
+
+READ, CROSSED, DECIDE = range(3)
+"""What happens first of what happens at once."""
+
+
+class _Clock:
+    """One clock of all instances, on which one thing happens after the other."""
+
+    def __init__(self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float) -> None:
+        self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
+        self.counts = StepCounts()
+        self.instances = [_Instance(scheduler) for scheduler in deployed.schedulers]
+
+    def run(self) -> Replayed:
+        """To the end of all requests, or of the time."""
+        while True:
+            now, what, which = self._next()
+            assert now < math.inf, "requests wait, and nothing will happen"
+            if what == READ:
+                self._read(which, now)
+            elif what == CROSSED:
+                self.deployed.advance(now)
+            elif self.traffic.done:
+                break
+            elif now >= self.limit_s:
+                now = self._stop(now)
+                break
+            else:
+                self._decide(which, now)
+            for index in self.deployed.woken():
+                instance = self.instances[index]
+                if instance.idle:
+                    instance.idle, instance.now = False, max(instance.now, now)
+        return Replayed(self.traffic, self.counts, now, self.deployed, [i.busy for i in self.instances])
+
+    def _next(self) -> tuple[float, int, int]:
+        """What happens next: when, what, and to which instance."""
+        arrival = self.traffic.next_arrival_s() if any(i.idle for i in self.instances) else None
+        found = [(self.deployed.next_s(), CROSSED, 0)]
+        for index, instance in enumerate(self.instances):
+            if instance.reads is not None:
+                found.append((instance.reads, READ, index))
+            elif not instance.idle:
+                found.append((instance.now, DECIDE, index))
+            elif arrival is not None:
+                found.append((max(instance.now, arrival), DECIDE, index))
+        return min(found)
+
+    def _decide(self, which: int, now: float) -> None:
+        """Clients send what is due, the instance decides a step and launches it."""
+        instance, times = self.instances[which], self.times
+        instance.now, instance.idle = now, False
+        self.traffic.submit(*self.traffic.due(now), now)
+        step = instance.scheduler.next_step()
+        self.deployed.decided(which, now)
+        instance.launched, instance.behind = now, None
         if step is not None:
-            end = max(now + times.launch_ms / 1e3, free) + times.duration_ms(step) / 1e3
-            launched = end if times.blocking else now + times.host_ms(step) / 1e3
-            free = max(end, launched)
-            on_its_way = step, free
-            counts.add(step)
-        if pending is not None:
+            duration = times.duration_ms(step) / 1e3
+            end = max(now + times.launch_ms / 1e3, instance.free) + duration
+            instance.launched = end if times.blocking else now + times.host_ms(step) / 1e3
+            instance.free = max(end, instance.launched)
+            instance.behind = step, instance.free
+            instance.busy += duration
+            self.counts.add(step)
+        if instance.pending is not None:
             # Where launching is not running, tokens are read as soon as they are there, between two layers of a launch.
-            read = max(launched if times.blocking else now, pending[1])
-            traffic.read(pending[0], read)
-            now = max(launched, read)
-        elif on_its_way is None:
-            now = max(now, traffic.next_arrival_s() or now)
+            instance.reads = max(instance.launched if times.blocking else now, instance.pending[1])
+        elif instance.behind is None:
+            rejected = self.traffic.done or any(self.traffic.due(now))  # of what came, so that the next one can come
+            instance.idle = not rejected
         else:
-            now = launched
-        pending = on_its_way
-    return Replayed(traffic, counts, now)
+            instance.now, instance.pending = instance.launched, instance.behind
+
+    def _read(self, which: int, now: float) -> None:
+        """The instance reads the tokens of the step before the one that was launched last."""
+        instance = self.instances[which]
+        assert instance.pending is not None
+        self.traffic.read(instance.pending[0], now)
+        self.deployed.read(which, instance.pending[0], now)
+        instance.now = max(instance.launched, now)
+        instance.pending, instance.reads = instance.behind, None
+
+    def _stop(self, now: float) -> float:
+        """Read what was launched, and give up the rest; returns when the last was read."""
+        launched = [step for i in self.instances for step in (i.pending, i.behind if i.reads is not None else None)]
+        for step, end in sorted((one for one in launched if one is not None), key=lambda one: one[1]):
+            now = max(now, end)
+            self.traffic.read(step, now)
+        self.traffic.stop()
+        return now
 
 
 NAMED = """
@@ -132,19 +223,19 @@ def replay_point(
     """
     times.must_be_of(point, file or "the step times")
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
-    config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
 
     def served(times: StepTimes) -> Replayed:
         assert point.load is not None
-        return replay(requests, Scheduler(config), point.clients, times, limit_s, point.load.think_time)
+        return replay(requests, _deployed(point, plan), point.clients, times, limit_s, point.load.think_time)
 
     def measured(found: Replayed, file: str) -> ServeMetrics:
         return serve_metrics(
             found.traffic,
-            tp=point.tp,
+            gpus=point.gpus,
             concurrency=point.clients,
             slo=settings.slo,
             steps=found.counts,
+            instances=_instance_metrics(found) if point.disaggregate else None,
             samples_file=file,
         )
 
@@ -165,6 +256,42 @@ def replay_point(
         honesty=msgspec.structs.replace(times.honesty, step_times=file, step_error=error),
         environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
     )
+
+
+def _deployed(point: Point, plan: EnginePlan) -> Deployment:
+    """The instances of a point, each with the memory of the plan."""
+    config, wanted = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context), point.instances
+    if not wanted.disaggregated:
+        return Deployment([Scheduler(config) for _ in range(wanted.both)])
+    link = Link(
+        bytes_s=1e9 * point.transfer_gb_s,
+        latency_s=point.transfer_ms / 1e3,
+        page_bytes=plan.kv_bytes // plan.pages,
+    )
+    return Disaggregated(config, wanted.prefill, wanted.decode, link)
+
+
+def _instance_metrics(found: Replayed) -> InstanceMetrics:
+    """How much of the run each kind of instances was busy, and what their transfers took."""
+    deployed, end_s = found.deployed, found.end_s
+    shares = [busy / end_s for busy in found.busy_s]
+    if not isinstance(deployed, Disaggregated):
+        return InstanceMetrics(busy_share={"both": statistics.fmean(shares)})
+    prefill, transfers = len(deployed.prefills), deployed.transfers
+    busy = {"prefill": statistics.fmean(shares[:prefill]), "decode": statistics.fmean(shares[prefill:])}
+    return InstanceMetrics(
+        busy_share=busy,
+        link_busy_share=sum(t.end_s - t.begin_s for t in transfers) / (deployed.links * end_s),
+        transfers=len(transfers),
+        sent_bytes=sum(t.sent_bytes for t in transfers),
+        transfer_ms=_latencies(t.end_s - t.ready_s for t in transfers),
+        transfer_wait_ms=_latencies(t.begin_s - t.ready_s for t in transfers),
+    )
+
+
+def _latencies(seconds: Iterable[float]) -> Latencies:
+    """In ms; what differs from 0 by rounding alone is 0."""
+    return latencies([round(1e3 * s, 6) for s in seconds])
 
 
 def _wire_factors(times: StepTimes) -> tuple[float, float]:

@@ -46,6 +46,23 @@ class ServeRequest:
         return len(self.prompt) + self.output_tokens - 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV of a request that goes from one instance to another; times in seconds after the start of the run."""
+
+    source: int
+    """The instance that prefilled."""
+    target: int
+    """The one that decodes."""
+    ready_s: float
+    """When its token was sampled, which ends the prefill."""
+    begin_s: float
+    """When both ends' links were free, and the other instance had room."""
+    end_s: float
+    sent_bytes: int
+    """By each GPU that holds some of it."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """A request in the scheduler."""
@@ -66,6 +83,10 @@ class Sequence:
     cached: int = 0
     """Prompt tokens that the prefix cache had when it was admitted first."""
     preemptions: int = 0
+    instance: int | None = None
+    """Where several instances serve, that which it is on, or was last."""
+    transfer: Transfer | None = None
+    """Of its KV, the first time, from an instance that prefills to one that decodes."""
 
     @property
     def target(self) -> int:

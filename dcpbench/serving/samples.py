@@ -29,7 +29,7 @@ FOLDER = "samples"
 """Below the run's folder."""
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
 """Of the file's metadata; the checksum is of what the file says, its rows and its point."""
-SELDOM = ("chunk_tokens", "session", "turn")
+SELDOM = ("chunk_tokens", "session", "turn", "instance", "prefilled_by", "kv_sent_s", "kv_arrived_s")
 """Columns that are there where a row says something in them."""
 AGAIN = "repeat the sweep of this run"
 

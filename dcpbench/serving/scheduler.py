@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -130,7 +131,8 @@ class Scheduler:
         self.homes: dict[int, int] = {}
         """Replica of each session: that which has what was said before."""
         self.steps = 0
-        self._submitted = 0
+        self.orders = itertools.count()
+        """Of submissions; instances that serve together share them."""
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -145,8 +147,7 @@ class Scheduler:
             raise ValueError(f"request {request.number} has no prompt or no output")
         if reason := self._why_not(request):
             return reason
-        self.waiting.append(Sequence(request, self._submitted))
-        self._submitted += 1
+        self.waiting.append(Sequence(request, next(self.orders)))
         return ""
 
     def next_step(self) -> Step | None:
@@ -233,7 +234,7 @@ class Scheduler:
         budgets = [self.config.chunk] * len(self.replicas)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             for sequence in replica.running:
-                if sequence.computed < sequence.target - 1:
+                if self._has_chunks(sequence):
                     budgets[replica.number] -= self._chunk(sequence, todo, budgets[replica.number])
             while replica.preempted and self._room(replica, replica.preempted[0], budgets[replica.number]):
                 sequence = replica.preempted.pop(0)
@@ -275,7 +276,15 @@ class Scheduler:
         replica.cache.lock(node)  # what it would read is not there to be evicted
         available = replica.available
         replica.cache.unlock(node)
-        return need + len(replica.running) <= available
+        return need + self._kept_free(replica) <= available
+
+    def _has_chunks(self, sequence: Sequence) -> bool:
+        """Whether more of a running sequence is to be prefilled: a single token that is left is a decode row."""
+        return sequence.computed < sequence.target - 1
+
+    def _kept_free(self, replica: Replica) -> int:
+        """Pages that whoever comes in leaves: one for each that runs."""
+        return len(replica.running)
 
     def _cached(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
         """What the prefix cache has of its prompt, so that at least one token is left to compute."""

@@ -25,6 +25,7 @@ from dcpbench.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
+    from dcpbench.serving.deployment import Deployment
     from dcpbench.serving.requests import Sequence, ServeRequest, Step
     from dcpbench.serving.scheduler import Scheduler
 
@@ -67,7 +68,7 @@ class Traffic:
     def __init__(
         self,
         requests: SequenceOf[ServeRequest],
-        scheduler: Scheduler,
+        scheduler: Scheduler | Deployment,
         concurrency: int | None,
         think_s: float = 0.0,
     ) -> None:

@@ -2,7 +2,7 @@
 
 Hue says what is shared: blue nothing (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to
 violet both. Within a hue more is darker, and twice the GPUs are another shade. What else tells two lines of one
-layout apart (exchange, backend, server, run) is their dash and marker.
+layout apart (exchange, backend, server, run, how instances share the work) is their dash and marker.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ PALEST, DARKEST = 0.78, 0.36
 PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
 """Places in figures.MARKERS: different ones where layouts of as many GPUs are alike to some eyes."""
 DEGREE = re.compile(r"(?<![a-z0-9])(tp|dp|dcp)(\d+)")
+INSTANCES = re.compile(r" (\d+P\d+D|×\d+)$")
 UNKNOWN: Lch = (0.45, 0.0, 0.0)
 
 
@@ -54,6 +55,12 @@ def paled(name: str, share: float) -> str:
     """Its hue on light, from pale at 0 to dark at 1: for what is measured of one layout alone."""
     _, chroma, hue = _lch(name)
     return _hex(PALEST + share * (DARKEST - PALEST), chroma, hue)
+
+
+def split(name: str) -> tuple[str, str]:
+    """`tp4·dcp4` and `1P2D` of `tp4·dcp4 1P2D`; the latter is empty where there is one instance."""
+    layout, *instances = INSTANCES.split(name)
+    return layout, instances[0] if instances else ""
 
 
 def place_of_marker(name: str) -> int:

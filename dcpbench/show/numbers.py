@@ -15,6 +15,8 @@ MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))
 """Units from the largest down, each with what it has of the value's own unit; of bytes the decimal ones."""
 MINUTE, HOUR = 60, 3600
+WHOLE_FROM = 10
+"""Per cents without decimals."""
 
 
 def missing(value: object) -> bool:
@@ -64,8 +66,11 @@ def count(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """`2.5 %` of 0.025: a share, to two digits."""
-    return f"{value * 100:.2g} %" if _known(value) else ABSENT
+    """`2.5 %` of 0.025: a share, to two digits, and whole from 10 on."""
+    if not _known(value):
+        return ABSENT
+    share = value * 100
+    return f"{share:,.0f} %" if WHOLE_FROM <= abs(share) < math.inf else f"{share:.2g} %"
 
 
 def times(ratio: float | None, decimals: int = 3) -> str:

@@ -192,7 +192,7 @@ def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path, found: 
         name = write_samples(folder, point, outcome.rows(loop.traffic.samples))
     return outcome.serve_metrics(
         loop.traffic,
-        tp=point.tp,
+        gpus=point.tp,
         concurrency=point.clients,
         slo=settings.slo,
         steps=loop.counts,

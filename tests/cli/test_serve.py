@@ -206,6 +206,29 @@ def test_a_replay_takes_its_engine_from_the_step_times(call, step_times: Path, t
     assert not list((tmp_path / "run").glob("job-*"))
 
 
+def test_instances_are_replayed_by_the_step_times_of_one(call, step_times: Path, tmp_path: Path) -> None:
+    """Each ratio, and beside each as many that do both; no other engine's baseline, of which the file knows nothing."""
+    run = [
+        "--mode",
+        "replay",
+        "--step-times",
+        str(step_times),
+        "--policy",
+        "prefill-first",
+        "-o",
+        str(tmp_path / "run"),
+    ]
+    code, _, err = call(*run, "--disaggregate", "1:1,1P2D", "--transfer-gb-s", "50", "--transfer-ms", "3")
+    assert code == 0, err
+    records = {r.point.layout_name: r for r in read_records(tmp_path / "run")}
+    assert set(records) == {f"tp2·dcp2 {of}" for of in ("1P1D", "1P2D", "×2", "×3")}
+    assert {r.serve.finished for r in records.values()} == {16}
+    split = records["tp2·dcp2 1P2D"].serve
+    assert split.instances.transfers == 16
+    assert split.output_tok_s_per_gpu == pytest.approx(split.output_tok_s / 6)
+    assert "Prefill and decode on separate GPUs" in (tmp_path / "run" / "report" / "report.md").read_text()
+
+
 def test_step_times_of_another_engine_are_refused(call, step_times: Path) -> None:
     code, _, err = call("--mode", "replay", "--step-times", str(step_times), "--tp", "4")
     assert code == 2

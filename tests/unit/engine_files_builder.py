@@ -214,7 +214,7 @@ def measured(
     slo = changes.pop("slo", {})
     found = serve_metrics(
         traffic,
-        tp=of.tp,
+        gpus=of.tp,
         concurrency=of.clients,
         slo=slo,
         steps=StepCounts(),

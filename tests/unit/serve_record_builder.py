@@ -64,7 +64,9 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
         replicas=layout.dp,
         chunk=served.chunk // layout.dp,
     )
-    return serve_metrics(traffic, tp=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012)
+    return serve_metrics(
+        traffic, gpus=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
+    )
 
 
 def served(of: Point, pages: int = 1000, **changes: Any) -> Record:

@@ -32,6 +32,17 @@ NOWHERE = files.NOWHERE
 TP, DCP = build.TP, build.DCP
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang", "inferencex"])
+def test_formats_of_one_server_leave_several_instances_out(name: str) -> None:
+    """Whoever read their degrees would take the rate of all for that of one."""
+    m = files.served()
+    several = msgspec.structs.replace(m.record.point, disaggregate="1:2", transfer_gb_s=50.0)
+    render = importlib.import_module(f"dcpbench.exports.{name}").render
+    rendered = render([Measured(m.run, m.folder, msgspec.structs.replace(m.record, point=several))])
+    assert not rendered.files
+    assert list(rendered.left_out) == ["ran on several instances, of which a file has no number"]
+
+
 class TestTables:
     def everything(self) -> list[Measured]:
         """Points of both workloads, one that failed, and one whose every word is a formula."""

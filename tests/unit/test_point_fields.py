@@ -56,6 +56,9 @@ OTHER: dict[str, Any] = {
     "kv_dtype": "fp8",
     "emulate": "H200",
     "settings": "max_num_seqs=4",
+    "disaggregate": "3",
+    "transfer_gb_s": 50.0,
+    "transfer_ms": 2.5,
     "repeat": 1,
 }
 """Another value of each field of a point but its load."""
@@ -83,6 +86,10 @@ OTHER_LOAD: dict[str, Any] = {
 """Another value of each field of a load."""
 WHAT_IS_RUN = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""
+DEPLOYED = tuple(axis.name for axis in point_axes(Role.DEPLOYED))
+"""Which instances of an engine there are."""
+SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}
+"""Of points whose KV crosses; others say nothing of it."""
 HOW_EXCHANGED = tuple(axis.name for axis in point_axes(Role.EXCHANGE))
 IMPORTED = "settings"
 """Of another engine's server: points of ours have none, and no command of ours can set it."""
@@ -246,7 +253,7 @@ class TestWords:
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
     def test_points_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
-        self.check(build.ok(build.point(DCP)), name, tmp_path)
+        self.check(build.ok(build.point(DCP, **SENDS)), name, tmp_path)
 
     @pytest.mark.parametrize("name", HOW_EXCHANGED)
     def test_exchanges_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
@@ -309,16 +316,24 @@ class TestWords:
 class TestSharing:
     """What was built or measured for one point serves another only where both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, IMPORTED))
+    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, *DEPLOYED, IMPORTED))
     def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
         assert not (budget.same_engine(point, other) and budget.same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, IMPORTED), "prefill"])
+    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
         assert engine_path(point) != engine_path(changed(point, name))
+
+    @pytest.mark.parametrize("name", DEPLOYED)
+    def test_all_instances_are_of_one_engine(self, name: str) -> None:
+        """So that step times of one serve any number."""
+        point = serve.point(DCP)
+        other = changed(point, name)
+        assert budget.same_engine(point, other)
+        assert engine_path(point) == engine_path(other)
 
 
 class TestTables:

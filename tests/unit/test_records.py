@@ -288,11 +288,11 @@ class TestDamage:
 class TestPoint:
     def test_a_key_names_every_field(self) -> None:
         """Settings of an import where it has some: others have the keys that they had before there were any."""
-        imported = msgspec.structs.replace(
-            POINT, settings="max_num_seqs=4", ep="1", weights_dtype="fp8", kv_dtype="fp8", emulate="H200"
-        )
-        before = set(POINT.__struct_fields__) - {"settings", "ep", "weights_dtype", "kv_dtype", "emulate"}
-        for point, names in ((imported, POINT.__struct_fields__), (POINT, before)):
+        later = {"settings": "max_num_seqs=4", "ep": "1", "weights_dtype": "fp8", "kv_dtype": "fp8", "emulate": "H200"}
+        later |= {"disaggregate": "1:2", "transfer_gb_s": 50.0, "transfer_ms": 2.0}
+        full = msgspec.structs.replace(POINT, **later)
+        before = set(POINT.__struct_fields__) - set(later)
+        for point, names in ((full, POINT.__struct_fields__), (POINT, before)):
             assert {part.partition("=")[0] for part in point.key().split("/")} >= set(names)
         assert "settings" not in POINT.key()
 

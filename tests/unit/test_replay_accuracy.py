@@ -68,7 +68,7 @@ class Truth:
 
 def served(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: StepTimes) -> ServeMetrics:
     found = replay(requests, Scheduler(setup), clients, times)
-    return serve_metrics(found.traffic, tp=4, concurrency=clients, slo={}, steps=found.counts)
+    return serve_metrics(found.traffic, gpus=4, concurrency=clients, slo={}, steps=found.counts)
 
 
 def requests(count: int, sigma: float = 0.0, shared: int = 0, rate: float | None = None) -> list[ServeRequest]:

@@ -1,5 +1,6 @@
 """One replayed point: its record, what it refuses, and the KV cache that it schedules for."""
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,61 @@ class TestPool:
         scarce = run(file, tmp_path, settings=Settings(kv_memory_bytes=60 * PAGE))
         assert scarce.serve.decode_batch < run(file, tmp_path).serve.decode_batch
         assert scarce.serve.finished == 60
+
+
+class TestInstances:
+    """The same engine as one of several instances."""
+
+    SPLIT = msgspec.structs.replace(POINT, disaggregate="1:2", transfer_gb_s=50.0, transfer_ms=1.5)
+
+    def test_all_gpus_count(self, file, tmp_path) -> None:
+        """Three instances of four."""
+        record = run(file, tmp_path, self.SPLIT)
+        assert record.serve.finished == 60
+        assert record.serve.output_tok_s_per_gpu == pytest.approx(record.serve.output_tok_s / 12)
+
+    def test_what_crosses_are_the_pages_of_prompts_as_each_gpu_holds_them(self, file, tmp_path) -> None:
+        """
+        4,000 tokens are 16 pages of 64 rows on each of 4 ranks, 1.5 ms and their bytes over 50 GB/s; nobody waits for
+        long where one prompt after the other is prefilled.
+        """
+        found = run(file, tmp_path, self.SPLIT).serve.instances
+        assert (found.transfers, found.sent_bytes) == (60, 60 * 16 * PAGE)
+        each = 1.5 + 1e3 * 16 * PAGE / 50e9
+        assert found.transfer_ms.p50 - found.transfer_wait_ms.p50 == pytest.approx(each, rel=0.05)
+
+    def test_a_record_says_how_busy_either_side_was(self, file, tmp_path) -> None:
+        record = run(file, tmp_path, self.SPLIT)
+        assert set(record.serve.instances.busy_share) == {"prefill", "decode"}
+        assert all(0 < share < 1 for share in record.serve.instances.busy_share.values())
+        alike = run(file, tmp_path, msgspec.structs.replace(POINT, disaggregate="2")).serve.instances
+        assert set(alike.busy_share) == {"both"}
+        assert (alike.transfers, alike.transfer_ms) == (None, None)
+        assert run(file, tmp_path).serve.instances is None
+
+    def test_samples_say_when_kv_crossed(self, file, tmp_path) -> None:
+        rows = read_samples(tmp_path / run(file, tmp_path, self.SPLIT).serve.samples_file)
+        assert {row.prefilled_by for row in rows} == {0}
+        assert {row.instance for row in rows} == {1, 2}
+        assert all(row.first_token_s <= row.kv_sent_s < row.kv_arrived_s <= row.token_s[1] for row in rows)
+        alone = read_samples(tmp_path / run(file, tmp_path).serve.samples_file)
+        assert {(row.instance, row.prefilled_by, row.kv_sent_s) for row in alone} == {(None, None, None)}
+
+    def test_chunks_stall_nobody(self, file, tmp_path) -> None:
+        """The longest gap of one engine that does both is a step with chunks; apart it is a step that decodes."""
+        longest = []
+        for point in (POINT, self.SPLIT):
+            rows = read_samples(tmp_path / run(file, tmp_path, point).serve.samples_file)
+            longest.append(max(b - a for row in rows for a, b in itertools.pairwise(row.token_s[1:])))
+        assert longest[0] > 0.2
+        assert longest[1] < 0.06
+
+    def test_kv_waits_where_it_is_scarce(self, file, tmp_path) -> None:
+        """20 pages, of which a request takes 16 and one: each instance that decodes has one at a time."""
+        scarce = run(file, tmp_path, self.SPLIT, Settings(kv_memory_bytes=21 * PAGE))
+        assert scarce.serve.finished == 60
+        assert scarce.serve.instances.transfer_wait_ms.mean > 100
+        assert scarce.serve.decode_batch == 1
 
 
 class TestRefusal:

@@ -38,7 +38,7 @@ POINT = Point(
 def metrics(of: tuple[Traffic, StepCounts], **changes: object) -> ServeMetrics:
     """Of a run on tp4 without objectives."""
     traffic, steps = of
-    plain = {"tp": 4, "concurrency": traffic.concurrency, "slo": {}, "steps": steps}
+    plain = {"gpus": 4, "concurrency": traffic.concurrency, "slo": {}, "steps": steps}
     return serve_metrics(traffic, **(plain | changes))  # type: ignore[arg-type]
 
 

@@ -19,6 +19,7 @@ from dcpbench.points.shapes import SHAPES, load_shape
 from tests.unit.test_judge import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from dcpbench.points.machine import Probe
@@ -436,3 +437,93 @@ def test_both_modes_are_two_points_of_one_engine():
     assert [p.load.mode for p in points] == ["live", "replay"]
     assert budget.same_engine(*points)
     assert msgspec.structs.replace(points[0].load, mode="replay") == points[1].load
+
+
+class TestInstances:
+    """--disaggregate: how many instances of a layout serve together."""
+
+    REPLAY: Mapping[str, object] = {"mode": "replay", "tp": 4, "dcp": 1}
+
+    def test_each_ratio_over_each_link_is_a_point(self) -> None:
+        found = expand(**self.REPLAY, disaggregate="1:2,2P1D", transfer_gb_s="25,50", transfer_ms=2)
+        points = [c.point for c in found]
+        assert [(p.disaggregate, p.transfer_gb_s, p.transfer_ms) for p in points] == [
+            ("1:2", 25, 2),
+            ("1:2", 50, 2),
+            ("2:1", 25, 2),
+            ("2:1", 50, 2),
+        ]
+        assert {(p.layout_name, p.gpus, p.tp) for p in points} == {("tp4 1P2D", 12, 4), ("tp4 2P1D", 12, 4)}
+        assert all(c.error is None for c in found)
+
+    def test_loads_run_one_after_the_other_on_all_ratios(self) -> None:
+        found = expand(**self.REPLAY, disaggregate="1,1:1", transfer_gb_s=50, concurrency="2,4")
+        assert [(c.point.concurrency, c.point.disaggregate) for c in found] == [
+            (2, ""),
+            (2, "1:1"),
+            (4, ""),
+            (4, "1:1"),
+        ]
+
+    def test_one_that_does_both_is_a_point_as_ever(self) -> None:
+        (found,) = expand(**self.REPLAY, disaggregate=1)
+        (usual,) = expand(**self.REPLAY)
+        assert found.point.key() == usual.point.key()
+        assert "disaggregate" not in found.point.key()
+
+    def test_a_ratio_has_as_many_instances_that_do_both_beside_it(self) -> None:
+        """And both have the same without DCP."""
+        asked = {"mode": "replay", "tp": 4, "disaggregate": "1:2", "transfer_gb_s": 50}
+        found = grid.expand(make_serve_spec(asked, CPU), CPU)
+        assert {(c.point.layout_name, c.added) for c in found} == {
+            ("tp4·dcp4 1P2D", False),
+            ("tp4 1P2D", True),
+            ("tp4·dcp4 ×3", True),
+            ("tp4 ×3", True),
+        }
+        assert all(c.point.transfer_gb_s == (50 if "P" in c.point.layout_name else 0) for c in found)
+        assert len({c.point.gpus for c in found}) == 1
+
+    def test_the_plan_is_that_of_an_instance(self) -> None:
+        """Its memory does not depend on how many there are; and one machine's GPUs suffice, as one is measured."""
+        apart, alone = expand(H200X4, **self.REPLAY, disaggregate="8:8,1", transfer_gb_s=50, concurrency=8)
+        plans = [msgspec.structs.replace(c.plan, point=alone.point) for c in (apart, alone) if c.plan]
+        assert len(plans) == 2
+        assert plans[0] == plans[1]
+
+    def test_rows_say_it(self) -> None:
+        (found,) = expand(**self.REPLAY, disaggregate="1:2", transfer_gb_s=50, transfer_ms=2)
+        name = "tiny tp4 1P2D reference 50 GB/s links 2 ms a transfer, 4 clients, 16 × 32→8 tokens, replay"
+        assert grid.point_name(found.point) == name
+        (row,) = grid.table([found])
+        assert [row[name] for name in ("layout", "disaggregate", "transfer_gb_s")] == ["tp4 1P2D", "1:2", 50]
+
+    def test_a_live_run_has_one_instance(self) -> None:
+        """Asked for both modes, the replay runs."""
+        assert "add --mode replay" in reason(**self.REPLAY | {"mode": "live"}, disaggregate="1:1", transfer_gb_s=50)
+        both = expand(**self.REPLAY | {"mode": "live,replay"}, disaggregate="1:1", transfer_gb_s=50)
+        assert {c.point.load.mode: c.error is None for c in both if c.point.load} == {"live": False, "replay": True}
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"disaggregate": "1:1"}, "add --transfer-gb-s 50"),
+            ({"disaggregate": "2", "transfer_gb_s": 50}, "no KV crosses; add --disaggregate 1:1"),
+            ({"transfer_ms": 3}, "--transfer-ms without instances"),
+            ({"disaggregate": "0:2", "transfer_gb_s": 50}, "no instance would prefill"),
+            ({"disaggregate": "2:0", "transfer_gb_s": 50}, "no instance would decode"),
+            ({"disaggregate": "0"}, "write 1 to 256"),
+            ({"disaggregate": "200:57", "transfer_gb_s": 50}, "257 instances; write 1 to 256"),
+            ({"disaggregate": "one"}, "not a ratio of instances; write P:D such as 1:2"),
+            ({"disaggregate": 62}, "write it in quotes, or 1P2D"),
+            ({"disaggregate": "1:1", "transfer_gb_s": 0}, "not 0.001 to 1,000,000 GB/s"),
+            ({"disaggregate": "1:1", "transfer_gb_s": float("inf")}, "not 0.001 to"),
+            ({"disaggregate": "1:1", "transfer_gb_s": "fast"}, "not a number"),
+            ({"disaggregate": "1:1", "transfer_gb_s": 50, "transfer_ms": -1}, "not 0 to 60,000 ms"),
+        ],
+        ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+    )
+    def test_what_cannot_be_is_refused(self, options: dict[str, object], said: str) -> None:
+        with pytest.raises(UsageError) as e:
+            expand(**self.REPLAY, **options)
+        assert said in str(e.value)

@@ -107,7 +107,7 @@ class TestCache:
 
     def test_cached_and_computed_tokens_are_all_tokens_of_prompts(self) -> None:
         traffic = run(sessions(requests=40), 4)
-        metrics = serve_metrics(traffic, tp=1, concurrency=4, slo={}, steps=StepCounts())
+        metrics = serve_metrics(traffic, gpus=1, concurrency=4, slo={}, steps=StepCounts())
         assert metrics.finished == 40
         assert metrics.preemptions == 0
         assert metrics.cached_tokens == sum(cached(traffic).values())
@@ -241,7 +241,7 @@ def test_metrics_and_a_table_say_what_each_turn_had_cached() -> None:
     """
     load = sessions(turns="3", input_tokens="20", output_tokens="20")
     traffic, counts = virtually(make_requests(load, VOCAB), concurrency=2, pages=2000)
-    found = serve_metrics(traffic, tp=1, concurrency=2, slo={}, steps=counts)
+    found = serve_metrics(traffic, gpus=1, concurrency=2, slo={}, steps=counts)
     assert [(t.turn, t.requests, t.input_tokens, t.cached_tokens) for t in found.turns] == [
         (1, 4, 80, 0),
         (2, 4, 240, 128),

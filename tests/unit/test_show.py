@@ -73,6 +73,7 @@ class TestNumbers:
     def test_shares_and_ratios_say_what_they_are(self) -> None:
         """0.0296 = 3 % to two digits; None is a dash."""
         assert (percent(0.0296), percent(None)) == ("3 %", "—")
+        assert (percent(0.999), percent(1.23), percent(12.3)) == ("100 %", "123 %", "1,230 %")
         assert (times(1.0312), times(2, 2), times(None)) == ("1.031×", "2.00×", "—")
         assert (count(128_000.4), count(None)) == ("128,000", "—")
 

@@ -45,6 +45,7 @@ LOADS = {
     "load_request_rate": ("request rate", "requests/s"),
     "context": ("context", "tokens"),
     "tp": ("GPUs (tp)", ""),
+    "instances": ("instances", ""),
     "dp": ("attention replicas (dp)", ""),
     "dcp": ("KV shards (dcp)", ""),
 }

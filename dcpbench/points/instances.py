@@ -1,0 +1,77 @@
+"""How many instances of a layout serve together, and what each does: the words of --disaggregate. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from dcpbench.errors import UsageError
+
+MOST = 256
+"""Instances of one point: more only takes longer."""
+HOW_TO_WRITE = "write P:D such as 1:2 (or 1P2D), or a number such as 3 for instances that do both"
+_SPLIT = re.compile(r"(\d{1,9})\s*(?::|[pP])\s*(\d{1,9})\s*[dD]?")
+_ALIKE = re.compile(r"\d{1,9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instances:
+    """Instances of one layout behind a router, each on GPUs of its own."""
+
+    prefill: int = 0
+    """That only prefill."""
+    decode: int = 0
+    """That only decode."""
+    both: int = 0
+    """That do both; then there are no others."""
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.prefill + self.decode + self.both
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether KV goes from one to another."""
+        return not self.both
+
+    @property
+    def serving(self) -> int:
+        """Those in which requests decode."""
+        return self.decode + self.both
+
+    def __str__(self) -> str:
+        """As a point has it: `1:2`, `3`, and nothing for one that does both."""
+        if self.disaggregated:
+            return f"{self.prefill}:{self.decode}"
+        return "" if self.both == 1 else f"{self.both}"
+
+    @property
+    def label(self) -> str:
+        """As printed behind a layout: `1P2D`, `×3`; empty for one that does both."""
+        if self.disaggregated:
+            return f"{self.prefill}P{self.decode}D"
+        return "" if self.both == 1 else f"×{self.both}"
+
+    def alike(self) -> Instances:
+        """As many that all do both."""
+        return Instances(both=self.count)
+
+
+def parse(value: object) -> Instances:
+    """`1:2` or `1P2D`, `3`, or nothing. Raises UsageError, saying what to write."""
+    text = "" if isinstance(value, bool) else str(value).strip()
+    if text == "":
+        return Instances(both=1)
+    if found := _SPLIT.fullmatch(text):
+        made = Instances(prefill=int(found[1]), decode=int(found[2]))
+        if not made.prefill or not made.decode:
+            side = "prefill" if not made.prefill else "decode"
+            raise UsageError(f"--disaggregate {text}: no instance would {side}; {HOW_TO_WRITE}.")
+    elif _ALIKE.fullmatch(text):
+        made = Instances(both=int(text))
+    else:
+        raise UsageError(f"--disaggregate {text[:80]}: not a ratio of instances; {HOW_TO_WRITE}.")
+    if not 1 <= made.count <= MOST:
+        raise UsageError(f"--disaggregate {text}: {made.count:,} instances; write 1 to {MOST} in all.")
+    return made

@@ -1,0 +1,174 @@
+"""Instances that prefill beside those that decode: which ratio gives each GPU most under which load, and what bounds it.
+
+Ratios have different numbers of GPUs, so they are compared by what each GPU does, and each with as many GPUs whose
+instances all do both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from dcpbench.points.axes import COMPUTES, Role
+from dcpbench.points.instances import parse
+from dcpbench.points.point import point_axes
+from dcpbench.records import metrics
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.reports import findings
+from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, columns, make_table, of_mode
+from dcpbench.reports.words import MODELS, short_shapes
+from dcpbench.show.numbers import ABSENT, missing, number, percent, times
+from dcpbench.show.text import listed
+
+if TYPE_CHECKING:
+    from dcpbench.reports.frames import Frames
+
+Row = dict[Any, Any]
+ALIKE_OF = [*findings.LOAD, "gpus", *(a.name for a in point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model")]
+"""What a point has in common with the one on as many GPUs whose instances all do both."""
+BESIDE = ("itl_p99_ms", "ttft_p50_ms")
+"""What is said of both where it differs."""
+MOST_COLUMNS = 16
+MOST_LOADS = 6
+"""That sentences speak of; the table has all."""
+UNEVEN = 0.2
+"""Shares of the run in which both sides are busy that differ by more say which of them bounds the other."""
+
+
+def compared(points: pd.DataFrame) -> pd.DataFrame:
+    """Points of loads that some ratio served: `split` whether instances only prefill or decode, and beside these `over_…`
+    and `ratio`: what they have over as many instances that do both.
+    """
+    if points.empty:
+        return points
+    kinds = points["disaggregate"].map(parse)
+    points = points.assign(split=[kind.disaggregated for kind in kinds])
+    ran = set(findings.keys(points[points["split"]], findings.LOAD))
+    points = points[[key in ran for key in findings.keys(points, findings.LOAD)]]
+    alike = points[~points["split"]]
+    return findings.over(points, alike, ALIKE_OF, "output_tok_s", "label", *BESIDE)
+
+
+def sentences(points: pd.DataFrame) -> list[str]:
+    """Of each load the ratio with most output for each GPU, of those within the SLO, beside instances that do both."""
+    found = compared(points)
+    said = []
+    for scope in dict.fromkeys(findings.keys(found, findings.SCOPE)):
+        own = found[[key == scope for key in findings.keys(found, findings.SCOPE)]]
+        loads = [_of_load(load) for _, load in own.groupby("load", sort=False)]
+        more = len(loads) - MOST_LOADS
+        told = "; ".join(loads[:MOST_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
+        said.append(f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU: {told}.")
+    return said
+
+
+def grid(frames: Frames) -> list[Table]:
+    """Output for each GPU: a row for each load, a column for each ratio, and those that do both."""
+    found = compared(findings.timed(frames.served))
+    tables = []
+    for scope in dict.fromkeys(findings.keys(found, findings.SCOPE)):
+        own = found[[key == scope for key in findings.keys(found, findings.SCOPE)]]
+        labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MOST_COLUMNS]
+        short = short_shapes(own["rest"])
+        rows = []
+        for _, load in own.groupby("load", sort=False):
+            best = _best(load)
+            cells = {row["label"]: _cell(row, best) for row in load.to_dict("records")}
+            first = load.iloc[0]
+            rows.append({"load": f"{first['arrival']} · {short[first['rest']]}"} | cells)
+        table = pd.DataFrame(rows).reindex(columns=["load", *labels]).fillna(ABSENT)
+        where = f", {scope[1]}, {scope[2]}" + (f", {scope[0]}" if len(set(found["run"])) > 1 else "")
+        judged = "; in brackets: misses the SLO" if (own["slo_excess"] > 1).any() else ""
+        title = f"Output tok/s for each GPU{where}: ▲ the most of a load{judged}"
+        tables.append(make_table(title, table, [("load", "load"), *((name, name) for name in labels)]))
+    return tables
+
+
+def table(frames: Frames, mode: str) -> Table:
+    """Every such point: what each GPU does, how busy either side is, and what transfers take."""
+    found = compared(of_mode(frames.served, mode))
+    if len(found):
+        found = found.sort_values(["run", "model", "load", "split", "gpus"], kind="stable", key=_as_is(found))
+    shown: list[Column] = [
+        *LOADED,
+        ("GPUs", lambda r: f"{r['gpus']:,}"),
+        *columns([metrics.METRIC["output_tok_s_per_gpu"]]),
+        ("output over instances that do both", lambda r: times(r["ratio"]) if r["split"] else ABSENT),
+        *columns(metrics.METRIC[name] for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")),
+        *columns(metrics.INSTANCES),
+        ("SLO", "slo_said"),
+    ]
+    return make_table(
+        f"Instances that prefill and instances that decode, {mode}",
+        found,
+        shown,
+        text_columns=3,
+        optional=("SLO", "output over instances that do both", "of it waiting"),
+        fold=len(found) > FOLD_ABOVE,
+    )
+
+
+def _as_is(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
+    """A key with which loads keep the order that they have."""
+    places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
+    return lambda column: column.map(places) if column.name == "load" else column
+
+
+def _best(load: pd.DataFrame) -> Row | None:
+    """The point with most output for each GPU of those within the SLO."""
+    fits = load[~(load["slo_excess"] > 1)].sort_values("output_tok_s_per_gpu", kind="stable")
+    return None if fits.empty else fits.to_dict("records")[-1]
+
+
+def _of_load(load: pd.DataFrame) -> str:
+    """`at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (prefill 20 % busy, decode 99 %)`, and how that stands beside
+    others.
+    """
+    where = f"at {load['load'].iloc[0]} "
+    best = _best(load)
+    if best is None:
+        near = load.sort_values("slo_excess", kind="stable").iloc[0]
+        return f"{where}none is within the SLO, nearest {near['label']}"
+    level = load[~(load["slo_excess"] > 1)]
+    level = level[level["output_tok_s_per_gpu"] * (1 + REPEATS_AGREE_WITHIN) >= best["output_tok_s_per_gpu"]]
+    names = [best["label"], *(name for name in level["label"] if name != best["label"])]
+    said = f"{where}{listed(names, 'or')}, {number(best['output_tok_s_per_gpu'], 3)} tok/s{_busy(best)}"
+    if best["split"]:
+        return said + _beside(best)
+    split = _best(load[load["split"]])
+    if split is None:
+        return f"{said}; no ratio is within the SLO"
+    if split["label"] in names:
+        return said
+    return (
+        f"{said}; of ratios {split['label']}, {number(split['output_tok_s_per_gpu'], 3)}{_busy(split)}{_beside(split)}"
+    )
+
+
+def _beside(row: Row) -> str:
+    """`, 0.93× tp4 ×2 with ITL p99 86 instead of 150 ms`."""
+    if missing(row["ratio"]):
+        return ""
+    told = []
+    for name in BESIDE:
+        own, other = row[name], row[f"over_{name}"]
+        if not missing(own) and not missing(other) and abs(own / other - 1) > REPEATS_AGREE_WITHIN:
+            told.append(f"{metrics.METRIC[name].label} {number(own, 3)} instead of {number(other, 3)} ms")
+    return f", {row['ratio']:.2f}× {row['over_label']}" + (f" with {listed(told)}" if told else "")
+
+
+def _busy(row: Row) -> str:
+    """` (prefill 20 % busy, decode 99 %: decode bounds it)`; nothing where all do both."""
+    prefill, decode = row["prefill_busy_share"], row["decode_busy_share"]
+    if not row["split"] or missing(prefill) or missing(decode):
+        return ""
+    bound = "" if abs(prefill - decode) <= UNEVEN else f": {'prefill' if prefill > decode else 'decode'} bounds it"
+    return f" (prefill {percent(prefill)} busy, decode {percent(decode)}{bound})"
+
+
+def _cell(row: Row, best: Row | None) -> str:
+    value = number(row["output_tok_s_per_gpu"], 3)
+    if row["slo_excess"] > 1:
+        return f"({value})"
+    return f"▲ {value}" if best is not None and row["label"] == best["label"] else value

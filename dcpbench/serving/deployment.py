@@ -1,0 +1,345 @@
+"""Several instances of a layout behind a router, in integers and virtual time: which request goes where, and KV that crosses.
+
+All instances alike prefill and decode (`Deployment`), or some only prefill and others only decode (`Disaggregated`):
+
+    client ─▶ prefill instance ── first token ──▶ client
+                    │ KV, once the whole prompt is stored: link after link
+                    ▼
+              decode instance ── all other tokens ──▶ client
+
+Each instance has a scheduler of its own; those here are the one scheduler (scheduler.py) with one half of its steps left
+out. A transfer takes the links of both ends for itself: that of the attention replica which sends and that of the one
+which receives, each GPU to the one in its place. It begins when the replica's transfers before it have ended and some
+replica that decodes has room, which is then taken. Until it ends the KV stays where it was prefilled, so that instances
+without room keep those before them waiting.
+
+A request that loses its KV while it decodes is prefilled anew, prompt and what was generated, before all others of an
+instance that prefills, and crosses again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import heapq
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from dcpbench.serving.requests import Transfer
+from dcpbench.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
+    from dcpbench.serving.requests import Sequence, ServeRequest, Step
+    from dcpbench.serving.scheduler import Replica, SchedulerConfig
+
+
+class Deployment:
+    """Instances that all do the same. To whoever sends requests it is a scheduler: `submit` and `cancel`.
+
+    A request goes to the instance with the fewest, a later turn of a session to the one that has what was said before.
+    """
+
+    def __init__(self, schedulers: SequenceOf[Scheduler], takers: int | None = None) -> None:
+        """`takers`: the first so many take requests; None: all."""
+        self.schedulers = list(schedulers)
+        self.takers = range(len(self.schedulers) if takers is None else takers)
+        self.in_hand = [0] * len(self.schedulers)
+        """Requests of each instance."""
+        orders = itertools.count()
+        for scheduler in self.schedulers:
+            scheduler.orders = orders
+        self.homes: dict[int, int] = {}
+        """The instance that takes the turns of each session."""
+        self.transfers: list[Transfer] = []
+        """All that ended."""
+        self._woken: set[int] = set()
+
+    def submit(self, request: ServeRequest) -> str:
+        """Give a request to an instance; or say why it can never be served."""
+        index = self._taker(request.session)
+        reason = self.schedulers[index].submit(request)
+        if not reason:
+            self._give(index)
+            if request.session is not None:
+                self.homes[request.session] = index
+        return reason
+
+    def cancel(self) -> list[Sequence]:
+        """End everything that has not finished; returns it, each request once."""
+        dropped = {s.request.number: s for scheduler in self.schedulers for s in scheduler.cancel()}
+        return list(dropped.values())
+
+    def decided(self, index: int, now_s: float) -> None:
+        """An instance has decided a step, or that there is none."""
+
+    def read(self, index: int, step: Step, now_s: float) -> None:
+        """The tokens of a step of an instance have been read."""
+        del now_s
+        for sequence in step.finished if len(self.schedulers) > 1 else ():
+            sequence.instance = index
+        self.in_hand[index] -= len(step.finished)
+
+    def next_s(self) -> float:
+        """When a transfer ends next."""
+        return math.inf
+
+    def advance(self, now_s: float) -> None:
+        """End the transfers that are over by now."""
+
+    def woken(self) -> set[int]:
+        """Instances that have got something to do since this was asked last."""
+        found, self._woken = self._woken, set()
+        return found
+
+    def _give(self, index: int) -> None:
+        self.in_hand[index] += 1
+        self._woken.add(index)
+
+    def _taker(self, session: int | None) -> int:
+        home = None if session is None else self.homes.get(session)
+        return min(self.takers, key=lambda i: (self.in_hand[i], i)) if home is None else home
+
+
+class Prefills(Scheduler):
+    """An instance that only prefills. Who has a token keeps slot and KV until that has crossed."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.leaving: list[Sequence] = []
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Those that leave included."""
+        return sorted([*super().unfinished, *self.leaving], key=lambda s: s.order)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Compute one anew that lost its KV, before all others."""
+        self.waiting.appendleft(sequence)
+
+    def sent(self, sequence: Sequence) -> None:
+        """Its KV has crossed."""
+        self.leaving.remove(sequence)
+        self._release(self.replicas[sequence.replica], sequence)
+
+    def cancel(self) -> list[Sequence]:
+        """End everything that has not finished; returns it."""
+        gone, self.leaving = self.leaving, []
+        for sequence in gone:
+            self._release(self.replicas[sequence.replica], sequence)
+        return sorted([*gone, *super().cancel()], key=lambda s: s.order)
+
+    def _decode(self, step: Step) -> None:
+        """Never."""
+
+    def _has_chunks(self, sequence: Sequence) -> bool:
+        """A single token that is left is a chunk, too."""
+        return sequence.computed < sequence.target
+
+    def _kept_free(self, replica: Replica) -> int:
+        """Nothing grows here."""
+        del replica
+        return 0
+
+    def _finish(self, step: Step) -> None:
+        """Also let go who has a token."""
+        super()._finish(step)
+        for replica, todo in zip(self.replicas, step.replicas, strict=True):
+            gone = [s for s in todo.emits if not s.finished]
+            self.leaving += gone
+            replica.running = [s for s in replica.running if s not in gone]
+
+
+class Decodes(Scheduler):
+    """An instance that only decodes what comes from others. It has no prefix cache, and holds what it has until it was read:
+    KV comes from elsewhere, in no order with its steps.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(dataclasses.replace(config, prefix_cache=False))
+        self.arriving: list[list[Sequence]] = [[] for _ in self.replicas]
+        """By replica."""
+        self.lost: list[Sequence] = []
+        """Those that lost their KV."""
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Those that arrive included."""
+        arriving = [s for of in self.arriving for s in of]
+        return sorted([*super().unfinished, *arriving, *self.lost], key=lambda s: s.order)
+
+    def able(self, tokens: int) -> list[Replica]:
+        """Replicas with room for one of which so many tokens are stored."""
+        found = []
+        for replica in self.replicas:
+            need = replica.allocator.pages_for(tokens) + self._kept_free(replica)
+            if replica.slots and need <= replica.available:
+                found.append(replica)
+        return found
+
+    def requests(self, replica: Replica) -> int:
+        """That run or arrive."""
+        return len(replica.running) + len(self.arriving[replica.number])
+
+    def expect(self, sequence: Sequence, replica: Replica) -> Sequence:
+        """Take room for one that is prefilled elsewhere; returns it as it will be here."""
+        allocation = replica.allocator.alloc(sequence.computed)
+        ours = dataclasses.replace(
+            sequence, replica=replica.number, slot=replica.slots.pop(), allocation=allocation, node=None
+        )
+        self.arriving[replica.number].append(ours)
+        return ours
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Its KV is here."""
+        self.arriving[sequence.replica].remove(sequence)
+        bisect.insort(self.replicas[sequence.replica].running, sequence, key=lambda s: s.order)
+
+    def was_read(self, step: Step) -> None:
+        """Free what finished requests held."""
+        for sequence in step.finished:
+            self._release(self.replicas[sequence.replica], sequence)
+
+    def cancel(self) -> list[Sequence]:
+        """End everything that has not finished; returns it."""
+        gone = [*self.lost, *(s for of in self.arriving for s in of)]
+        for sequence in gone:
+            if sequence.allocation is not None:
+                self._release(self.replicas[sequence.replica], sequence)
+        self.lost, self.arriving = [], [[] for _ in self.replicas]
+        return sorted([*gone, *super().cancel()], key=lambda s: s.order)
+
+    def _prefill(self, step: Step) -> None:
+        """Never."""
+
+    def _kept_free(self, replica: Replica) -> int:
+        """A page for each that runs or arrives."""
+        return self.requests(replica)
+
+    def _preempt(self, replica: Replica, sequence: Sequence) -> None:
+        """It has to be prefilled anew, elsewhere."""
+        super()._preempt(replica, sequence)
+        replica.preempted.remove(sequence)
+        replica.slots.append(sequence.slot)
+        self.lost.append(sequence)
+
+    def _finish(self, step: Step) -> None:
+        """Nothing is freed before the step was read."""
+        for replica, todo in zip(self.replicas, step.replicas, strict=True):
+            step.finished += [s for s in todo.emits if s.finished]
+            replica.running = [s for s in replica.running if not s.finished]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """How KV goes from an instance that prefills to one that decodes."""
+
+    bytes_s: float
+    """Of a GPU."""
+    latency_s: float = 0.0
+    """Of each request, the link's for that time, too."""
+    page_bytes: int
+    """Of a page of one rank, all layers: whole pages are sent."""
+
+    def seconds(self, sent_bytes: int) -> float:
+        """For so many bytes of each GPU."""
+        return self.latency_s + sent_bytes / self.bytes_s
+
+
+class Disaggregated(Deployment):
+    """Instances that only prefill, then those that only decode. See above."""
+
+    def __init__(self, config: SchedulerConfig, prefill: int, decode: int, link: Link) -> None:
+        self.prefills = [Prefills(config) for _ in range(prefill)]
+        self.decodes = [Decodes(config) for _ in range(decode)]
+        super().__init__([*self.prefills, *self.decodes], takers=prefill)
+        self.link = link
+        self._queues: dict[tuple[int, int], collections.deque[tuple[float, Sequence]]] = {
+            (i, r): collections.deque() for i in range(prefill) for r in range(config.replicas)
+        }
+        """What waits on the link of each sender, an instance and its replica, and since when; the first may be crossing."""
+        self._busy: set[tuple[int, int]] = set()
+        """Replicas whose links are taken, of senders and receivers."""
+        self._crossing: list[tuple[float, int, tuple[int, int], Sequence, Transfer]] = []
+        """Heap of what crosses: end, tie-break, sender, what arrives, and how it went."""
+        self._ties = itertools.count()
+
+    @property
+    def links(self) -> int:
+        """Of instances that prefill: one for each of their replicas."""
+        return len(self._queues)
+
+    def decided(self, index: int, now_s: float) -> None:
+        """Those that lost their KV go back to be prefilled."""
+        if index in self.takers:
+            return
+        scheduler = self.decodes[index - len(self.prefills)]
+        lost, scheduler.lost = scheduler.lost, []
+        for sequence in sorted(lost, key=lambda s: -s.order):
+            self.in_hand[index] -= 1
+            taker = self._taker(sequence.request.session)
+            self.prefills[taker].take_back(sequence)
+            self._give(taker)
+        if lost:
+            self._begin(now_s)
+
+    def read(self, index: int, step: Step, now_s: float) -> None:
+        """Who has a first token waits for the link; who has the last one leaves room."""
+        super().read(index, step, now_s)
+        if index in self.takers:
+            for replica, todo in enumerate(step.replicas):
+                for sequence in todo.emits:
+                    if not sequence.finished:
+                        self._queues[index, replica].append((now_s, sequence))
+        else:
+            self.decodes[index - len(self.prefills)].was_read(step)
+        self._begin(now_s)
+
+    def next_s(self) -> float:
+        """When a transfer ends next."""
+        return self._crossing[0][0] if self._crossing else math.inf
+
+    def advance(self, now_s: float) -> None:
+        """End the transfers that are over by now, and begin those that can."""
+        while self._crossing and self._crossing[0][0] <= now_s:
+            _, _, sender, sequence, transfer = heapq.heappop(self._crossing)
+            assert sequence.instance is not None
+            _, before = self._queues[sender].popleft()
+            self._busy -= {sender, (sequence.instance, sequence.replica)}
+            self.prefills[sender[0]].sent(before)
+            self.in_hand[sender[0]] -= 1
+            self.decodes[sequence.instance - len(self.prefills)].arrive(sequence)
+            self._woken |= {sender[0], sequence.instance}
+            self.transfers.append(transfer)
+        self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        """Begin each transfer that can, those first that have waited longest."""
+        heads = [(q[0][0], sender) for sender, q in self._queues.items() if q and sender not in self._busy]
+        for ready_s, sender in sorted(heads):
+            _, sequence = self._queues[sender][0]
+            if (found := self._receiver(sequence)) is None:
+                continue
+            index, replica = found
+            sent_bytes = self.link.page_bytes * replica.allocator.pages_for(sequence.computed)
+            transfer = Transfer(sender[0], index, ready_s, now_s, now_s + self.link.seconds(sent_bytes), sent_bytes)
+            arriving = self.decodes[index - len(self.prefills)].expect(sequence, replica)
+            arriving.instance, arriving.transfer = index, sequence.transfer or transfer
+            self.in_hand[index] += 1
+            self._busy |= {sender, (index, replica.number)}
+            heapq.heappush(self._crossing, (transfer.end_s, next(self._ties), sender, arriving, transfer))
+
+    def _receiver(self, sequence: Sequence) -> tuple[int, Replica] | None:
+        """The instance with the fewest requests and its replica with the fewest, of those with room and a free link."""
+        able: Iterable[tuple[int, Decodes, Replica]] = (
+            (index, scheduler, replica)
+            for index, scheduler in enumerate(self.decodes, len(self.prefills))
+            for replica in scheduler.able(sequence.computed)
+            if (index, replica.number) not in self._busy
+        )
+        best = min(able, key=lambda a: (self.in_hand[a[0]], a[1].requests(a[2]), a[0], a[2].number), default=None)
+        return None if best is None else (best[0], best[2])

@@ -1,0 +1,199 @@
+"""What a report says of instances that only prefill and those that only decode: by what each GPU does, beside as many that do both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench.errors import RecordsError
+from dcpbench.records.record import InstanceMetrics, Latencies
+from dcpbench.reports import answer, findings, frames, instances, overview, style, write_report
+from tests.unit import record_builder
+from tests.unit import serve_record_builder as build
+from tests.unit.unsaved_figures import leave_figures_unsaved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+RATE = {"transfer_gb_s": 50.0}
+
+
+def served(
+    disaggregate: str, per_gpu: float, clients: int = 8, *, itl: float = 20, busy: Any = None, **of: Any
+) -> Record:
+    """A replay on instances of tp4 with that output for each GPU and that ITL p99; `busy`: shares of both sides."""
+    point = build.point(build.TP, clients, {"mode": "replay"}, disaggregate=disaggregate, **of)
+    split = point.instances.disaggregated
+    made = build.served(point)
+    assert made.serve
+    found = InstanceMetrics(
+        busy_share=busy or ({"prefill": 0.4, "decode": 0.5} if split else {"both": 0.9}),
+        link_busy_share=0.1 if split else None,
+        transfer_ms=Latencies(p50=3.0, samples=96) if split else None,
+    )
+    metrics = msgspec.structs.replace(
+        made.serve,
+        output_tok_s=per_gpu * point.gpus,
+        output_tok_s_per_gpu=per_gpu,
+        itl_ms=Latencies(p50=itl, p99=itl, samples=4000),
+        instances=found if disaggregate else None,
+        slo_ms={},
+        preemptions=0,
+    )
+    return msgspec.structs.replace(made, serve=metrics)
+
+
+def loaded(tmp_path: Path, *records: Record, **how: Any) -> frames.Frames:
+    """One run with these records."""
+    return frames.load([record_builder.write(tmp_path / "run", records)], **how)
+
+
+class TestComparisons:
+    def test_each_ratio_stands_beside_as_many_instances_that_do_both(self, tmp_path: Path) -> None:
+        """30 tok/s for each of 12 GPUs over 20, and of 8 over 60; another number of instances is none of theirs."""
+        read = loaded(
+            tmp_path,
+            served("1:2", 30, **RATE),
+            served("1:1", 30, **RATE),
+            served("3", 20),
+            served("2", 60),
+            served("", 90),
+        )
+        rows = {row["label"]: row for row in instances.compared(read.served).to_dict("records")}
+        assert {name: rows[name]["ratio"] for name in ("tp4 1P2D", "tp4 1P1D")} == {"tp4 1P2D": 1.5, "tp4 1P1D": 0.5}
+        assert rows["tp4 1P2D"]["over_label"] == "tp4 ×3"
+
+    def test_loads_that_no_ratio_served_are_left_out(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60), served("2", 60, 32))
+        assert set(instances.compared(read.served)["concurrency"]) == {8}
+        assert instances.compared(loaded(tmp_path / "alike", served("2", 60)).served).empty
+
+    def test_layouts_are_chosen_among_those_on_as_many_gpus(self, tmp_path: Path) -> None:
+        """8 GPUs: 1P1D and two that do both. The one instance that does both has four."""
+        read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 20), served("", 90))
+        rows = read.findings.against_others
+        assert dict(zip(rows["who"], rows["ratio"], strict=True)) == {"tp4 1P1D": 1.5, "tp4 ×2": pytest.approx(2 / 3)}
+        assert overview.sentence(read).startswith("On 8 × H200")
+        assert "take tp4 1P1D" in overview.sentence(read)
+
+    def test_dcp_is_compared_on_the_same_instances(self, tmp_path: Path) -> None:
+        plain, other = served("1:1", 30, **RATE), served("1:2", 30, **RATE)
+        of = msgspec.structs.replace(plain.point, dcp=4, exchange="ag_rs")
+        read = loaded(tmp_path, plain, other, msgspec.structs.replace(plain, point=of))
+        (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
+        assert (row["label"], row["baseline"]) == ("tp4·dcp4 1P1D", "tp4 1P1D")
+
+
+class TestSentences:
+    def test_the_ratio_with_most_for_each_gpu_is_said_of_each_load(self, tmp_path: Path) -> None:
+        """And which side bounds it: 20 points more or less of the run."""
+        read = loaded(
+            tmp_path,
+            served("1:1", 30, busy={"prefill": 0.2, "decode": 0.95}, **RATE),
+            served("1:2", 28, **RATE),
+            served("2", 25, itl=80),
+            served("1:1", 30, 32, **RATE),
+            served("1:2", 40, 32, busy={"prefill": 0.97, "decode": 0.5}, **RATE),
+        )
+        (said,) = instances.sentences(read.served)
+        assert said == (
+            "Prefill apart from decode, Kimi-K2, most output for each GPU: at closed 8 · 400 in · 40 out tp4 1P1D, 30.0 "
+            "tok/s (prefill 20 % busy, decode 95 %: decode bounds it), 1.20× tp4 ×2 with ITL p99 20.0 instead of 80.0 ms; "
+            "at closed 32 · 400 in · 40 out tp4 1P2D, 40.0 tok/s (prefill 97 % busy, decode 50 %: prefill bounds it)."
+        )
+        assert any(said in text for part in answer.split(read) for text in part)
+
+    def test_where_instances_that_do_both_are_ahead_the_best_ratio_is_said_beside(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60))
+        (said,) = instances.sentences(read.served)
+        assert "tp4 ×2, 60.0 tok/s; of ratios tp4 1P1D, 30.0 (prefill 40 % busy, decode 50 %), 0.50× tp4 ×2." in said
+
+    def test_what_is_level_is_named_together(self, tmp_path: Path) -> None:
+        """Within 2 %, as far as repeats may differ."""
+        read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 29.9, **RATE), served("2:1", 20, **RATE))
+        assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instances.sentences(read.served)[0]
+
+    def test_only_what_meets_the_slo_is_taken(self, tmp_path: Path) -> None:
+        records = [served("1:1", 30, itl=20, **RATE), served("2", 60, itl=80)]
+        assert (
+            "tp4 1P1D, 30.0 tok/s" in instances.sentences(loaded(tmp_path / "a", *records, slo={"itl": 50}).served)[0]
+        )
+        tight = instances.sentences(loaded(tmp_path / "b", *records, slo={"itl": 10}).served)[0]
+        assert "none is within the SLO, nearest tp4 1P1D" in tight
+
+    def test_nothing_is_said_where_all_do_both(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, served("2", 60), served("", 60))
+        assert instances.sentences(read.served) == instances.grid(read) == []
+
+
+class TestTables:
+    def test_a_grid_shows_each_ratio_under_each_load(self, tmp_path: Path) -> None:
+        """Instances that do both come first; what misses the SLO stands in brackets, and the best has a mark."""
+        read = loaded(
+            tmp_path,
+            served("1:2", 40, **RATE),
+            served("3", 60, itl=80),
+            served("1:2", 50, 32, **RATE),
+            slo={"itl": 50},
+        )
+        (grid,) = instances.grid(read)
+        assert grid.columns == ["load", "tp4 ×3", "tp4 1P2D"]
+        assert grid.rows == [
+            ["closed 8 · 400 in · 40 out", "(60.0)", "▲ 40.0"],
+            ["closed 32 · 400 in · 40 out", "—", "▲ 50.0"],
+        ]
+
+    def test_a_table_has_how_busy_both_sides_were_and_what_transfers_took(self, tmp_path: Path) -> None:
+        table = instances.table(loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60)), "replay")
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        told = [[row[name] for name in ("layout", "GPUs", "prefill busy", "decode busy", "links busy")] for row in rows]
+        assert told == [["tp4 ×2", "8", "90 %", "90 %", "—"], ["tp4 1P1D", "8", "40 %", "50 %", "10 %"]]
+
+    def test_links_of_different_rates_are_different_lines(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, *(served("1:1", 30, transfer_gb_s=rate) for rate in (25.0, 50.0)))
+        assert set(read.served["label"]) == {"tp4 1P1D (25 GB/s links)", "tp4 1P1D (50 GB/s links)"}
+
+    def test_a_report_has_them_on_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        leave_figures_unsaved(monkeypatch)
+        records = [served("1:1", 30, **RATE), served("2", 60), served("1:2", 30, 32, **RATE)]
+        write_report([record_builder.write(tmp_path / "run", records)], tmp_path / "report")
+        text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "\n## Prefill and decode on separate GPUs\n" in text
+
+    def test_lines_of_one_layout_look_different(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, *(served(of, 30, **(RATE if ":" in of else {})) for of in ("", "2", "1:1", "1:2")))
+        look = style.Style.of(read.everything)
+        dashes = [look.places(layout, "", look.runs[0]) for layout in set(read.served["layout"])]
+        assert len(set(dashes)) == 4
+
+
+class TestRoom:
+    def test_all_instances_that_decode_have_room(self, tmp_path: Path) -> None:
+        """1,000 pages of 16 hold 36 requests of 440 tokens: 48 find no room in one instance, and some in two."""
+        read = loaded(tmp_path, served("1:1", 30, 48, **RATE), served("1:2", 30, 48, **RATE))
+        assert list(findings.pressure(read.served)["layout"]) == ["tp4 1P1D"]
+
+    def test_a_kv_cache_is_told_once(self, tmp_path: Path) -> None:
+        """All instances of a layout have the same."""
+        read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 30, **RATE))
+        assert list(findings.kv_by_layout(read.everything)["layout"]) == ["tp4"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"disaggregate": "1:1"}, "point.transfer_gb_s is 0"),
+        ({"disaggregate": "1:0", **RATE}, "point.disaggregate is '1:0'"),
+        ({"disaggregate": "many"}, "point.disaggregate is 'many'"),
+    ],
+    ids=["no-rate", "no-decode", "no-number"],
+)
+def test_a_record_of_instances_that_cannot_be_is_refused(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    good = served("1:1", 30, **RATE)
+    bad = msgspec.structs.replace(good, point=msgspec.structs.replace(good.point, **({"transfer_gb_s": 0.0} | fields)))
+    with pytest.raises(RecordsError, match=said):
+        loaded(tmp_path, bad)
