@@ -30,6 +30,7 @@ from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.step_model import Heat
 from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
@@ -95,6 +96,7 @@ class _Instance:
     """When the host reads the pending step, where it waits for that."""
     idle: bool = False
     busy: float = 0.0
+    heat: Heat = dataclasses.field(default_factory=Heat)
 
 
 READ, CROSSED, DECIDE = range(3)
@@ -153,8 +155,10 @@ class _Clock:
         self.deployed.decided(which, now)
         instance.launched, instance.behind = now, None
         if step is not None:
-            duration = times.duration_ms(step) / 1e3
-            end = max(now + times.launch_ms / 1e3, instance.free) + duration
+            begin = max(now + times.launch_ms / 1e3, instance.free)
+            duration = times.duration_ms(step, instance.heat.at(begin)) / 1e3
+            instance.heat.ran(duration, chunks=step.prefills)
+            end = begin + duration
             instance.launched = end if times.blocking else now + times.host_ms(step) / 1e3
             instance.free = max(end, instance.launched)
             instance.behind = step, instance.free

@@ -17,7 +17,7 @@ from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLO
 from dcpbench.points.names import CLOSED
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
-from dcpbench.serving.step_times import CHECK, GATHER, LINE, Case, Chunks, Decodes
+from dcpbench.serving.step_times import CHECK, GATHER, HOT, LINE, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
-CHUNK_TOKENS = (16, 48, 128, 512, 2048, 4096, 8192, 16384, 32768)
+CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
 SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
@@ -41,6 +41,8 @@ LATE = 4
 """A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
 MIXED_TOKENS = (128, 2048)
 """Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
+HOT_TOKENS = 512
+"""Chunks of fewer tokens are not measured hot: they read weights as decodes do."""
 KEPT = 8
 """They take no more than a KEPT-th of the cache: beside a short chunk requests may have nearly all of it."""
 SAME = 0.1
@@ -242,6 +244,26 @@ def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
         if prefix > 0:
             yield Case(chunks=_even(size - size // 4, 1, prefix), use=CHECK)
             yield Case(decodes=(Decodes(half, most // 4),), chunks=_even(size - size // 4, 1, prefix), use=CHECK)
+
+
+def hot_cases(extent: Extent) -> list[Case]:
+    """Few, some and most decode rows, and chunks alone: cases of the lines, to be measured among the largest chunks."""
+    sizes = chunk_sizes(extent)
+    rows = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
+    wanted = []
+    for size in (rows[0], rows[len(rows) // 2], rows[-1]):
+        requests = min(size, extent.at_once)
+        wanted += [Case(decodes=(Decodes(requests, c),), use=HOT) for c in _contexts(extent, requests)[-1:]]
+    large = [size for size in sizes if size >= HOT_TOKENS] or sizes[-1:]
+    for size in (large[0], large[len(large) // 2], large[-1]):
+        wanted += _chunks(extent, size, extent.fewest(size) or 1, use=HOT)
+    return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
+
+
+def fullest(cases: Iterable[Case]) -> Case:
+    """The chunks without a prefix that have most tokens, of a grid."""
+    alone = [case for case in cases if case.chunks and not case.decodes and not case.work().prefix]
+    return max(alone, key=lambda case: case.work().tokens)
 
 
 def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
     from dcpbench.serving.requests import Step
 
+HEAT_S = 0.3
+"""Time in which a GPU that is limited by power settles; taken as it is, not measured."""
+COOL = 0.5
+"""Share of chunks while a case is measured that is not hot: decodes before each take as long (workloads/step_times.py)."""
 BEYOND = 1.2
 """How far a line in KV tokens or pairs goes on past its last case."""
 
@@ -220,6 +225,49 @@ class MixedTimes:
                 f"{surface.sizes[0]} to {most} rows, there with {surface.top(work.rows):,.0f} tokens each",
             )
         return surface(work.rows, each)
+
+
+class Slowed:
+    """How many times as long steps take where the largest chunks come one behind the other: 1 where none was measured.
+
+    Power and what it lets clocks be follow what ran in the last tenths of a second. Lines over rows, for decodes and for
+    steps with chunks; past what was measured they stay as they are there.
+    """
+
+    def __init__(self, cases: Iterable[tuple[Work, float]]) -> None:
+        found = [(work, max(times, 1.0)) for work, times in cases]  # below 1 is noise
+        self.decodes = [(work.rows, times) for work, times in found if not work.tokens]
+        self.chunks = [(chunk_rows(work.rows + work.tokens), times) for work, times in found if work.tokens]
+
+    def __call__(self, works: Sequence[Work]) -> float:
+        """Of a step of these replicas."""
+        rows = max(work.rows + work.tokens for work in works)
+        points = self.chunks if any(work.tokens for work in works) else self.decodes
+        if not points:
+            return 1.0
+        line = Line(points)
+        return line(min(max(rows, line.xs[0]), line.top))
+
+
+class Heat:
+    """Which share of the last HEAT_S a device has spent with chunks, from what a cool case has to all of it: 0 to 1."""
+
+    def __init__(self) -> None:
+        self.share = self.until_s = 0.0
+
+    def at(self, begin_s: float) -> float:
+        """When a step begins; the device has had nothing to do since the last one."""
+        self._pass(begin_s - self.until_s, 0.0)
+        self.until_s = max(self.until_s, begin_s)
+        return min(max((self.share - COOL) / (1 - COOL), 0.0), 1.0)
+
+    def ran(self, seconds: float, *, chunks: bool) -> None:
+        """A step."""
+        self._pass(seconds, float(chunks))
+        self.until_s += seconds
+
+    def _pass(self, seconds: float, towards: float) -> None:
+        self.share += (towards - self.share) * -math.expm1(-max(seconds, 0.0) / HEAT_S)
 
 
 class StepModel:

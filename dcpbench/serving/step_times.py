@@ -23,7 +23,7 @@ from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Emulated, Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
-from dcpbench.serving.step_model import StepModel, Work, step_works
+from dcpbench.serving.step_model import Slowed, StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 STEP_TIMES_VERSION = 1
 MOST_REQUESTS = 1 << 20
 """Of a step that was measured: more than any machine holds, and few enough to count."""
-LINE, GATHER, CHECK = USES = ("line", "gather", "check")
-"""What a case is for: to interpolate between, to tell what more stored tokens cost, or to hold predictions against."""
+LINE, GATHER, CHECK, HOT = USES = ("line", "gather", "check", "hot")
+"""What a case is for: to interpolate between, to tell what more stored tokens cost, to hold predictions against, or to tell
+how much longer it takes among the largest chunks, where limits of power slow a GPU down."""
 
 
 class Decodes(msgspec.Struct, frozen=True):
@@ -189,9 +190,19 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The same for the host's time."""
         return StepModel(*([(m.case.work(), m.median_host_ms) for m in self.cases_for(use)] for use in (LINE, GATHER)))
 
-    def duration_ms(self, step: Step) -> float:
-        """How long a step takes after the one before it. Raises UsageError for one outside of what was measured."""
-        return self.model.step_ms(step_works(step))
+    @functools.cached_property
+    def slowed(self) -> Slowed:
+        """How many times as long a step takes on a GPU that is hot."""
+        measured = [(m.case.work(), m.median_ms) for m in self.cases_for(HOT)]
+        return Slowed((work, ms / self.model.step_ms([work])) for work, ms in measured)
+
+    def duration_ms(self, step: Step, heat: float = 0.0) -> float:
+        """How long a step takes after the one before it, at a share `heat` of what the device slows down among chunks.
+
+        Raises UsageError for a step outside of what was measured.
+        """
+        works = step_works(step)
+        return self.model.step_ms(works) * (1 + heat * (self.slowed(works) - 1))
 
     def host_ms(self, step: Step) -> float:
         """How long the host is busy with launching it. Raises as duration_ms does."""

@@ -3,14 +3,16 @@
     agree ─▶ launch ─▶ read the step before ─▶ …        the same turns as serving_loop.py, without a scheduler
 
 A sample is the time from the end of the step before to its own on the device, so that what the device waits for between
-two steps is in it. A step with chunks is launched kernel by kernel, which may take the host longer than the device
-needs for it: how long it does is measured one behind the other, and how long the step takes else, as usual, behind a
-step that decodes. Positions stand still: every sample of a case is the same work on random KV rows.
+two steps is in it. To launch a step with chunks may take the host longer than the device needs for it: how long it does
+is measured one behind the other, and how long the step takes else, as usual, behind steps that decode and take about as
+long. Last, a few cases are measured among the largest chunks: where power limits clocks, they take longer there.
+Positions stand still: every sample of a case is the same work on random KV rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.floors import Sharding, step_floors
-from dcpbench.serving.step_cases import CaseMaker, Extent, grid
+from dcpbench.serving.step_cases import CaseMaker, Extent, fullest, grid, hot_cases
 from dcpbench.serving.step_times import Measured, StepTimes, engine_path
 from dcpbench.workloads.decode import emulated_calls
 from dcpbench.workloads.point_facts import device_marks, honesty, marks
@@ -50,6 +52,10 @@ LAUNCH_MS = 500
 """Launches of a step with chunks are timed LEAST times, or until that has taken so long."""
 LAUNCHES = 5
 """Steps that are launched on a device that has nothing to do, for launch_ms."""
+HOT_MS, TOO_SLOW_MS = 500, 300
+"""How long a case is measured among the largest chunks, unless these take so long that a step of theirs settles alone."""
+MOST_BETWEEN = 8
+"""Decode steps before one with chunks."""
 FILL_TOKENS = 1 << 20
 """KV locations filled at once."""
 
@@ -91,6 +97,13 @@ def measure(
             tell("measure", f"step times: {index} of {len(cases)} cases")
             mine.append(pipeline.run(maker.steps(case)))
         pipeline.drain()
+        largest_ms = statistics.median(mine[cases.index(fullest(cases))].samples_ms)
+        if serving.agree(int(engine.device.type == "cuda" and largest_ms <= TOO_SLOW_MS))[0]:
+            tell("measure", "step times: hot")
+            full, hot = maker.steps(fullest(cases)), hot_cases(extent)
+            mine += [pipeline.run_hot(maker.steps(case), full) for case in hot]
+            cases += hot
+            pipeline.drain()
         launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0].samples_ms)
         gpu = worst(gather_objects(sampler.state()))
     serving.engine.forget()
@@ -159,6 +172,8 @@ class Pipeline:
         self.engine, self.agree, self.between = engine, agree, between
         self.pending: _Unread | None = None
         self.last: _Unread | None = None
+        self.decoding_ms: list[float] = []
+        """Of the steps between."""
 
     def run(self, steps: CaseSteps) -> Times:
         """Times of a case, still without the last sample, which the next case or `drain` brings. Collective.
@@ -171,13 +186,32 @@ class Pipeline:
         while launching:
             times.host_ms.append(self.turn(steps.again, None))
             launching = not self.agree(int(len(times.host_ms) == LEAST or sum(times.host_ms) >= LAUNCH_MS))[0]
-        done = False
+        done, between = 0, int(chunks)
         while not done:
-            if chunks:
-                self.turn(self.between, None)
+            for _ in range(between):
+                self.turn(self.between, self.decoding_ms)
             self.turn(steps.again, times.samples_ms)
-            done = bool(self.agree(int(enough(times.samples_ms)))[0])
+            done, between = self.agree(int(enough(times.samples_ms)), self.enough_between(times) if chunks else 0)
         return times
+
+    def enough_between(self, times: Times) -> int:
+        """Decode steps that take as long as a step of the case: few, one of a slow step or where that is not known yet."""
+        if not times.samples_ms or not self.decoding_ms or times.samples_ms[-1] > TOO_SLOW_MS:
+            return 1
+        return min(math.ceil(times.samples_ms[-1] / max(self.decoding_ms[-1], 1e-3)), MOST_BETWEEN)
+
+    def run_hot(self, steps: CaseSteps, full: CaseSteps) -> Times:
+        """Times of a case among steps of `full`, once the device has had time to settle. Collective; see run."""
+        samples: list[float] = []
+        for step in (full.first, steps.first):
+            self.turn(step, None)
+        began, done = time.perf_counter(), False
+        while not done:
+            self.turn(full.again, None)
+            self.turn(steps.again, samples)
+            settled = time.perf_counter() - began >= HOT_MS / 1e3
+            done = bool(self.agree(int(settled and len(samples) >= LEAST))[0])
+        return Times(samples_ms=samples[len(samples) // 2 :])
 
     def turn(self, step: Step, samples: list[float] | None) -> float:
         """Launch a step, then read the one before it; how many ms the launch took."""

@@ -37,9 +37,9 @@ class Seen(Fixed):
 
     steps: list[Step] = dataclasses.field(default_factory=list)
 
-    def duration_ms(self, step: Step) -> float:
+    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         self.steps.append(step)
-        return super().duration_ms(step)
+        return super().duration_ms(step, _heat)
 
 
 def split(

@@ -31,7 +31,7 @@ class Fixed:
     host: float = 0.0
     """What the host needs to launch a step with chunks, and as much for each token of them."""
 
-    def duration_ms(self, step: Step) -> float:
+    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         return 10.0 + max(len(r.decodes) + 2 * sum(c.tokens for c in r.chunks) for r in step.replicas)
 
     def host_ms(self, step: Step) -> float:

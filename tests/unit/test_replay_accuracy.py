@@ -56,7 +56,7 @@ class Truth:
     def host_ms(self, _step: Step) -> float:
         return 0.0
 
-    def duration_ms(self, step: Step) -> float:
+    def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         works = step_works(step)
         rows = max(w.rows + w.tokens for w in works)
         rows = chunk_rows(rows) if step.prefills else rows

@@ -95,6 +95,11 @@ class Engine:
         return Launched(step, Event(self.now_ms), self.log)
 
 
+def agreed(*said: int) -> list[int]:
+    """Of one rank."""
+    return list(said)
+
+
 @dataclasses.dataclass
 class Clock:
     """Stands for the module `time`: each launch takes the host as long."""
@@ -110,7 +115,7 @@ class TestPipeline:
     def test_a_step_is_launched_before_the_one_in_front_of_it_is_read(self) -> None:
         """As in the live loop; the first step of a case is not counted."""
         engine = Engine([500, 100, 101, 102])
-        pipeline = Pipeline(engine, lambda done: [done], BETWEEN)
+        pipeline = Pipeline(engine, agreed, BETWEEN)
         times = pipeline.run(CaseSteps(FIRST, AGAIN))
         assert times == Times([100, 101])
         pipeline.drain()
@@ -128,7 +133,7 @@ class TestPipeline:
 
     def test_the_next_case_brings_the_last_sample_and_begins_anew(self) -> None:
         """Device time between the cases is nobody's: 900 ms of the second case's first step."""
-        pipeline = Pipeline(Engine([500, 100, 101, 102, 900, 50, 50, 50]), lambda done: [done], BETWEEN)
+        pipeline = Pipeline(Engine([500, 100, 101, 102, 900, 50, 50, 50]), agreed, BETWEEN)
         first = pipeline.run(CaseSteps(FIRST, AGAIN))
         second = pipeline.run(CaseSteps(FIRST, AGAIN))
         pipeline.drain()
@@ -137,7 +142,7 @@ class TestPipeline:
     def test_rank_0_decides(self) -> None:
         """Its answers, not this rank's samples: four turns although three would do here."""
         answers = iter([0, 0, 0, 1])
-        pipeline = Pipeline(Engine([500, *[100] * 9]), lambda _: [next(answers)], BETWEEN)
+        pipeline = Pipeline(Engine([500, *[100] * 9]), lambda *_: [next(answers), 0], BETWEEN)
         times = pipeline.run(CaseSteps(FIRST, AGAIN))
         pipeline.drain()
         assert times.samples_ms == [100] * 4
@@ -145,21 +150,38 @@ class TestPipeline:
     def test_steps_with_chunks_are_launched_behind_themselves_and_timed_behind_another(self, monkeypatch) -> None:
         """
         Three launches of 40 ms of the host, which no sample comes of; then samples from the end of the step between to
-        the end of the case's.
+        the end of the case's. Once it is known that four decodes of 20 ms take as long as 70, so many come before.
         """
-        engine = Engine([500, 90, 90, 90, *[20, 70] * 3])
+        engine = Engine([500, 90, 90, 90, *[20, 70] * 2, *[20] * 4, 70])
         clock = Clock(engine, 0.04)
         monkeypatch.setattr(step_times, "time", clock)
-        pipeline = Pipeline(engine, lambda done: [done], BETWEEN)
+        pipeline = Pipeline(engine, agreed, BETWEEN)
         times = pipeline.run(CaseSteps(CHUNKS_FIRST, CHUNKS))
         pipeline.drain()
         assert times == Times([70, 70, 70], pytest.approx([40, 40, 40]))
         assert [line for line in engine.log if line.startswith("launch")] == [
-            f"launch {number}" for number in (3, 4, 4, 4, 5, 4, 5, 4, 5, 4)
+            f"launch {number}" for number in (3, 4, 4, 4, 5, 4, 5, 4, 5, 5, 5, 5, 4)
         ]
 
     def test_nothing_runs_between_steps_that_only_decode(self) -> None:
-        pipeline = Pipeline(Engine([500, 100, 100, 100]), lambda done: [done], BETWEEN)
+        pipeline = Pipeline(Engine([500, 100, 100, 100]), agreed, BETWEEN)
         times = pipeline.run(CaseSteps(FIRST, AGAIN))
         pipeline.drain()
         assert times == Times([100, 100, 100])
+
+    def test_a_slow_step_has_one_before_it(self) -> None:
+        """A step of 400 ms heats the device by itself."""
+        engine = Engine([500, *[400] * 3, *[20, 400] * 3])
+        pipeline = Pipeline(engine, agreed, BETWEEN)
+        times = pipeline.run(CaseSteps(CHUNKS_FIRST, CHUNKS))
+        pipeline.drain()
+        assert engine.log.count("launch 5") == len(times.samples_ms)
+
+    def test_a_hot_case_is_timed_among_the_largest_chunks_once_they_have_run_for_a_while(self, monkeypatch) -> None:
+        """Half a second at 60 ms of the host a launch are five pairs; clocks fell meanwhile, and the later half counts."""
+        engine = Engine([500, 500, *[40, 10], *[41, 11], *[42, 12], *[43, 13], *[44, 14], *[45, 15]])
+        monkeypatch.setattr(step_times, "time", Clock(engine, 0.06))
+        pipeline = Pipeline(engine, agreed, BETWEEN)
+        times = pipeline.run_hot(CaseSteps(FIRST, AGAIN), CaseSteps(CHUNKS_FIRST, CHUNKS))
+        assert times == Times([12, 13])
+        assert engine.log[:6] == ["launch 3", "launch 1", "read 3", "launch 4", "read 1", "launch 2"]
