@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
-"""Set where the environment does not say otherwise; records keep what was in force. Our collectives are in one order,
-so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them."""
+"""Set on one machine where the environment does not say otherwise; records keep what was in force. Our collectives are in
+the order of one stream, so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them.
+Between machines hosts take part in them, and steps with chunks have both kinds on their way at once."""
 COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
 """Longer than our own watchdogs, which have the better story to tell about a hang."""
 
@@ -44,7 +45,7 @@ def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str
 
     Where it says nothing, they find each other by the file `path`.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and at is None:
         for name, value in NCCL_DEFAULTS.items():
             os.environ.setdefault(name, value)
     # No device_id: with it torch splits later groups off the first communicator, and NCCL then orders the launches of
