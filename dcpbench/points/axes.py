@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import typing
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -62,6 +63,8 @@ class Axis:
     """Whether its option takes one value for a whole run, instead of a list."""
     later: bool = False
     """Whether points once had no such field: keys and tables are without it where it has its default."""
+    path: bool = False
+    """Whether a value may be the path of a file, which is printed without its folders."""
     name: str = ""
     kind: type = str
     default: Any = msgspec.NODEFAULT
@@ -70,6 +73,8 @@ class Axis:
         """A value as it is printed; empty where it says nothing, as in an import that does not know."""
         if value in (None, "", UNKNOWN) or (value == 0 and self.kind is not bool):
             return ""
+        if self.path:
+            value = PurePath(str(value)).name
         return self.label.format(("off", "on")[bool(value)] if self.kind is bool else value)
 
 

@@ -115,7 +115,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
     kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV", later=True)] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
-    emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", later=True)] = ""
+    emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", later=True, path=True)] = ""
     """Of a layout whose other ranks are not there: the machine whose wire is modelled (points/machines.py). Empty: all are."""
     page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1

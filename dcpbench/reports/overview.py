@@ -6,6 +6,7 @@ is who to take. Where a layout ran in several variants it stands there once a lo
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
@@ -75,12 +76,7 @@ def caveats(frames: Frames) -> list[str]:
     table = frames.everything
     if table.empty:
         return []
-    said = []
-    held = table[table["layers_held"].notna() & (table["layers_held"] < table["layers"])]
-    for (model, layers), rows in held.groupby(["model", "layers"], sort=False):
-        counts = sorted({int(n) for n in rows["layers_held"]})
-        many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
-        said.append(f"{words.MODELS.get(str(model), str(model))}: {many} of {layers:g} layers held and cycled")
+    said = rule.held(table)
     if (table["weights"] == "synthetic").any():
         said.append("synthetic weights")
     replayed = table["mode"] == REPLAY
@@ -94,7 +90,7 @@ def caveats(frames: Frames) -> list[str]:
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
-        on = ", ".join(sorted({str(name) for name in table["emulate"][emulated]}))
+        on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
         said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}")
     limited = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     if limited.any():

@@ -66,12 +66,28 @@ def _rests_on(rows: pd.DataFrame) -> list[str]:
     replayed = rows["mode"].eq(REPLAY)
     if replayed.any():
         said.append("replayed, not served live" if replayed.all() else "partly replayed")
-    held = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
-    if len(held):
-        least, most = int(held["layers_held"].min()), int(held["layers_held"].max())
-        of = {int(n) for n in held["layers"]}
-        layers = f"{least}–{most}" if most > least else f"{least}"
-        said.append(f"{layers} of {'–'.join(f'{n}' for n in sorted({min(of), max(of)}))} layers held and cycled")
+    return said + held(rows)
+
+
+def held(rows: pd.DataFrame) -> list[str]:
+    """`7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and cycled`, an entry for each number of layers.
+
+    Models are named unless all hold as many; `60 of Kimi-K2's 61 layers held and cycled` where others are held whole.
+    """
+    cut = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
+    counts = {model: _range(own["layers_held"]) for model, own in cut.groupby("model", sort=False)}
+    alike = len(set(counts.values())) == 1 and set(counts) == set(rows["model"])
+    said = []
+    for layers, own in cut.groupby("layers", sort=False):
+        names = {model: MODELS.get(model, model) for model in unique(own["model"])}
+        many, of = _range(own["layers_held"]), f"{layers:g}"
+        if len(names) > MOST_RULES:
+            many = f"{many} ({counted(len(names), 'model')})"
+        elif len(names) > 1 and not alike:
+            many = listed([f"{counts[model]} ({name})" for model, name in names.items()])
+        elif not alike:
+            of = f"{next(iter(names.values()))}'s {of}"
+        said.append(f"{many} of {of} layers held and cycled")
     return said
 
 

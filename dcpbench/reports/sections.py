@@ -66,6 +66,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """All sections that have something to say."""
     points, everything, found = frames.points, frames.everything, frames.findings
     first, more = answer.split(frames)
+    lead = overview.sentence(frames)
     grids = answer_tables.grids(frames)
     exchanged = exchanges.frame(findings.timed(points))
     compared = [
@@ -85,8 +86,8 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="answer",
             title="The answer",
-            lead=overview.sentence(frames),
-            aside=capital(words.SEPARATOR.join(overview.caveats(frames))),
+            lead=lead,
+            aside=capital(words.SEPARATOR.join(said for said in overview.caveats(frames) if said not in lead)),
             first=drawn("overview"),
             bullets=overview.short(frames),
             folded=first,

@@ -72,8 +72,10 @@ def imported(tmp_path: Path) -> frames.Frames:
 
 
 PAGES: dict[str, Callable[[Path], frames.Frames]] = {
-    shlex.split(typed)[-1]: lambda _, typed=typed, folder=folder: report(typed, folder) for folder, typed in REPORTS
+    f"{folder} {shlex.split(typed)[-1]}": lambda _, typed=typed, folder=folder: report(typed, folder)
+    for folder, typed in REPORTS
 } | {"cpu": cpu, "imported": imported}
+"""By folder and the report's own name in it, as in several folders it is `report`."""
 
 
 def page_of(read: frames.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
@@ -105,13 +107,18 @@ def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
 
 
 def phases(points: list[dict[str, Any]]) -> list[Panel]:
-    """A bar for each phase that took time anywhere, of the points of at most three loads."""
+    """A bar for each phase that took time anywhere, of the points of at most three loads, and one inside it for its floor."""
     profiled = [p for p in points if has(p, "phase:idle")]
     loads = sorted({p["concurrency"] for p in profiled})
     some = loads if len(loads) <= MOST_LOADS else [loads[0], loads[len(loads) // 2], loads[-1]]
-    spent = {name for p in profiled for name, ms in p.items() if name.startswith("phase:") and ms}
-    found = collections.Counter(p["panel"] for p in profiled if p["concurrency"] in some)
-    return [(name, shown * len(spent), 0) for name, shown in found.items()]
+    spent = {
+        name.removeprefix("phase:") for p in profiled for name, ms in p.items() if name.startswith("phase:") and ms
+    }
+    found: collections.Counter[str] = collections.Counter()
+    for p in profiled:
+        if p["concurrency"] in some:
+            found[p["panel"]] += len(spent) + sum(bool(p.get(f"floor:{name}")) for name in spent)
+    return [(name, shown, 0) for name, shown in found.items()]
 
 
 def capacities(points: list[dict[str, Any]]) -> list[Panel]:

@@ -17,7 +17,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.names import REPLAY
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import no_room
-from dcpbench.reports import answer, figures, frames, overview
+from dcpbench.reports import answer, figures, frames, overview, sections
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -152,6 +152,27 @@ class TestWhichLayoutToTake:
         text = said(tmp_path, *four, *eight)
         assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
         assert "; on 8 × H200 (19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
+
+    @pytest.mark.parametrize(
+        ("held", "words"),
+        [
+            ((19, 19), "19 of 61 layers held and cycled"),
+            ((7, 4), "7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled"),
+            ((61, 60), "60 of Kimi-K2's 61 layers held and cycled"),
+        ],
+    )
+    def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
+        self, tmp_path: Path, held: tuple[int, int], words: str
+    ) -> None:
+        """And not again in the line below, which says what changes how the numbers are to be read."""
+        records = [
+            msgspec.structs.replace(steps(layout, 8, 40, model=model), layers_held=layers)
+            for model, layers in zip(("deepseek-v3", "kimi-k2"), held, strict=True)
+            for layout in (TP, DCP)
+        ]
+        read_ = read(tmp_path, *records)
+        assert overview.sentence(read_).startswith(f"On 4 × H200 ({words}), take ")
+        assert "layers held" not in sections.report(read_, [])[0].aside
 
     def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]

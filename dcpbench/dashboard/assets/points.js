@@ -121,7 +121,8 @@ globalThis.dash = (() => {
   const settings = (line) => [...self.word("how", line).split(" · "), ...self.under(line).filter(Boolean).flatMap((words) => words.split(", "))];
 
   /** What the rows have in common, to be said once: `columns` with one word in all of them, and `parts` of how they
-      ran; `usual`, by workload, has the parts of most of its rows; the others say what they have instead. */
+      ran; `usual`, by workload, has the parts of most of its rows; the others say what they have instead. What is usual in
+      every workload is `everywhere`, too. */
   function sharedBy(found) {
     if (found.length < 2) return nothingShared();
     const one = (name) => { const column = self.columns[name]; return found.every((line) => column[line] === column[found[0]]); };
@@ -146,17 +147,22 @@ globalThis.dash = (() => {
     const parts = within(all, found.length);
     const usual = new Map([...counts].filter(([, { rows }]) => rows >= LEAST_USUAL)
       .map(([name, { rows, having }]) => [name, new Set([...within(having, USUAL * rows)].filter((part) => !parts.has(part)))]));
-    return { columns: SAID.filter(one), parts, usual };
+    const [first, ...others] = usual.size === counts.size ? [...usual.values()] : [];
+    const everywhere = others.length ? others.reduce((same, own) => same.intersection(own), first) : new Set();
+    return { columns: SAID.filter(one), parts, usual, everywhere };
   }
 
-  const nothingShared = () => ({ columns: [], parts: new Set(), usual: new Map() });
+  const nothingShared = () => ({ columns: [], parts: new Set(), usual: new Map(), everywhere: new Set() });
   let common = nothingShared();
   function sayShared(found) {
     common = sharedBy(found);
     const words = common.columns.map((name) => (name === "exchange" ? `exchange ${self.word(name, found[0])}` : self.word(name, found[0])));
     const all = [...words, ...common.parts, ...self.index.shared].filter(Boolean);
-    const usual = [...common.usual].filter(([, parts]) => parts.size).map(([name, parts]) => [`Unless a ${self.index.words.workload[name]} row says otherwise: `, [...parts]]);
-    const said = [...(all.length ? [["All rows: ", all]] : []), ...usual];
+    const usual = [
+      ["Unless a row says otherwise: ", [...common.everywhere]],
+      ...[...common.usual].map(([name, parts]) => [`Unless a ${self.index.words.workload[name]} row says otherwise: `, [...parts.difference(common.everywhere)]]),
+    ];
+    const said = [["All rows: ", all], ...usual].filter(([, parts]) => parts.length);
     find("shared").hidden = found.length < 2 || !said.length;
     find("shared").replaceChildren(...said.flatMap(([rows, parts], i) => [i ? el("br") : "", el("strong", {}, rows), parts.join(" · ")]));
     for (const name of SAID) find("points-table").classList.toggle(`said-${name}`, common.columns.includes(name));

@@ -10,6 +10,8 @@ dcp.charts = (() => {
   const FLOOR = "floor";
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
+  const LONG_LABEL = 20; // letters beside a bar, of which a phone has no more room
+  const LABEL_PIXELS = 16; // from one line of small print to the next
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
   const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // what axes of numbers take: Plotly draws all again where they take more
   const { data, series, fields } = dcp.points;
@@ -69,18 +71,25 @@ dcp.charts = (() => {
     return panel.low ? { ...panel, layout: { ...panel.layout, yaxis: { ...yaxis, ...ticks } } } : panel;
   }
 
-  /** Panels with lines before those with single points, and titles without what all of a figure share. */
+  /** A row of panels for each model, in it lines before single points, which are lower where there are more of them; titles without what all share. */
   function arranged(panels) {
     const model = (panel) => panel.title.slice(0, panel.title.indexOf(", ") + 2);
-    const one = new Set(panels.map(model)).size === 1 && panels.length > 1;
-    const [lines, single] = [true, false].map((wanted) => panels.filter((panel) => panel.traces.some((trace) => trace.mode.startsWith("lines+") && trace.x.length > 1) === wanted));
-    return [...lines, ...single.map((panel) => lowered({ ...panel, low: lines.length > 0 }))].map((panel) => ({ ...panel, layout: panels.length > 1 ? titled(panel) : panel.layout, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
+    const models = [...grouped(panels, model).values()];
+    const one = models.length === 1 && panels.length > 1;
+    const aRow = models.length > 1 && models.some((own) => own.length > 1);
+    return models.flatMap((own) => {
+      const [lines, single] = [true, false].map((wanted) => own.filter((panel) => panel.traces.some((trace) => trace.mode.startsWith("lines+") && trace.x.length > 1) === wanted));
+      const low = lines.length > 0 && single.length > lines.length;
+      return [...lines, ...single.map((panel) => lowered({ ...panel, low }))].map((panel, i) => ({ ...panel, begins: aRow && i === 0 }));
+    }).map((panel) => ({ ...panel, layout: panels.length > 1 ? titled(panel) : panel.layout, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
   }
 
   /** The series that points belong to, each a switch. */
   function itemsOf(points) {
     const replayed = points.every((p) => p.mode === "replay") ? "replay" : "";
-    return [...new Set(points.map((p) => p.series))].sort((a, b) => a - b).map((i) => ({
+    const layouts = new Map(points.map((p) => [p.series, p]));
+    const lighter = (a, b) => a.tp - b.tp || a.dp - b.dp || a.dcp - b.dcp || a.series - b.series;
+    return [...layouts.values()].sort(lighter).map((p) => p.series).map((i) => ({
       key: series[i].name, name: dcp.points.brief(series[i].name), colour: series[i].colour, symbol: shape(series[i], replayed), dash: dcp.dash(series[i].dash),
     }));
   }
@@ -171,7 +180,7 @@ dcp.charts = (() => {
         ...(from === undefined ? [] : [{ type: "line", yref: "paper", x0: from, x1: from, y0: 0, y1: 1, line: { color: "var(--soft)", width: 1.5, dash: "dot" } }]),
       ];
       const full = [...grouped(data.no_room.filter((lost) => lost.panel === panel.key), (lost) => lost.layout)];
-      const said = full.map(([layout, lost], i) => label(`${layout}: no room from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01 + 0.08 * i, xanchor: "right", yanchor: "bottom" }));
+      const said = full.map(([layout, lost], i) => label(`${layout}: no room from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
       if (from !== undefined) said.push(label(`DCP ahead from ${plain(from)}`, { x: 0.02, y: 1, xanchor: "left", yanchor: "top" }));
       const traces = panel.traces.map((trace) => ({ ...trace, marker: { ...trace.marker, symbol: trace.own.map((p) => shape(series[p.series], p.misses ? "replay" : "")) } }));
       return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };
@@ -187,19 +196,33 @@ dcp.charts = (() => {
       .filter((p) => p.output_tok_s_per_gpu > top && ((top = p.output_tok_s_per_gpu), true));
   }
 
+  /** Of points those whose labels have room beside each other, on axes that hold `all`; from the last, which is the most loaded. */
+  function apart(points, all) {
+    const [across, up] = ["tok_s_per_user", "output_tok_s_per_gpu"].map((name) => {
+      const numbers = all.map((p) => p[name]).filter((v) => v > 0);
+      const [least, most] = [Math.min(...numbers), Math.max(...numbers)];
+      return most / least > data.log_range ? (p) => Math.log(p[name] / least) / Math.log((most * 1.8) / least) : (p) => p[name] / (most * 1.1);
+    });
+    const kept = [];
+    for (const p of [...points].reverse()) {
+      if (kept.every((other) => Math.abs(across(p) - across(other)) > LEAST_GAP || Math.abs(up(p) - up(other)) > LEAST_GAP)) kept.unshift(p);
+    }
+    return kept;
+  }
+
   function frontier(figure, points) {
     const placed = points.filter((p) => known(p.tok_s_per_user) && known(p.output_tok_s_per_gpu));
     const items = itemsOf(placed);
     const on = switchedOn(figure, placed);
     const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
       const edge = best(inside);
-      const last = [...new Map(edge.map((p) => [along(p), p])).values()];
+      const same = on.filter((p) => p.model === inside[0].model);
+      const last = apart([...new Map(edge.map((p) => [along(p), p])).values()], same);
       const traces = [
         { x: edge.map((p) => p.tok_s_per_user), y: edge.map((p) => p.output_tok_s_per_gpu), mode: "lines", line: { color: "var(--line)", width: 8 }, hoverinfo: "skip" },
         ...[...grouped(inside, (p) => p.series).values()].map((own) => line(byLoad(own), (p) => p.tok_s_per_user, "output_tok_s_per_gpu")),
         { x: last.map((p) => p.tok_s_per_user), y: last.map((p) => p.output_tok_s_per_gpu), mode: "text", text: last.map((p) => plain(along(p))), textposition: "top right", textfont: { size: 11, color: "var(--soft)" }, hoverinfo: "skip", cliponaxis: false },
       ];
-      const same = on.filter((p) => p.model === inside[0].model);
       return {
         key: name, title: name, traces,
         layout: {
@@ -277,9 +300,11 @@ dcp.charts = (() => {
         const own = inside.filter((p) => p.concurrency === c);
         return own.length ? [{ heading: `concurrency ${c}` }, ...own.map((point) => ({ point }))] : [];
       });
+      const wordy = inside.some((point) => point.label.length > LONG_LABEL);
+      const labelled = (point) => { const text = dcp.text(dcp.points.brief(point.label)); return wordy ? text.replace(" (", "<br>(") : text; };
       const bars = rows.map((row, y) => ({ ...row, y })).filter((row) => row.point);
       return {
-        key: name, title: name, rows: rows.length,
+        key: name, title: name, rows: rows.length * (wordy ? 1.4 : 1),
         traces: [...on.map((phase) => ({
           type: "bar", orientation: "h", y: bars.map((bar) => bar.y), x: bars.map((bar) => bar.point[`phase:${phase}`]), marker: { color: `var(--phase-${phase})`, line: { color: "var(--paper)", width: 0.5 } },
           tip: (i) => shareOf(bars[i].point, phase),
@@ -288,7 +313,7 @@ dcp.charts = (() => {
           barmode: "stack", bargap: 0.2, annotations: watermark(inside),
           xaxis: { title: { text: "profiled step (ms)" }, range: [0, longest(inside[0].model) * 1.04], nticks: 5 },
           yaxis: {
-            tickvals: rows.map((_, y) => y), ticktext: rows.map((row) => (row.heading ? `<b>${row.heading}</b>` : dcp.text(dcp.points.brief(row.point.label)))),
+            tickvals: rows.map((_, y) => y), ticktext: rows.map((row) => (row.heading ? `<b>${row.heading}</b>` : labelled(row.point))),
             range: [rows.length - 0.4, -0.6], showgrid: false, showline: false, ticks: "", tickfont: { size: 12 },
           },
         },

@@ -87,6 +87,7 @@
         const { box, chartBox } = places.get(panel.key);
         if (panel.title) box.querySelector(".panel-title").textContent = panel.title;
         chartBox.setAttribute("aria-label", `${figure.querySelector("figcaption").textContent}${panel.title ? `: ${panel.title}` : ""}. ${panel.traces.length} series; numbers in the table of points.`);
+        box.classList.toggle("begins", Boolean(panel.begins));
         chartBox.classList.toggle("low", Boolean(panel.low));
         chartBox.dataset.paper = wide || panels.length === 1 ? 660 : 325;
         chartBox.style.height = panel.rows ? `${panel.rows * dcp.charts.ROW_PIXELS + 80}px` : "";
