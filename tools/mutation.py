@@ -7,8 +7,8 @@
 
 A mutant is tried by those tests that run its line, the quick and specific first, until one fails. One process has collected
 the suite, and what changes inside a function is put into a fork of it; what runs at import (constants, classes) is loaded in
-a fork of a process that has nothing of ours. A failure counts where the same tests, in the same order, pass
-without the change, and so does a test that takes too long or ends its process; else the test is not asked again.
+a fork of a process that has nothing of ours. Where a test fails for the first time, or takes too long or ends its process,
+it counts where the same tests in the same order pass without the change; else that test is not asked again.
 Tests that start processes of their own (marks `long`, `distributed`, `browser`) are not among them, so what
 only they run counts as not seen. A mutant listed in tools/mutation_equivalents.txt, which nobody could see, counts for
 nothing. `--again` tries the mutants of a file with the tests and lines of today; those whose line is no more are gone.
@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import importlib
 import importlib.abc
 import importlib.util
@@ -79,7 +80,7 @@ LIBRARIES = (
 """Imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
-MOST_S = 40
+MOST_S = 20
 """Of a mutant's tests those are asked that took so long together when they were covered."""
 START_S, TEST_S, TIMES = 120, 20, 10
 """A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
@@ -144,20 +145,31 @@ def files() -> list[str]:
     return [str(f) for f in found if not any(str(f).startswith(f"dcpbench/{part}") for part in NOT_HERE)]
 
 
-def places(paths: Iterable[str]) -> list[tuple[str, str, int, int]]:
-    """(file, operator, how manieth of the two, line) of every change that can be made."""
+def places(paths: Iterable[str], kept: Path) -> list[tuple[str, str, int, int]]:
+    """(file, operator, how manieth of the two, line) of every change that can be made; those of a file are kept, as they take a second."""
+    known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    found = []
+    for path in paths:
+        name = hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
+        if name not in known:
+            known[name] = _places(path)
+        found += [(path, *place) for place in known[name]]
+    kept.write_text(json.dumps(known), encoding="utf-8")
+    return found
+
+
+def _places(path: str) -> list[tuple[str, int, int]]:
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast
 
-    operators = {n: plugins.get_operator(n)() for n in plugins.operator_names() if OPERATORS.fullmatch(n)}
-    found = []
-    for path in paths:
-        source = (ROOT / path).read_text(encoding="utf-8")
-        never = _never_run(source)
-        nodes = list(ast_nodes(get_ast(source)))
-        for name, operator in operators.items():
-            starts = (start for node in nodes for start, _ in operator.mutation_positions(node))
-            found += [(path, name, n, line) for n, (line, _) in enumerate(starts) if line not in never]
+    source = (ROOT / path).read_text(encoding="utf-8")
+    never = _never_run(source)
+    nodes = list(ast_nodes(get_ast(source)))
+    found: list[tuple[str, int, int]] = []
+    for name in (n for n in plugins.operator_names() if OPERATORS.fullmatch(n)):
+        operator = plugins.get_operator(name)()
+        starts = (start for node in nodes for start, _ in operator.mutation_positions(node))
+        found += [(name, n, line) for n, (line, _) in enumerate(starts) if line not in never]
     return found
 
 
@@ -172,19 +184,19 @@ def mutants(found: Iterable[tuple[str, str, int, int]]) -> Iterator[Mutant]:
                 yield Mutant(*place, *changed)
 
 
-def at_random(seed: int, only: str) -> Iterator[Mutant]:
+def at_random(seed: int, only: str, kept: Path) -> Iterator[Mutant]:
     """Every change once."""
-    found = places(path for path in files() if only in path)
+    found = places((path for path in files() if only in path), kept)
     random.Random(seed).shuffle(found)
     return mutants(found)
 
 
-def again(paths: Iterable[Path]) -> Iterator[Mutant]:
+def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
     """The mutants of files that `run` wrote, where their lines now are."""
     here = files()
     for row in (json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()):
         old = Mutant(**{field.name: row[field.name] for field in dataclasses.fields(Mutant)})
-        same = [place for place in places({old.path} & set(here)) if place[1] == old.operator]
+        same = [place for place in places({old.path} & set(here), kept) if place[1] == old.operator]
         new = [m for m in mutants(same) if (m.was, m.now) == (old.was, old.now)]
         if new:
             yield min(new, key=lambda m: abs(m.line - old.line))
@@ -533,6 +545,8 @@ class Tries:
 
     def __init__(self, suite: Suite) -> None:
         self.suite = suite
+        self.fit: set[tuple[str, bool]] = set()
+        """Tests that were seen to pass without a change after those before them."""
         self.unfit: set[str] = set()
         """Tests that fail without a change, too."""
         self._line, its = multiprocessing.Pipe()
@@ -561,8 +575,14 @@ class Tries:
             if ended.how == PASSED:
                 return ""
             so_far = tests[: tests.index(ended.test) + 1] if ended.test in tests else tests
-            without = self.once(None, so_far, inside=inside)
+            told = (ended.test, inside)
+            without = (
+                Ended(PASSED, "")
+                if told in self.fit and ended.how == FAILED
+                else self.once(None, so_far, inside=inside)
+            )
             if without.how == PASSED:
+                self.fit.add(told)
                 return f"{ended.how} {ended.test}".strip()
             print(f"without any change, too: {' '.join(without)}", flush=True)
             self.unfit |= {without.test, ended.test} & set(tests) or set(tests)
@@ -597,7 +617,9 @@ def run(asked: argparse.Namespace) -> int:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         tries = Tries(suite)
         began = time.monotonic()
-        for mutant in again(asked.again) if asked.again else at_random(asked.seed, asked.only):
+        kept = asked.data.with_suffix(".places.json")
+        chosen = again(asked.again, kept) if asked.again else at_random(asked.seed, asked.only, kept)
+        for mutant in chosen:
             if (counts.total() >= asked.mutants and not asked.again) or time.monotonic() > began + asked.minutes * 60:
                 break
             start = time.monotonic()
