@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
 import msgspec
 import numpy as np
 import pytest
 
 from dcpbench.records.record import ClientLoad
-from dcpbench.servers.load import Call, Outcome, Pace
+from dcpbench.servers.client import RequestError
+from dcpbench.servers.load import Call, Outcome, Pace, Run, may_retry
 from dcpbench.servers.measure import _client_bound, _client_load, _not_as_asked
+from dcpbench.servers.sweep import _log
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.traffic import Sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,44 @@ def test_the_worst_process_stands_for_the_client() -> None:
         null_streams=7,
     )
     assert msgspec.to_builtins(load) == msgspec.to_builtins(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "again"),
+    [
+        ("HTTP", 429, True),
+        ("HTTP", 503, True),
+        ("HTTP", 502, False),
+        ("HTTP", 504, False),
+        ("refused", 0, True),
+        ("cut off", 0, False),
+    ],
+)
+def test_a_server_that_is_busy_or_not_there_is_asked_again(kind: str, status: int, again: bool) -> None:
+    assert may_retry(RequestError(kind, "", status=status)) is again
+
+
+def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun at 100 s with 30 s: 20 s are left at 110 s, and none at 131 s."""
+    load = Run(None, [], 1, limit_s=30.0)  # type: ignore[arg-type]  # nothing is sent
+    load.start_s = 100.0
+    for now, left in ((110.0, 20.0), (130.0, 0.0), (131.0, 0.0)):
+        monkeypatch.setattr("dcpbench.servers.load.time.perf_counter", lambda now=now: now)
+        assert load._left_s() == left
+    assert Run(None, [], 1)._left_s() is None  # type: ignore[arg-type]
+
+
+def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_path: Path) -> None:
+    """Letters, digits, -_.= stay; 120 of them; a second server of the same name has a number."""
+    engine = SimpleNamespace(name="vllm")
+    point = SimpleNamespace(tp=4, dp=2, dcp=2, settings="a b/c=1.5_x")
+    log = _log(tmp_path, engine, point)  # type: ignore[arg-type]
+    assert log == tmp_path / "servers" / "vllm-tp4-dp2-dcp2-a_b_c=1.5_x.log"
+    log.parent.mkdir()
+    log.touch()
+    assert _log(tmp_path, engine, point).name == "vllm-tp4-dp2-dcp2-a_b_c=1.5_x-1.log"  # type: ignore[arg-type]
+    point.settings = "x" * 200
+    assert len(_log(tmp_path, engine, point).stem) == 120  # type: ignore[arg-type]
 
 
 def test_what_no_process_noted_is_absent() -> None:
