@@ -194,7 +194,7 @@ def at_random(seed: int, only: str, kept: Path) -> Iterator[Mutant]:
 def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
     """The mutants of files that `run` wrote, where their lines now are."""
     here = files()
-    for row in (json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()):
+    for row in rows(paths):
         old = Mutant(**{field.name: row[field.name] for field in dataclasses.fields(Mutant)})
         same = [place for place in places({old.path} & set(here), kept) if place[1] == old.operator]
         new = [m for m in mutants(same) if (m.was, m.now) == (old.was, old.now)]
@@ -202,6 +202,11 @@ def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
             yield min(new, key=lambda m: abs(m.line - old.line))
         else:
             print(f"gone: line {old.line} of {old.name}", flush=True)
+
+
+def rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All lines of files that `run` wrote."""
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _never_run(source: str) -> set[int]:
@@ -610,7 +615,9 @@ def run(asked: argparse.Namespace) -> int:
     suite = Suite(_seconds(asked.data))
     covered = Covered(asked.data, suite.seconds)
     equivalents = set(EQUIVALENTS.read_text().splitlines()) if EQUIVALENTS.exists() else set()
-    counts: collections.Counter[str] = collections.Counter()
+    done = rows([asked.out]) if asked.out and asked.out.exists() else []
+    counts = collections.Counter(str(row["what"]) for row in done)
+    before = {_identity(row) for row in done}
     gc.collect()
     gc.freeze()
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
@@ -623,6 +630,8 @@ def run(asked: argparse.Namespace) -> int:
             if (counts.total() >= asked.mutants and not asked.again) or time.monotonic() > began + asked.minutes * 60:
                 break
             start = time.monotonic()
+            if _identity(dataclasses.asdict(mutant)) in before:
+                continue
             what, how = tries.of(mutant, covered.tests(mutant), equivalents)
             counts[what] += 1
             if what != SEEN:
@@ -633,9 +642,14 @@ def run(asked: argparse.Namespace) -> int:
                     file.write(json.dumps(row) + "\n")
     counted = counts.total() - counts[EQUIVALENT]
     score = counts[SEEN] / counted if counted else 0.0
-    each = (time.monotonic() - began) / max(counts.total(), 1)
+    each = (time.monotonic() - began) / max(counts.total() - len(done), 1)
     print(f"{counts.total()} mutants: {dict(counts)}; {100 * score:.1f} % of {counted} seen; {each:.1f} s each")
     return 0 if score >= GOOD and (asked.again or counts.total() >= asked.mutants) else 1
+
+
+def _identity(row: dict[str, Any]) -> tuple[object, ...]:
+    """What tells mutants apart, as long as no line is added or taken away."""
+    return row["path"], row["operator"], row["occurrence"], row["now"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -653,7 +667,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--again", type=Path, nargs="+", help="the mutants of these files of --out, in place of random ones"
     )
-    parser.add_argument("--out", type=Path, help="append a line of JSON for each mutant")
+    parser.add_argument(
+        "--out", type=Path, help="append a line of JSON for each mutant; what is there is not tried again"
+    )
     asked = parser.parse_args(arguments)
     return cover(asked.data, asked.tests) if asked.what == "cover" else run(asked)
 
