@@ -314,7 +314,7 @@ class Covered:
         self._seconds = seconds
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Tests that run the line, or a line that names what the line makes: quick and specific ones first, then file by file."""
+        """Tests that run the line, or a line that names what the line makes: of each file in turn the quickest and most specific one."""
         lines = self._lines(mutant.path)
         size = collections.Counter(name for names in lines.values() for name in names)
         ran = set(lines.get(mutant.line, ()))
@@ -331,8 +331,13 @@ class Covered:
         def order(name: str) -> tuple[bool, float, str]:
             return name.split("::", maxsplit=1)[0] not in said, (self._seconds[name] + 0.1) * (size[name] or 1000), name
 
-        chosen, left_s = [], float(MOST_S)
+        place: collections.Counter[str] = collections.Counter()
+        in_turn = []
         for name in sorted(known, key=order):
+            place[file := name.split("::", maxsplit=1)[0]] += 1
+            in_turn.append((place[file], *order(name)))
+        chosen, left_s = [], float(MOST_S)
+        for *_, name in sorted(in_turn):
             if self._seconds[name] <= left_s:
                 chosen.append(name)
                 left_s -= self._seconds[name]

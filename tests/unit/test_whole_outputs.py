@@ -258,8 +258,11 @@ def test_the_work_of_steps(tmp_path: Path) -> None:
     hold("work-of-steps.txt", "\n".join(lines), tmp_path)
 
 
-def test_a_doctors_findings(tmp_path: Path) -> None:
+def test_a_doctors_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine on which everything is wrong with one GPU, and of one where nothing is."""
+    monkeypatch.setattr("dcpbench.doctor.gpus.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("dcpbench.doctor.gpus.os.cpu_count", lambda: 64)
+    monkeypatch.setattr("dcpbench.doctor.gpus._command", lambda _: "python")
     wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
     sick = looked(
         tmp_path, env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}, system=System(load=60.0, limit=256), **wrong
