@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dcpbench.servers.answers import BY_IDS, BY_USAGE, Streamed
+from dcpbench.servers.answers import BY_IDS, BY_USAGE, SPARE_CHUNKS, Streamed
+from dcpbench.servers.events import StreamError
 
 
 def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, end: bool = False) -> dict[str, object]:
@@ -28,6 +29,17 @@ def streamed(*events: dict[str, object]) -> Streamed:
 
 
 LAST = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 3}}
+
+
+@pytest.mark.parametrize(("chunks", "ends"), [(2 * 4 + SPARE_CHUNKS, True), (2 * 4 + SPARE_CHUNKS + 1, False)])
+def test_a_stream_may_have_twice_the_chunks_of_what_was_asked_and_some_to_spare(chunks: int, ends: bool) -> None:
+    """Four tokens were asked for."""
+    events = [event("a", ids=[1]) for _ in range(chunks)]
+    if ends:
+        assert len(streamed(*events, event("", end=True)).chunk_s) == chunks
+    else:
+        with pytest.raises(StreamError, match=f"it sent {chunks:,} chunks for 4 tokens and did not end"):
+            streamed(*events)
 
 
 @pytest.mark.parametrize(

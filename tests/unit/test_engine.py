@@ -1,6 +1,7 @@
 """The decode engine of one rank: padded batches on the real model, and KV that does not depend on the layout."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from dcpbench.engine.decode import DecodeEngine, Request
 from dcpbench.errors import UsageError
 from dcpbench.hangs.evidence import Device
 from dcpbench.points import layout as arithmetic
-from dcpbench.points.batches import padded_batch
+from dcpbench.points.batches import GRAPH_BATCHES, batch_rows, padded_batch
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.serving.allocator import OutOfKvError
@@ -154,6 +155,17 @@ class TestHalves:
 def test_a_batch_is_padded_up_to_the_next_graph(requests, rows):
     """Graphs exist for 1, 2, 4, 8 … 40, 48 … 512 rows."""
     assert padded_batch(requests) == rows
+
+
+def test_sizes_of_graphs_are_four_times_closer_than_powers_of_two():
+    """1, 2, then steps of 4 below 16; from there a fourth or less of the size, doubled as often as sizes double."""
+    steps = [range(4, 16, 4), range(16, 48, 8), range(48, 128, 16), range(128, 256, 32), range(256, 513, 64)]
+    assert (1, 2, *itertools.chain(*steps)) == GRAPH_BATCHES
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(512, 512), (513, 576), (576, 576), (577, 640)])
+def test_eager_steps_are_multiples_of_64_rows(requests, rows):
+    assert batch_rows(requests) == rows
 
 
 def test_more_requests_than_the_largest_graph_are_refused():

@@ -21,7 +21,7 @@ from dcpbench.exports import (
     sglang,
     vllm,
 )
-from dcpbench.exports.measured import Measured
+from dcpbench.exports.measured import Measured, digest
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
@@ -383,3 +383,9 @@ class TestHud:
     @pytest.mark.parametrize("make", [files.replayed, files.functional], ids=["replay", "cpu"])
     def test_nothing_computed_enters_a_public_database(self, make: Any) -> None:
         assert not hud.render([make()]).files
+
+
+def test_a_digest_has_twelve_digits() -> None:
+    """The first of SHA-256, also of text that UTF-8 does not have."""
+    assert digest("a") == "ca978112ca1b"
+    assert len(digest("\ud800")) == 12

@@ -220,3 +220,37 @@ class TestResume:
         for age, tag in ((30, "tp2-0"), (20, "tp2-1"), (10, "tp2-2")):
             os.utime(tmp_path / f"job-{tag}.json", (1e9 - age, 1e9 - age))
         assert "--seconds was 3 and is 10" in folders.check_resumed(tmp_path, NOW)
+
+
+def test_a_run_notices_that_its_folder_is_another_one(tmp_path: Path) -> None:
+    """Moved away, and made anew by somebody else."""
+    folder = tmp_path / "run"
+    with folders.locked(folder) as lock:
+        folders.check_there(folder, lock)
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(OutputError, match="was removed or moved away while the run was writing there"):
+            folders.check_there(folder, lock)
+        folder.mkdir()
+        (folder / LOCK_FILE).touch()
+        with pytest.raises(OutputError, match="was removed or moved away"):
+            folders.check_there(folder, lock)
+
+
+def test_workers_of_a_command_that_is_gone_are_looked_for_twenty_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get five seconds to end."""
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folders.time, "sleep", sleep)
+    monkeypatch.setattr(folders, "alive", lambda _: ("workers", None))
+    monkeypatch.setattr(folders, "alive_pid", lambda _: None)
+    with folders.locked(tmp_path), pytest.raises(OutputError, match="pid unknown"):
+        folders.locked(tmp_path).__enter__()
+    assert set(slept) == {0.05}
+    assert sum(slept) == pytest.approx(5.0, abs=0.051)

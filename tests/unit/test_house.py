@@ -1,5 +1,7 @@
 """The house rules that no linter knows: what a wheel holds, what an import costs, what documents promise."""
 
+import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -8,6 +10,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import dcpbench
@@ -204,3 +207,67 @@ class TestMake:
         script = ROOT / ".ci" / "run"
         assert os.access(script, os.X_OK)
         assert "make lint types test test-long" in script.read_text()
+
+
+FILLED = {
+    "bench.operators.attention": "Pools",
+    "bench.operators.padded_slots": "Scene",
+    "bench.record": "BenchRecord",
+    "commands.ab": "State",
+    "commands.runs": "Part",
+    "compare.judging": "_Test",
+    "compare.model": "Row PointResult Difference Broken Finding Comparison",
+    "hangs.evidence": "Rank Evidence",
+    "imports.inferencex": "Row",
+    "imports.sglang": "File",
+    "imports.vllm": "File",
+    "launch.launcher": "_End",
+    "records.file": "_Version",
+    "reports.page.render": "Chart",
+    "reports.plots": "Studio",
+    "reports.sections": "Section",
+    "servers.events": "Details Usage Message Choice Completion _Error",
+    "servers.info": "Card _Models",
+    "servers.load": "Outcome Pace",
+    "servers.measure": "Served _Sent",
+    "serving.outcome": "StepCounts",
+    "serving.requests": "Sequence ReplicaStep Step",
+    "serving.step_times": "_Version",
+    "serving.traffic": "Sample",
+    "syncs.gating.baseline": "Entry Baseline",
+    "syncs.model": "Coverage TraceSummary Example Site Totals Finding Verdict Report",
+    "syncs.run": "Note",
+    "syncs.traces.columns": "Table",
+    "syncs.traces.reading": "Args Event Trouble",
+    "top.facts": "JobFacts",
+}
+"""Dataclasses and structs that are filled step by step, or so often that freezing them would take long."""
+
+
+@pytest.mark.parametrize(
+    "room",
+    sorted({name.split(".")[1] for name in TORCH_FREE if name.count(".")} | {"plan", "points", "records", "show"}),
+)
+def test_values_cannot_be_changed(room: str) -> None:
+    """All other dataclasses and structs of the rooms without torch are frozen."""
+    found = set()
+    paths = sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+    for path in paths:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name.startswith(WITH_TORCH) or "recorder" in name or name.endswith("__main__"):
+            continue
+        module = importlib.import_module(name)
+        for cls in vars(module).values():
+            if not isinstance(cls, type) or cls.__module__ != name:
+                continue
+            if dataclasses.is_dataclass(cls):
+                frozen = cls.__dataclass_params__.frozen
+            elif issubclass(cls, msgspec.Struct):
+                frozen = cls.__struct_config__.frozen
+            else:
+                continue
+            if not frozen:
+                found.add((name.removeprefix("dcpbench."), cls.__name__))
+    assert found == {
+        (module, cls) for module, names in FILLED.items() for cls in names.split() if module.split(".")[0] == room
+    }

@@ -78,6 +78,27 @@ def test_experts_are_cut_into_what_the_kernels_read() -> None:
     check(tiny(moe_inter=16), ep="1")
 
 
+def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
+    """Of V3 over 4 ranks, 2 of them in each replica: 64 heads of 192 and 128 numbers, a fourth of what is cut by width."""
+    shape, point = (
+        SHAPES["deepseek-v3"],
+        Point(model="deepseek-v3", tp=4, dp=2, ep="1", concurrency=2, context=9, backend="triton", dtype="bf16"),
+    )
+    assert judge._cut_parts(point, shape) == {
+        "'hidden_size'": 7168,
+        "the queries": 1536,
+        "q_b": 64 * 192,
+        "o_proj": 64 * 128,
+        "an expert": 512,
+        "the shared expert": 512,
+        "the dense MLP": 4608,
+    }
+    whole = msgspec.structs.replace(point, ep="tp")
+    assert judge._cut_parts(whole, shape)["an expert"] == 2048
+    lite = judge._cut_parts(whole, dataclasses.replace(SHAPES["deepseek-v2-lite"], first_dense=0))
+    assert (lite["the queries"], lite["the shared expert"], lite["the dense MLP"]) == (8 * 192, 704, 0)
+
+
 @pytest.mark.parametrize(("dp", "most"), [(1, 512), (2, 1024)])
 @pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
 def test_more_requests_than_the_largest_graph_takes_are_refused_with_the_most(probe: Probe, dp: int, most: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -400,3 +401,12 @@ def _connect(port: int) -> socket.socket:
             return socket.create_connection(("127.0.0.1", port), timeout=30)
         except ConnectionRefusedError:
             continue
+
+
+def test_of_what_a_worker_wrote_the_last_lines_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = SimpleNamespace(returncode=3, stdout="not JSON", stderr="\n".join(f"line {n}" for n in range(100)))
+    monkeypatch.setattr(launcher.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(WorkerError, match=r"\(exit code 3\)") as error:
+        launcher.probe("worker")
+    wrote = str(error.value).partition("It wrote:\n")[2].splitlines()
+    assert wrote == [f"line {n}" for n in range(100 - launcher.LOG_LINES, 100)]

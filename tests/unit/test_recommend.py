@@ -6,16 +6,19 @@ import dataclasses
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from dcpbench.cli import main
 from dcpbench.plan.spec import planned
+from dcpbench.points.floors import StepRows
 from dcpbench.points.layout import Layout
 from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import load_shape
+from dcpbench.points.wire import Seconds
 from dcpbench.recommend import advise, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, anchored, of_record
 from dcpbench.recommend.score import Load, Score, score
@@ -87,6 +90,47 @@ def test_calls_of_a_layout_are_those_of_its_groups() -> None:
     assert kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
     assert kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
     assert kinds(tp=1) == set()
+
+
+def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> None:
+    """Eight decode rows of V3, 7,168 numbers of 2 bytes, over 4 ranks: an all-reduce receives 2 · 3/4 of them, 172,032 bytes.
+
+    128 gathered heads of 8 requests, of which 3/4 come from others: 768 times 576 + 512 numbers of 2 bytes and an lse of 4;
+    by `ag_rs` outputs are fp32 and each rank has the lse of all.
+    """
+    asked: list[tuple[object, ...]] = []
+
+    def seconds(*call: object) -> Seconds:
+        asked.append(call)
+        return Seconds(mean=1.0, low=0.5, high=2.0)
+
+    def made(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
+        of = Estimator(point(**degrees, exchange=exchange), described("H200"), estimate.published().terms)
+        asked.clear()
+        known = SimpleNamespace(seconds=seconds)
+        return estimate.calls(
+            of.sharding, estimate.padded(of.decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
+        )
+
+    found = made(8, "a2a", tp=4, dcp=4)
+    assert asked == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
+    assert found["all-reduce"] == Seconds(mean=122.0, low=61.0, high=244.0)
+    assert found["a2a"] == Seconds(mean=61.0, low=30.5, high=122.0)
+    made(8, "ag_rs", tp=4, dcp=4)
+    assert asked[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
+    made(8, "a2a", tp=4, dcp=2)
+    assert asked[-1] == ("a2a", 2, 8 * 64 // 2 * (1152 + 1024 + 4), 2)
+    made(32, "none", tp=4, dp=4)
+    assert asked == [(name, 4, 3 * 32 * 14_336 // 4, 1) for name in ("all-gather", "reduce-scatter")]
+
+
+def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
+    """Of 1,000 stored tokens, 1,152 bytes each, half lie on the other of two ranks."""
+    of = Estimator(point(tp=2, dcp=2, exchange="a2a"), described("H200"), estimate.published().terms)
+    asked: list[tuple[object, ...]] = []
+    known = SimpleNamespace(seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    estimate.calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
+    assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 
 
 def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:

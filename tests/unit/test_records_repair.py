@@ -22,6 +22,7 @@ from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import BACKUP, CUT_SHORT, DAMAGED, STRANGE, audit, repair
 from dcpbench.records.runs import last_records
 from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve_build
 
 RECORDS = [build.ok(build.point(Layout(4), concurrency=n), steps=3) for n in (1, 2, 4)]
 ROOT = Path(__file__).parents[2]
@@ -216,3 +217,15 @@ class TestCommand:
     ) -> None:
         assert typed(capsys, verb, str(tmp_path))[0] == 2
         assert not list(tmp_path.iterdir()), "no lock either"
+
+
+def test_samples_that_a_record_names_and_nobody_finds_are_told(tmp_path: Path) -> None:
+    """One file is there, one is not."""
+    found = [serve_build.served(serve_build.point(concurrency=n)) for n in (8, 32)]
+    named = [
+        msgspec.structs.replace(r, serve=msgspec.structs.replace(r.serve, samples_file=f"samples-{i}.parquet"))
+        for i, r in enumerate(found)
+    ]
+    build.write(tmp_path, named)
+    (tmp_path / "samples-0.parquet").touch()
+    assert audit(tmp_path).samples_missing == ["samples-1.parquet"]

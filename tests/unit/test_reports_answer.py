@@ -444,3 +444,10 @@ class TestShapes:
         assert list(short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
         assert shared_shape(rests) == "500 out"
         assert short_shapes(rests[:1]) == {rests[0]: rests[0]}
+
+
+@pytest.mark.parametrize(("inside", "fence"), [("no ticks", 3), ("a ```` b", 5), ("`", 3), ("a ``` b", 4)])
+def test_a_fence_is_longer_than_any_run_of_backticks_in_it(inside: str, fence: int, tmp_path: Path) -> None:
+    text = markdown.render("title", [sections.Section(slug="slug", title="Title", commands=[inside])], tmp_path)
+    assert f"\n{'`' * fence}\n{inside}\n{'`' * fence}\n" in text
+    assert "`" * (fence + 1) not in text

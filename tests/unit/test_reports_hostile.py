@@ -302,6 +302,17 @@ def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_
     assert all(len(table.columns) <= answer_tables.MOST_COLUMNS + 3 for table in told[0].tables)
 
 
+def test_as_many_as_a_figure_holds_are_all_shown(tmp_path: Path) -> None:
+    """Nine lengths, 48 loads; one more of each leaves 6 and 24. 12 models and 6 runs have figures of their own."""
+    everything, note = plots.thinned(grid(tmp_path / "all", 9, 48).points)
+    assert (len(everything), note) == (9 * 48 * 2, "")
+    fewer, note = plots.thinned(grid(tmp_path / "more", 10, 49).points)
+    assert (len(fewer), note) == (6 * 24 * 2, " (shown: 6 of 10 lengths, 24 of 49 loads; all in points.csv)")
+    assert (plots.MOST_MODELS, plots.MOST_RUNS) == (12, 6)
+    assert plots.evenly([1, 2, 3], 3) == [1, 2, 3]
+    assert plots.evenly(list(range(11)), 3) == [0, 5, 10]
+
+
 def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> None:
     """20 layouts of one load, the step of each 1 ms longer: the first 16 stay."""
     records = [
@@ -311,6 +322,8 @@ def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> No
     shown, note = plots.thinned(frames.load([build.write(tmp_path / "run", records)]).points)
     assert set(shown["backend"]) == {f"b{i:02}" for i in range(16)}
     assert "the 16 fastest of 20 layouts" in note
+    shown, note = plots.thinned(frames.load([build.write(tmp_path / "few", records[:16])]).points)
+    assert (len(shown), note) == (16, "")
 
 
 def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) -> None:

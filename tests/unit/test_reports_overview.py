@@ -145,6 +145,21 @@ class TestWhichLayoutToTake:
         assert "for DeepSeek-V3, take tp4·dcp4 at every load tried (8–32 requests of 4,000 tokens)" in text
         assert "; for Kimi-K2, take tp4 at every load tried" in text
 
+    @pytest.mark.parametrize(
+        ("models", "more"), [(4, ""), (5, "; 1 more models are below"), (6, "; 2 more models are below")]
+    )
+    def test_of_many_models_four_have_their_rule_in_the_sentence(self, models: int, more: str, tmp_path: Path) -> None:
+        records = [
+            steps(layout, n, 40 if (layout == TP) == bool(i % 2) else 50, model=f"model-{i}")
+            for i in range(models)
+            for n in (8, 32)
+            for layout in (TP, DCP)
+        ]
+        text = said(tmp_path, *records)
+        assert text.count("; for model-") == 3
+        assert ("more models" in text) == bool(more)
+        assert more in text
+
     def test_layouts_on_more_gpus_have_a_rule_of_their_own(self, tmp_path: Path) -> None:
         """None of 4 GPUs is set against one of 8."""
         four = [steps(TP, 8, 40), steps(DCP, 8, 50)]

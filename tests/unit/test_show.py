@@ -22,6 +22,8 @@ from dcpbench.show.numbers import (
     short_number,
     span,
     times,
+    tok_s,
+    with_interval,
     with_reach,
     with_unit,
 )
@@ -125,6 +127,43 @@ class TestNumbers:
     def test_a_value_has_its_reach_where_it_looks_different(self) -> None:
         assert with_reach(1.12, 1.101, 1.139) == "1.12× [1.10–1.14]"
         assert with_reach(1.12, 1.121, 1.119) == "1.12×"
+        assert with_reach(1.12, 1.12, 1.139) == "1.12× [1.12–1.14]"
+
+    @pytest.mark.parametrize(
+        ("ends", "text"),
+        [
+            ((285.4, 286.4), "286 tok/s [285–286]"),
+            ((285.6, 287.4), "286 tok/s [286–287]"),
+            ((285.6, 286.4), "286 tok/s"),
+            ((284.6, 284.7), "286 tok/s [285–285]"),
+        ],
+    )
+    def test_a_rate_has_its_ends_where_one_looks_different(self, ends: tuple[float, float], text: str) -> None:
+        assert tok_s(286.0, *ends) == text
+
+    @pytest.mark.parametrize(
+        ("value", "digits", "text"),
+        [
+            (-12.3456, 4, "-12.35"),
+            (0.001234, 4, "0.001234"),
+            (99.96, 2, "100"),
+            (float("inf"), 4, "inf"),
+            (9.996, 3, "10.00"),
+        ],
+    )
+    def test_digits_count_from_the_first_that_is_not_0(self, value: float, digits: int, text: str) -> None:
+        assert number(value, digits) == text
+
+    @pytest.mark.parametrize(
+        ("value", "digits", "text"), [(99.4, 2, "99"), (100.4, 3, "100"), (-1234.5, 3, "-1,234"), (0.01234, 2, "0.012")]
+    )
+    def test_a_short_number_is_whole_from_its_digits_on(self, value: float, digits: int, text: str) -> None:
+        assert short_number(value, digits) == text
+
+    def test_an_interval_follows_its_median(self) -> None:
+        assert with_interval(12.5, 12.41, 12.6) == "12.50 [12.41–12.60]"
+        assert with_interval(12.5, 12.41, 12.6, 3) == "12.5 [12.4–12.6]"
+        assert with_interval(None, None, None) == "—"
 
 
 class TestWords:

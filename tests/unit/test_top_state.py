@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
+from dcpbench.compare import student
 from dcpbench.launch.jobs import Check, Failure
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.records.file import RecordFile
@@ -38,6 +40,7 @@ class TestPoints:
         assert found.now
         assert found.now.point == "tiny tp2 reference, 2 × 300 tokens"
         assert (found.now.stage, found.now.stage_s, found.now.note) == ("measure", 3, "3/9 requests")
+        assert (found.now.silent_s, found.now.timeout_s) == (3, 300)
         assert [(p.outcome, p.tok_s, p.itl_ms) for p in found.last] == [("ok", 200, 10), ("failed", None, None)]
 
     def test_a_hung_point_counts_as_failed(self, tmp_path: Path) -> None:
@@ -101,6 +104,24 @@ class TestTime:
         assert found
         half = 4.30 * 2 * math.sqrt(4 + 16 / 3)
         assert (found.seconds, found.low, found.high) == (40, pytest.approx(40 - half), pytest.approx(40 + half))
+
+    @pytest.mark.parametrize("n", range(3, 16))
+    def test_ranges_are_as_wide_as_students_t_says(self, n: int) -> None:
+        """Of n points at 9 and 11 s alternately, one left: ± t(n - 1) · s · √(1 + 1/n); beyond the table ± 2.2."""
+        durations = [9.0 + 2 * (i % 2) for i in range(n)]
+        found = estimate(durations, 1)
+        assert found
+        assert found.high is not None
+        t = 2.2 if n > 11 else round(student.quantile(0.025, n - 1), 2)
+        half = t * statistics.stdev(durations) * math.sqrt(1 + 1 / n)
+        assert found.high - found.seconds == pytest.approx(half, abs=0.01 * half)
+        assert estimate(durations[:2], 1).high is None
+
+    def test_a_range_ends_at_zero(self) -> None:
+        """1 and 100 s and 1 s: ± 4.30 · 57 is far more than the 34 s that are left."""
+        found = estimate([1, 100, 1], 1)
+        assert found
+        assert (found.low, found.seconds) == (0, 34)
 
     def test_no_time_is_left_below_zero(self) -> None:
         """One left, 100 s at work where points take 10: it may end any moment."""

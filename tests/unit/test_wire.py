@@ -95,6 +95,41 @@ def test_the_band_widens_past_what_was_measured() -> None:
     assert made((2,)).error(4, 500_000) >= 0.25
 
 
+@pytest.mark.parametrize(
+    ("ranks", "size", "meetings", "by_ranks", "by_size"),
+    [
+        (4, 500_000, 1, 0, 0),
+        (8, 16_000_000, 2, 0, 0),
+        (2, 500_000, 1, 1, 0),
+        (32, 500_000, 1, 2, 0),
+        (4, 32_000_000, 1, 0, 2),
+        (4, 1_250, 1, 0, 2),
+        (4, 2_500, 2, 0, 2),
+        (16, 16_000_000, 1, 1, 1),
+    ],
+)
+def test_each_doubling_or_halving_past_what_was_measured_adds_its_own_error(
+    ranks: int, size: int, meetings: int, by_ranks: int, by_size: int
+) -> None:
+    """4 and 8 ranks were measured, and 5,000 to 8,000,000 bytes a meeting."""
+    call = made((4, 8), wrong=0.2)
+    wider = by_ranks * call.ranks_error + (1 + by_size) * call.size_error
+    assert call.error(ranks, size, meetings) == pytest.approx(wider)
+
+
+def test_errors_that_nothing_was_measured_for_are_assumed() -> None:
+    """One number of ranks leaves 25 % a doubling, two sizes 20 %; none is below 1 %."""
+    one = Call("one", tuple(Sample(2, 1, size, TRUE.us(2, 1, size)) for size in SIZES[:2]))
+    assert (one.ranks_error, one.size_error) == (0.25, 0.2)
+    assert (made().size_error, made((2, 4, 8)).ranks_error) == (0.01, 0.01)
+
+
+def test_what_another_number_of_ranks_errs_by_is_shared_by_its_doublings() -> None:
+    """From 2 ranks to 8 are two doublings: 15 µs were measured where 10 were expected."""
+    far = tuple(Sample(n, 1, size, us) for n, us in ((2, 10.0), (8, 15.0)) for size in (1000, 2000, 4000))
+    assert Call("far", far).ranks_error == pytest.approx((1 - 10 / 15) / 2)
+
+
 def test_one_rank_sends_nothing_and_an_unknown_call_is_named() -> None:
     """The rest is an error that says what is known."""
     wire = Wire({"made": made()}, host=8)
@@ -118,6 +153,30 @@ def test_links_between_hosts() -> None:
         wire.seconds("symm", 16, size)
     with pytest.raises(UsageError, match="no link between hosts is described"):
         Wire(wire.calls, host=8).seconds("all-gather", 16, size)
+
+
+def test_a_ring_over_hosts_shares_its_links_and_waits_once_for_each_further_host() -> None:
+    """64 MB over 8 links of 1 GB/s, of which 0.8 are reached: 10 ms; three further hosts, two meetings: 6 messages of 5 µs."""
+    link = Link(name="x", bytes_s=1e9, latency_us=5.0, source="made up")
+    wire = Wire({"all-gather": made(), "all-to-all": made()}, host=8, link=link)
+    found = wire.seconds("all-gather", 32, 64_000_000, 2)
+    assert found.mean == pytest.approx(10e-3 + 30e-6)
+    assert (found.low, found.high) == (pytest.approx(found.mean / 2), pytest.approx(found.mean * 2))
+    small = wire.seconds("all-to-all", 16, 1000, 2)
+    assert small.mean == pytest.approx(made().us(16, 1000, 2) * 1e-6 + 10e-6)
+    assert wire.seconds("all-gather", 8, 64_000_000).mean < 1e-3
+
+
+def test_another_machines_rate_and_error_are_reckoned_with() -> None:
+    """Links twice as fast halve the bytes' share, and the band holds what was measured and what is borrowed."""
+    call, size = made(), 1_000_000
+    wire = Wire({"made": call}, host=8, scale=2.0, borrowed=0.1)
+    us, bytes_us = call.us(2, size), size / 200e3
+    found = wire.seconds("made", 2, size)
+    assert found.mean == pytest.approx((us - bytes_us / 2) * 1e-6)
+    error = call.error(2, size) + 0.1 + us / (us - bytes_us / 2) - 1
+    assert found.high / found.mean == pytest.approx(1 + error)
+    assert found.mean / found.low == pytest.approx(1 + error)
 
 
 def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:

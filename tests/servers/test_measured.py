@@ -1,0 +1,134 @@
+"""What a record says of the client and of the answers, worked out from a few requests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.records.record import ClientLoad
+from dcpbench.servers.client import RequestError
+from dcpbench.servers.load import Call, Outcome, Pace, Run, may_retry
+from dcpbench.servers.measure import _client_bound, _client_load, _not_as_asked
+from dcpbench.servers.sweep import _log
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.traffic import Sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("cpu", "lag_ms", "itl_ms", "bound"),
+    [
+        (0.9, None, None, False),
+        (0.91, None, None, True),
+        (0.5, 3.0, None, False),
+        (0.5, 3.1, None, True),
+        (0.5, 3.1, 20.0, True),
+        (0.5, 5.0, 50.0, False),
+        (0.5, 5.1, 50.0, True),
+        (0.95, 0.1, 50.0, True),
+    ],
+)
+def test_a_client_is_the_bottleneck_where_it_is_busy_or_late(
+    cpu: float, lag_ms: float | None, itl_ms: float | None, bound: bool
+) -> None:
+    """Past 90 % of a core, or at p99 later than 3 ms and than a tenth of the median gap."""
+    assert _client_bound(ClientLoad(processes=1, cpu_share=cpu, lag_p99_ms=lag_ms), itl_ms) is bound
+    assert not _client_bound(None, itl_ms)
+
+
+def test_the_worst_process_stands_for_the_client() -> None:
+    """Two processes for 10 s, of which one was busy for 4 and starved for 1; 100 requests 1 to 100 ms late: p99 is 99.01."""
+    paces = [
+        Pace(lags_s=[0.001] * 100, ages_s=[0.004], cpu_s=4.0, starved_s=0.5, realtime=True, wall_s=10.0),
+        Pace(lags_s=[0.003] * 100, ages_s=[0.002], cpu_s=2.0, starved_s=1.0, realtime=False, wall_s=10.0),
+    ]
+    calls = [Outcome(Call(i, b"", 1), submitted_s=5.0, sent_s=5.0 + (i + 1) / 1e3) for i in range(100)]
+    load = _client_load([*calls, Outcome(Call(100, b"", 1), submitted_s=5.0)], paces, {"null_streams": 7})
+    assert load.late_p99_ms == pytest.approx(99.01)
+    assert load.read_late_p99_ms == pytest.approx(3.98)
+    expected = ClientLoad(
+        processes=2,
+        cpu_share=0.4,
+        late_p99_ms=load.late_p99_ms,
+        lag_p99_ms=3.0,
+        read_late_p99_ms=load.read_late_p99_ms,
+        starved_share=0.1,
+        realtime=False,
+        null_streams=7,
+    )
+    assert msgspec.to_builtins(load) == msgspec.to_builtins(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "again"),
+    [
+        ("HTTP", 429, True),
+        ("HTTP", 503, True),
+        ("HTTP", 502, False),
+        ("HTTP", 504, False),
+        ("refused", 0, True),
+        ("cut off", 0, False),
+    ],
+)
+def test_a_server_that_is_busy_or_not_there_is_asked_again(kind: str, status: int, again: bool) -> None:
+    assert may_retry(RequestError(kind, "", status=status)) is again
+
+
+def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun at 100 s with 30 s: 20 s are left at 110 s, and none at 131 s."""
+    load = Run(None, [], 1, limit_s=30.0)  # type: ignore[arg-type]  # nothing is sent
+    load.start_s = 100.0
+    for now, left in ((110.0, 20.0), (130.0, 0.0), (131.0, 0.0)):
+        monkeypatch.setattr("dcpbench.servers.load.time.perf_counter", lambda now=now: now)
+        assert load._left_s() == left
+    assert Run(None, [], 1)._left_s() is None  # type: ignore[arg-type]
+
+
+def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_path: Path) -> None:
+    """Letters, digits, -_.= stay; 120 of them; a second server of the same name has a number."""
+    engine = SimpleNamespace(name="vllm")
+    point = SimpleNamespace(tp=4, dp=2, dcp=2, settings="a b/c=1.5_x")
+    log = _log(tmp_path, engine, point)  # type: ignore[arg-type]
+    assert log == tmp_path / "servers" / "vllm-tp4-dp2-dcp2-a_b_c=1.5_x.log"
+    log.parent.mkdir()
+    log.touch()
+    assert _log(tmp_path, engine, point).name == "vllm-tp4-dp2-dcp2-a_b_c=1.5_x-1.log"  # type: ignore[arg-type]
+    point.settings = "x" * 200
+    assert len(_log(tmp_path, engine, point).stem) == 120  # type: ignore[arg-type]
+
+
+def test_what_no_process_noted_is_absent() -> None:
+    load = _client_load([], [Pace(realtime=True)], {})
+    assert load == ClientLoad(processes=1, cpu_share=0.0, realtime=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "nominal"),
+    [
+        (100, 20, False),
+        (105, 21, False),
+        (95, 19, False),
+        (106, 20, True),
+        (94, 20, True),
+        (100, 18, True),
+        (100, 22, True),
+    ],
+)
+def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, tokens: int, nominal: bool) -> None:
+    """20 tokens were asked for behind 100; of the second request, which did not finish, nothing is asked."""
+
+    def request(number: int, length: int, output: int) -> ServeRequest:
+        return ServeRequest(number=number, prompt=np.zeros(length, np.int32), output_tokens=output, arrival_s=0.0)
+
+    asked = [request(0, 100, 20), request(1, 100, 20)]
+    came = [
+        Sample(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
+        Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
+    ]
+    assert _not_as_asked(came, asked) is nominal

@@ -1,0 +1,127 @@
+"""As much as a limit says is taken, and the next more is refused, in each room that has limits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench.compare.judging import Options
+from dcpbench.compare.outputs import Out, check
+from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.hangs import beats
+from dcpbench.imports import Told, _check_told, result
+from dcpbench.plan import options
+from dcpbench.plan.serve_spec import make_serve_spec
+from dcpbench.plan.spec import planned
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.records import checks
+from dcpbench.serving import load_words, request_files, step_times
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = Probe(device="cpu", count=0, name="CPU")
+RECORD = build.ok(build.point())
+
+
+def refuse(problem: str) -> None:
+    """For what is told and not raised."""
+    if problem:
+        raise UsageError(problem)
+
+
+def served(**options: object) -> object:
+    return make_serve_spec({"baseline": False, **options}, CPU)
+
+
+def compared(**options: float) -> None:
+    check(Options(**options), Out())
+
+
+def row(**fields: object) -> object:
+    """A line of a file of requests."""
+    length = {} if "prompt" in fields else {"input_tokens": 1}
+    return request_files._own(Path("f"), 1, length | {"output_tokens": 1} | fields)
+
+
+def measured(requests: int = 1, context: int = 1, prefix: int = 0, tokens: int = 1) -> None:
+    """A case of measured steps."""
+    case = step_times.Case(
+        decodes=(step_times.Decodes(requests=requests, context=context),),
+        chunks=(step_times.Chunks(chunks=1, tokens=tokens, prefix=prefix),),
+    )
+    refuse(step_times._problem(step_times.Measured(case=case, samples_ms=[1.0])))
+
+
+def timed(sample_ms: float = 1.0, host_ms: float = 0.0, floor_ms: float = 0.0) -> None:
+    """A step of one request that took so long."""
+    case = step_times.Case(decodes=(step_times.Decodes(requests=1, context=1),))
+    found = step_times.Measured(case=case, samples_ms=[1.0, sample_ms], host_ms=[1.0, host_ms], floor_ms=floor_ms)
+    refuse(step_times._problem(found))
+
+
+def entries(count: int) -> None:
+    refuse(checks._entries(msgspec.structs.replace(RECORD, marks=["m"] * count)))
+
+
+def ranks(degree: int) -> None:
+    refuse(checks._layout(msgspec.structs.replace(RECORD, point=msgspec.structs.replace(RECORD.point, tp=degree))))
+
+
+def members(last: int) -> None:
+    refuse("" if len(beats.members(f"0-{last}")) == last + 1 else "none")
+
+
+LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = {
+    "--num-requests": (lambda n: served(num_requests=n), [1, 10_000_000], [0, 10_000_001]),
+    "--burstiness": (lambda x: served(burstiness=x, request_rate=(1,)), [1e-3, 1e6], [0.9e-3, math.inf]),
+    "--request-rate": (lambda x: served(request_rate=(x,)), [1e-9, 1e9], [0, math.inf]),
+    "--prefix-share": (lambda x: served(prefix_share=x), [0, 0.99], [-0.01, 1]),
+    "--think-time": (lambda x: served(think_time=x, turns="4"), [0, 86_400], [-0.1, 86_401]),
+    "--turns": (lambda n: served(turns=str(n)), [1, 10_000], [0, 10_001]),
+    "--seed": (lambda n: served(seed=n), [0], [-1]),
+    "--gpus": (lambda n: planned("H200", n), [1, 72], [0, 73]),
+    "--tp": (Layout, [1, 65_536], [0, 65_537]),
+    "--margin": (lambda x: compared(margin=x), [0, 0.5], [-0.01, 0.51]),
+    "--launch-noise": (lambda x: compared(launch_noise=x), [0, 0.5], [-0.01, 0.51]),
+    "--alpha": (lambda x: compared(alpha=x), [0.5], [0, 0.51]),
+    "--model": (lambda n: options.name_of("model", "m" * n), [1, 1_000], [0, 1_001]),
+    "--input-tokens": (lambda n: load_words._tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),
+    "sigma": (lambda x: load_words._sigma("--input-tokens", "", str(x)), [0.001, 3], [0, 3.001, "x"]),
+    "--input-len": (lambda n: _check_told(Told(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),
+    "prompt": (lambda n: row(prompt=[n]), [0, 2**31 - 1], [-1, 2**31, True]),
+    "input_tokens": (lambda n: row(input_tokens=n), [1, 10**9], [0, 10**9 + 1, 1.5, True]),
+    "arrival_s": (lambda x: row(arrival_s=x), [-1e15, 0, 1e15], [-1.1e15, 1.1e15, True, "1", math.nan]),
+    "prefix_group": (lambda n: row(prefix_group=n), [0, 10**12], [-1, 0.5]),
+    "context of a step": (lambda n: measured(context=n), [1, 10**9], [0, 10**9 + 1]),
+    "tokens of a chunk": (lambda n: measured(tokens=n), [1, 10**9], [0, 10**9 + 1]),
+    "prefix of a chunk": (lambda n: measured(prefix=n), [0, 10**9], [-1, 10**9 + 1]),
+    "requests of a step": (lambda n: measured(requests=n), [1, (1 << 20) - 1], [0, 1 << 20]),
+    "time of a step": (lambda x: timed(sample_ms=x), [1e-9, 1e15], [0, 1.1e15]),
+    "time of the host": (lambda x: timed(host_ms=x), [0, 1e15], [-1e-9, 1.1e15]),
+    "floor of a step": (lambda x: timed(floor_ms=x), [0, 1e15], [-1e-9, 1.1e15]),
+    "marks of a record": (entries, [0, 4096], [4097]),
+    "tp of a record": (ranks, [1, 65_536], [65_537]),
+    "ranks of a job": (members, [0, 65_535], [65_536]),
+    "text of a result": (lambda n: result._check("m" * n, "it"), [0, 1_000], [1_001]),
+    "number of a result": (lambda x: result._check(x, "it", most=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
+}
+TAKEN = [(name, value) for name, (_, taken, _) in LIMITS.items() for value in taken]
+REFUSED = [(name, value) for name, (_, _, refused) in LIMITS.items() for value in refused]
+
+
+@pytest.mark.parametrize(("name", "value"), TAKEN)
+def test_as_much_as_the_limit_is_taken(name: str, value: object) -> None:
+    LIMITS[name][0](value)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_more_than_the_limit_is_refused(name: str, value: object) -> None:
+    with pytest.raises(DcpbenchError):
+        LIMITS[name][0](value)

@@ -1,0 +1,284 @@
+"""What commands say of records that never change, whole and word for word, as tests/data/said/ has it.
+
+    python -m pytest tests/unit/test_whole_outputs.py -n 0         # where it differs, the difference is shown
+
+Other tests say why each part is as it is; these hold that none changes unnoticed. With SAID=write in the environment the
+files are written anew: what then differs is for a reviewer to read, line by line.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from dcpbench import cli
+from dcpbench.commands import doctor as doctor_command
+from dcpbench.dashboard import data as dashboard_data
+from dcpbench.dashboard import finding
+from dcpbench.exports import FORMATS as EXPORTS
+from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
+from dcpbench.points.shapes import SHAPES
+from dcpbench.reports import export, frames, markdown, sections
+from dcpbench.syncs.formats import FORMATS as SYNCS
+from dcpbench.syncs.formats import render
+from dcpbench.syncs.gating.config import Allow
+from dcpbench.syncs.gating.gate import Gate
+from dcpbench.syncs.gating.gate import judge as judge_syncs
+from dcpbench.top import words as top_words
+from dcpbench.top.render import render as top_render
+from tests.unit import (
+    compare_builder,
+    dashboard_builder,
+    engine_files_builder,
+    record_builder,
+    serve_record_builder,
+    syncs_builder,
+    top_builder,
+)
+from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
+from tests.unit.test_hangs import recorded
+from tests.unit.test_top_shown import GPU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.records.record import Record
+
+ROOT = Path(__file__).parents[2]
+SAID = ROOT / "tests" / "data" / "said"
+TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Types a command in a folder of its own; what it printed, and how it ended where that was not well."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(words))
+        out, err = capsys.readouterr()
+        return f"$ dcpbench {' '.join(words)}\n{out}{err}{f'exit code {end.value.code}' if end.value.code else ''}\n"
+
+    return run
+
+
+def hold(name: str, text: str, tmp_path: Path) -> None:
+    """That a text is the one that is kept, but for where it lies."""
+    text = text.replace(str(tmp_path), "FOLDER").replace(str(ROOT), "ROOT")
+    text = "".join(f"{line.rstrip()}\n" for line in text.split("\n")).rstrip() + "\n"
+    path = SAID / name
+    if os.environ.get("SAID") == "write":
+        path.write_text(text)
+    assert text.split("\n") == path.read_text().split("\n")
+
+
+def decoded() -> list[Record]:
+    """Two models, three layouts, two contexts, two loads; one repeated, one that lacks memory, one that failed."""
+    found = [
+        record_builder.ok(
+            record_builder.point(layout, model=model, context=context, concurrency=load),
+            median_ms=slower * record_builder.step_ms(layout, context, load),
+            steps=64,
+        )
+        for model, slower in (("kimi-k2", 1.0), ("deepseek-v3", 1.13))
+        for context in (4_000, 128_000)
+        for load in (8, 48)
+        for layout in (TP, DCP, DP)
+        if (layout, context, load) != (TP, 128_000, 48)
+    ]
+    again = record_builder.point(TP, model="kimi-k2", context=4_000, concurrency=8, repeat=1)
+    found.append(record_builder.ok(again, median_ms=1.05 * record_builder.step_ms(TP, 4_000, 8), steps=64))
+    found.append(record_builder.rejected(record_builder.point(TP, context=128_000, concurrency=48)))
+    found.append(record_builder.failed(record_builder.point(TP, model="deepseek-v3", context=128_000, concurrency=48)))
+    return found
+
+
+RUNS: dict[str, Callable[[], list[Record]]] = {
+    "decode": decoded,
+    "serve": lambda: serve_record_builder.run()[::2],
+    "cpu": record_builder.cpu_sweep,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("slo", [False, True], ids=["", "slo"])
+def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
+    """Its Markdown, which has all of the page's words, without pictures; and the table of all points."""
+    folder = record_builder.write(tmp_path / "run", RUNS[name]())
+    read = frames.load([folder], slo={"ttft": 2000.0, "itl": 45.0} if slo else None)
+    text = markdown.render("title", sections.report(read, []), tmp_path)
+    export.write_csv(read, tmp_path / "points.csv")
+    hold(f"report-{name}{'-slo' if slo else ''}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_printed_of_a_run(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    record_builder.write(tmp_path / "run", RUNS[name]())
+    hold(f"show-{name}.txt", typed("show", "run"), tmp_path)
+
+
+@pytest.mark.parametrize("form", [form for form in EXPORTS if form != "parquet"])
+def test_an_export(form: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Of a decode point, a served one and a failed one."""
+    found = [decoded()[0], serve_record_builder.run()[0], decoded()[-1]]
+    record_builder.write(tmp_path / "run", found)
+    text = typed("export", "run", "--to", form, "-o", "out")
+    for path in sorted(p for p in (tmp_path / "out").rglob("*") if p.is_file()) or [tmp_path / "out"]:
+        text += f"\n--- {path.relative_to(tmp_path)}\n{path.read_text()}"
+    hold(f"export-{form}.txt", text, tmp_path)
+
+
+@pytest.mark.parametrize("form", SYNCS)
+def test_a_judged_trace(form: str, tmp_path: Path) -> None:
+    """Sites of every standing, of which one is allowed."""
+    report = syncs_builder.all_kinds()
+    allowed = (Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]"),)
+    report.verdict = judge_syncs(report, Gate(root=ROOT, allow=allowed))
+    hold(f"syncs-{form}.txt", render(report, form, root=ROOT), tmp_path)
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_comparison(rounds: int, tmp_path: Path, typed: Callable[..., str]) -> None:
+    """B is 4 % faster by launches that scatter by 1 %; two rules are asked."""
+    compare_builder.write_launches(tmp_path / "a", rounds, seed=1, cv=0.01)
+    compare_builder.write_launches(tmp_path / "b", rounds, seed=2, cv=0.01, faster=1.04)
+    words = ("--fail-on", "slower:2%,memory:0.1%", "--junit", "junit.xml", "--paired")
+    text = typed("compare", "a", "b", *words, "--all", "-o", "out")
+    for name in ("out/compare.md", "out/compare.json", "junit.xml"):
+        text += f"\n--- {name}\n{(tmp_path / name).read_text()}"
+    hold(f"compare-{rounds}.txt", text, tmp_path)
+
+
+def test_runs_over_time(tmp_path: Path) -> None:
+    """The data of a site of 12 runs over two points, of which the first becomes slower."""
+    runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
+    found = finding.find(runs, {}, lambda _: None)
+    files = dashboard_data.make(found, [], [], lambda _: None)
+    hold("dashboard.txt", "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items())), tmp_path)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
+    """20 of 30 points have ended, one of them failed; one is at work."""
+    points = [top_builder.point(context) for context in range(100, 130)]
+    job = top_builder.job(tmp_path, points)
+    for i, of in enumerate(points[:19]):
+        top_builder.done(job, tmp_path, of, 10 * i, 10 * i + 9 + i % 3)
+    top_builder.record(tmp_path, points[19], start=192, outcome="failed", reason="rank 1: ValueError: no such row")
+    top_builder.tell(job, 203, "measure", points[20], "3/9 requests, 1,200 tok/s")
+    state = msgspec.structs.replace(top_builder.state(tmp_path, 205), gpus=[GPU])
+    out = io.StringIO()
+    Console(file=out, width=width).print(top_render(state, width, 60))
+    said = "\n".join([*top_words.snapshot(state), *top_words.changes(None, state)])
+    told = msgspec.json.format(msgspec.json.encode(state)).decode()
+    hold(f"top-{width}.txt", f"{out.getvalue()}\n{said}\n{told}", tmp_path)
+
+
+PLANS = {
+    "sweep": "sweep --gpu H200 --gpus 8 --tp 4,8 --dcp 1,4,8 --dp 1,8 --context 4000,128000 --concurrency 8,64 --model deepseek-v3",
+    "sweep-fp8": "sweep --gpu B200 --gpus 8 --tp 8 --dcp 1,8 --dtype fp8 --context 32000 --concurrency 32 --model kimi-k2",
+    "serve": "serve --gpu H200 --gpus 8 --tp 8 --dcp 8 --concurrency 8,64 --slo ttft=5000,itl=60",
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    hold(f"plan-{name}.txt", typed(*PLANS[name].split(), "--dry-run"), tmp_path)
+
+
+ADVICE = {
+    "decode": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 8 --context 4000,128000",
+    "price": "recommend --machine B200 --gpus 8 --model kimi-k2 --concurrency 32 --context 32000 --price 4",
+    "serve": "recommend --machine H200 --gpus 4 --model deepseek-v2 --concurrency 16 --input-tokens 1000 --output-tokens 50",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_recommendation(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    hold(f"recommend-{name}.txt", typed(*ADVICE[name].split()), tmp_path)
+
+
+def test_machines(tmp_path: Path, typed: Callable[..., str]) -> None:
+    hold("machines.txt", typed("machines"), tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "inferencex"])
+def test_an_import(engine: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    """A result as the engine's own tool writes it: what is said of it, and the record that it becomes."""
+    engine_files_builder.file(tmp_path, getattr(engine_files_builder, engine)())
+    text = typed("import", "result.json", "--from", engine, "--tp", "8", "-o", "out")
+    (record,) = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
+    told = json.loads(record)
+    told["environment"] = {k: v for k, v in (told.get("environment") or {}).items() if k in ("device", "device_count")}
+    hold(f"import-{engine}.txt", f"{text}\n{json.dumps(told, indent=1)}", tmp_path)
+
+
+def test_the_work_of_steps(tmp_path: Path) -> None:
+    """Of a decode step and of one with a chunk of a prompt, phase by phase, for each model in layouts of 8 ranks."""
+    steps = (
+        StepRows(decodes=(4000,) * 8, sampled=8, tokens=64),
+        StepRows(decodes=(4000,) * 4, chunks=((512, 1000),), sampled=5, tokens=516),
+    )
+    lines = []
+    for name, shape in SHAPES.items():
+        for degrees in (
+            {},
+            {"dcp": 8},
+            {"dp": 8, "ep": "tp"},
+            {"dcp": 2, "dp": 2, "weights_dtype": "fp8", "kv_dtype": "fp8"},
+        ):
+            usual = {
+                "model": name,
+                "tp": 8,
+                "ep": "1",
+                "concurrency": 64,
+                "context": 4000,
+                "backend": "triton",
+                "dtype": "bf16",
+            }
+            point = Point(**usual | degrees)  # type: ignore[arg-type]
+            for step in steps:
+                lines.append(f"{point.layout}, ep {point.ep}, {name}, {len(step.chunks)} chunks")
+                for phase, times, work in phase_works(Sharding.of(point, shape), step):
+                    said = {
+                        k: v for k, v in msgspec.structs.asdict(work).items() if v != msgspec.structs.asdict(Work())[k]
+                    }
+                    lines.append(f"  {times} × {phase}: {', '.join(f'{k} {v}' for k, v in said.items())}")
+    hold("work-of-steps.txt", "\n".join(lines), tmp_path)
+
+
+def test_a_doctors_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine on which everything is wrong with one GPU, and of one where nothing is."""
+    monkeypatch.setattr("dcpbench.doctor.gpus.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("dcpbench.doctor.gpus.os.cpu_count", lambda: 64)
+    monkeypatch.setattr("dcpbench.doctor.gpus._command", lambda _: "python")
+    wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
+    sick = looked(
+        tmp_path, env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}, system=System(load=60.0, limit=256), **wrong
+    )
+    found = [
+        f"{f.level} {f.check} {f.where}: {f.what} To do: {f.remedy}"
+        for f in (*sick.findings, *looked(tmp_path).findings)
+    ]
+    hold("doctor.txt", "\n".join([*found, *doctor_command.lines(sick.findings)]), tmp_path)
+
+
+def test_a_hang_that_is_explained(tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Flight recorders of two ranks, of which one did not come; and norms of devices."""
+    done = ("all_reduce", [4, 3], "completed")
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "flight-0.json").write_text(json.dumps(recorded(done, ("all_gather", [4], "started"))))
+    (tmp_path / "dump" / "flight-1.json").write_text(json.dumps(recorded(done)))
+    text = typed("hang", "explain", "dump") + typed("hang", "explain", "dump", "--json", "--html", "page.html")
+    hold("hang.txt", f"{text}\n{(tmp_path / 'page.html').read_text()}", tmp_path)
