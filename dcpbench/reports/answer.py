@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, instances, marks, slo
+from dcpbench.reports import findings, instances, marks, slo, stalls
 from dcpbench.reports.words import short_shapes, unique
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
@@ -100,6 +100,7 @@ def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
         name = scope_name(frames, *scope)
         for weight, text in (
             (1.0 if len(best_found) else 4.5, best(best_found)),
+            (1.3, stalls.words(points)),
             (2.0, most(most_found, best_found) if judged else ""),
             (1.5, "" if plain else pays(against)),
             (1.5 if plain else 3.2, ahead(even, over, lost, pays=plain)),
