@@ -100,11 +100,11 @@ def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
         name = scope_name(frames, *scope)
         for weight, text in (
             (1.0 if len(best_found) else 4.5, best(best_found)),
-            (1.3, stalls.words(points)),
             (2.0, most(most_found, best_found) if judged else ""),
             (1.5, "" if plain else pays(against)),
             (1.5 if plain else 3.2, ahead(even, over, lost, pays=plain)),
             (4.0, pressure(of(short, *scope), points)),
+            (4.1, stalls.words(points)),
         ):
             yield weight + i / 10, f"{name}: {text}" if text else ""
 

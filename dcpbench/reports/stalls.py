@@ -92,19 +92,27 @@ def _of_load(load: pd.DataFrame, gpus: str) -> str:
     kept, missed = (load[load["keeps"] == own].sort_values("output_tok_s", kind="stable") for own in (True, False))
     if kept.empty:
         near = load.sort_values("value", kind="stable").to_dict("records")[0]
-        return f"{where}no layout keeps it{several}{_why(near)}; nearest is {_named(near, chunks)}"
+        return f"{where}no layout keeps it{several}{_why(near)}; nearest is {_named(near, chunks)} ({_figures(near)})"
     of_kept, of_missed = kept.to_dict("records")[-1], missed.to_dict("records")[-1] if len(missed) else None
     if of_missed is None or of_missed["output_tok_s"] <= of_kept["output_tok_s"] or not (why := _why(of_missed)):
         return ""
     others = [label for label in unique(load["label"]) if label not in set(kept["label"])]
     none = f"; {listed(others)} with none" if others and several else ""
-    return f"{where}{_named(of_kept, chunks)} keeps it, and {_named(of_missed, chunks)} does not{why}{none}"
+    pair = (
+        f"{_named(row, chunks)} {does} ({_figures(row)})"
+        for row, does in ((of_kept, "keeps it"), (of_missed, "does not"))
+    )
+    return f"{where}{', and '.join(pair)}{why}{none}"
 
 
 def _named(row: dict[Any, Any], chunks: list[int]) -> str:
-    """`tp4 with 2,048 (p99 131 ms, 185 tok/s)`."""
-    chunk = f" with {int(row[CHUNK]):,}" if len(chunks) > 1 else ""
-    return f"{row['label']}{chunk} ({row['at']} {number(row['value'], 3)} ms, {number(row['output_tok_s'], 3)} tok/s)"
+    """`tp4 with 2,048`; without the chunk where there is one."""
+    return f"{row['label']} with {int(row[CHUNK]):,}" if len(chunks) > 1 else str(row["label"])
+
+
+def _figures(row: dict[Any, Any]) -> str:
+    """`p99 131 ms, 185 tok/s`."""
+    return f"{row['at']} {number(row['value'], 3)} ms, {number(row['output_tok_s'], 3)} tok/s"
 
 
 def _why(row: dict[Any, Any]) -> str:

@@ -76,7 +76,7 @@ class TestWords:
     def test_a_smaller_chunk_keeps_it_for_less_output(self, tmp_path: Path) -> None:
         found = said(tmp_path, served((70, 480), 120, chunk=8192), served((80, 130), 100, chunk=1024))
         assert (
-            "tp4 with 1,024 (p99 130 ms, 100 tok/s) keeps it, and tp4 with 8,192 (p99 480 ms, 120 tok/s) does not, since chunks"
+            "tp4 with 1,024 keeps it (p99 130 ms, 100 tok/s), and tp4 with 8,192 does not (p99 480 ms, 120 tok/s), since chunks"
         ) in found
 
     def test_layouts_that_keep_it_with_no_chunk_are_named(self, tmp_path: Path) -> None:
