@@ -59,7 +59,7 @@ def beyond(fields: Mapping[str, Any]) -> str:
     """What no layout of ours says of a row; empty for one that can be read."""
     row = flat(fields)
     if _yes(row.get("disagg")):
-        return "prefill and decode on GPUs of their own, which no layout of ours says"
+        return "prefill and decode on GPUs of their own, of which no row says how KV crosses"
     if any((result.integer(row.get(name)) or 1) > 1 for name in ("pp", "prefill_pp", "decode_pp", "pcp_size")):
         return "pipeline or prefill context parallel, which no layout of ours says"
     if str(row.get("scenario_type") or "").startswith("agentic"):

@@ -319,10 +319,7 @@ METRICS: tuple[Metric, ...] = (
         title="output throughput per GPU",
         heading="tok/s/GPU",
         term="per GPU",
-        defined={
-            DECODE: "output throughput / tp; neither dp nor dcp adds GPUs",
-            SERVE: "output throughput / tp, or / tp × instances where several serve; neither dp nor dcp adds GPUs",
-        },
+        defined=_both("output throughput / tp; neither dp nor dcp adds GPUs"),
     ),
     Metric(
         "tok_s_per_user",

@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, instances, marks, slo
+from dcpbench.reports import findings, instances, marks, slo, stalls
 from dcpbench.reports.words import short_shapes, unique
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
@@ -104,6 +104,7 @@ def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
             (1.5, "" if plain else pays(against)),
             (1.5 if plain else 3.2, ahead(even, over, lost, pays=plain)),
             (4.0, pressure(of(short, *scope), points)),
+            (4.1, stalls.words(points)),
         ):
             yield weight + i / 10, f"{name}: {text}" if text else ""
 

@@ -100,7 +100,7 @@ def table(frames: Frames, mode: str) -> Table:
         ("SLO", "slo_said"),
     ]
     return make_table(
-        f"Instances that prefill and instances that decode, {mode}",
+        f"Instances that prefill and instances that decode, {mode}; the GPUs of all count",
         found,
         shown,
         text_columns=3,

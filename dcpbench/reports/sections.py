@@ -18,6 +18,7 @@ from dcpbench.reports import (
     floors,
     instances,
     overview,
+    stalls,
     sync_sites,
     tables,
     turns,
@@ -105,7 +106,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             title="TTFT and ITL, p50 and p99",
             paragraphs=figures.not_drawn(frames.served, "ttft", "itl"),
             pictures=drawn("ttft", "itl"),
-            tables=[defined("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")],
+            tables=[stalls.table(frames), defined("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")],
         ),
         Section(
             slug="frontier",

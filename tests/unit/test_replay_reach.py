@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dcpbench.serving.deployment import Disaggregated, Link
 from dcpbench.serving.replay import replay
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
@@ -32,10 +33,14 @@ def prompts(rng: np.random.Generator, count: int, context: int, share: float, ra
     return found
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["both", "apart"])
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.long
-def test_any_load_within_the_extent_can_be_replayed(seed: int) -> None:
-    """Any layout, pool of 3 pages or more, chunk, policy, sharing and arrival; every request is answered."""
+def test_any_load_within_the_extent_can_be_replayed(seed: int, split: bool) -> None:
+    """
+    Any layout, pool of 3 pages or more, chunk, policy, sharing and arrival; every request is answered. So where instances
+    only prefill, which have chunks of a single token, or only decode.
+    """
     rng = np.random.default_rng(seed)
     replicas, dcp, page_size = (int(rng.choice(of)) for of in ([1, 1, 2, 4], [1, 2, 4], [1, 2, 16, 64]))
     page, slots = page_size * dcp, int(rng.choice([1, 2, 3, 8, 17, 48, 64]))
@@ -66,5 +71,7 @@ def test_any_load_within_the_extent_can_be_replayed(seed: int) -> None:
     cases = [Measured(case=case, samples_ms=[true_ms(case.work())]) for case in grid(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
     load = prompts(rng, 40, context, share, rate)
-    found = replay(load, Scheduler(setup), None if rate else slots * replicas, times)
+    link = Link(bytes_s=float(rng.choice([1e4, 1e9])), page_bytes=1000)
+    served = Disaggregated(setup, int(rng.integers(1, 4)), int(rng.integers(1, 4)), link) if split else Scheduler(setup)
+    found = replay(load, served, None if rate else slots * replicas, times)
     assert all(sample.finished for sample in found.traffic.samples)
