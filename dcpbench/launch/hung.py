@@ -9,7 +9,9 @@ import contextlib
 import itertools
 import os
 import shutil
+import socket
 import subprocess
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import evidence, finding
-from dcpbench.hangs.evidence import GPUS_FILE, SEEN_FILE, Seen
+from dcpbench.hangs.evidence import GPUS_FILE, NCCL_FILE, SEEN_FILE, Seen
 from dcpbench.launch import child
 from dcpbench.launch.jobs import code_words
 from dcpbench.launch.ranks import LOG_LINES, read
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
     from dcpbench.hangs.finding import Finding
     from dcpbench.launch.ranks import Ranks
 
-ASK_S, SPY_S, GPUS_S = 2.0, 5.0, 3.0
-"""How long each may take: what ranks say of themselves, py-spy, nvidia-smi."""
+ASK_S, SPY_S, GPUS_S, NCCL_S = 2.0, 5.0, 3.0, 3.0
+"""How long each may take: what ranks say of themselves, py-spy, nvidia-smi, NCCL."""
+NCCL_ADDRESS, NCCL_ASKED, NCCL_BYTES = "localhost:28028", b"verbose status\n", 1 << 20
+"""Where NCCL (RAS, from 2.24 on) says how its jobs on this machine are, unless NCCL_RAS_ADDR says otherwise; how it is
+asked; the most that is read."""
 GPUS = (
     "index",
     "name",
@@ -56,6 +61,9 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     pids = ranks.pid_of()
     before, began = {rank: _cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
     gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
+    nccl = threading.Thread(target=ask_nccl, args=(folder / NCCL_FILE,), daemon=True)
+    if gpus is not None:  # else there is no NCCL of ours that could answer
+        nccl.start()
     asked = [rank for rank in pids if _ask(ranks.logs / ASK.format(rank))]
     stacks = ranks.stacks()
     spent = max(time.monotonic() - began, 1e-3)
@@ -79,7 +87,27 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
                 shutil.move(said, folder / said.name)
     _wait(spies, SPY_S)
     _wait([gpus], GPUS_S)
+    if gpus is not None:
+        nccl.join(NCCL_S)
     return folder, stacks
+
+
+def ask_nccl(to: Path) -> None:
+    """Keep in a file what NCCL says of its jobs on this machine; no file where it is older, off, or silent."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", NCCL_ADDRESS).rpartition(":")
+    until, said = time.monotonic() + NCCL_S, b""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), NCCL_S) as line,
+    ):
+        line.sendall(NCCL_ASKED)
+        while len(said) < NCCL_BYTES and (left := until - time.monotonic()) > 0:
+            line.settimeout(left)
+            if not (more := line.recv(1 << 16)):
+                break
+            said += more
+    if said:
+        to.write_bytes(said)
 
 
 def explain(folder: Path, stacks: Mapping[str, str]) -> Finding | None:

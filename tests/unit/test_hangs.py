@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,12 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.errors import RecordsError
-from dcpbench.hangs import beats, dumps, evidence
+from dcpbench.hangs import beats, dumps, evidence, said
 from dcpbench.hangs.beats import Beats
 from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.hangs.finding import find
 from dcpbench.hangs.meetings import Meeting, Signals
+from dcpbench.launch import hung
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -454,3 +457,34 @@ def test_signals_that_could_not_be_read_are_said_to_be_so(tmp_path: Path) -> Non
     found = replayed(tmp_path, [Signals(unread="the copy had not ended"), merges(1, 2, 5, {0: 5})], [3, 3])
     assert found.kind == "device"
     assert found.unread == ["Signals of rank 0: the copy had not ended."]
+
+
+def test_what_nccl_says_of_its_jobs_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked in one line over loopback, answers, and hangs up."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            line, _ = server.accept()
+            with line:
+                asked.append(line.recv(100))
+                line.sendall(b"NCCL version 2.28\nCommunicators: <1 mismatch>\n")
+
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
+        thread = threading.Thread(target=answer)
+        thread.start()
+        hung.ask_nccl(tmp_path / "nccl-ras.txt")
+        thread.join()
+    assert asked == [b"verbose status\n"]
+    Job(tmp_path, 1).steps(1)
+    assert "Communicators: &lt;1 mismatch&gt;" in said.as_page(said.explained([tmp_path]))
+
+
+def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port at which nobody listens any more, and an address that is none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    for address in (f"127.0.0.1:{free}", "nowhere", ""):
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        hung.ask_nccl(tmp_path / "nccl-ras.txt")
+    assert [*tmp_path.iterdir()] == []
