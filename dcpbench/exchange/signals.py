@@ -49,7 +49,8 @@ class Meetings:
         self.kinds = kinds if group.size > 1 else []
         self.rank = group.rank
         self.ranks = tuple(dist.get_process_group_ranks(group.handle)) if group.handle else (0,)
-        self.staged = [torch.empty_like(k.counters, device="cpu", pin_memory=k.counters.is_cuda) for k in self.kinds]
+        counters = [kind.counters for kind in self.kinds]
+        self.staged = [torch.empty(c.shape, dtype=c.dtype, pin_memory=c.is_cuda) for c in counters]
         _known.append(weakref.ref(self))
         for device in {kind.counters.device for kind in self.kinds if kind.counters.is_cuda}:
             _aside.setdefault(device, torch.cuda.Stream(device))
