@@ -84,3 +84,18 @@ def test_a_copy_that_does_not_end_is_given_up(monkeypatch):
     monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.Event", lambda: never)
     assert signals._copied([meetings], {cuda}, 0.02) == "the copy of its counters had not ended after 0.02 s"
+
+
+def test_counters_that_still_change_are_not_told(monkeypatch):
+    """As in a run that is only slow: what two ranks have read at two moments does not go together."""
+    meetings = made()
+    counters = meetings.kinds[0].counters
+    monkeypatch.setattr(signals, "APART_S", 0.0)
+    copy_out = Meetings.copy_out
+
+    def counting(of: Meetings) -> None:
+        counters.add_(1)
+        copy_out(of)
+
+    monkeypatch.setattr(Meetings, "copy_out", counting)
+    assert told() == Signals(unread="its counters still changed while they were read")

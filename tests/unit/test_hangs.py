@@ -433,6 +433,12 @@ def test_meetings_in_which_nobody_waits_tell_nothing(tmp_path: Path) -> None:
     assert (found.kind, found.ranks) == ("device", [])
 
 
+def test_ranks_that_were_read_while_they_went_on_are_not_compared(tmp_path: Path) -> None:
+    """Nobody can be two meetings ahead of a rank that waits."""
+    found = replayed(tmp_path, [merges(0, 2, 4, {1: 4}), merges(1, 2, 9, {0: 9})], [3, 3])
+    assert (found.kind, found.ranks) == ("device", [])
+
+
 def test_ranks_that_wait_for_each_other_in_two_meetings_are_told_apart(tmp_path: Path) -> None:
     """Rank 0 is in the first buffer's meeting 5, and rank 1 in the second's."""
     ended = [[merges(r, 2, 4, {1 - r: 4 + (n != r)}, number=n).meetings[0] for n in range(2)] for r in range(2)]
