@@ -139,6 +139,8 @@ def _placed(one: Met, own: Sequence[Met]) -> Met:
     if at is None or one.call is None or at.call is None:
         return one
     call = msgspec.structs.replace(one.call, at=at.call.at, above=at.call.above)
+    if at.call.dtype:  # NCCL's names, such as _all_gather_base, are not those of the program
+        call = msgspec.structs.replace(call, op=at.call.op, dtype=at.call.dtype, shape=at.call.shape)
     return dataclasses.replace(one, call=call, phase=at.phase, layer=at.layer)
 
 

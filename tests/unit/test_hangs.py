@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -315,6 +316,39 @@ def test_flight_recorders_name_who_has_not_launched_what_the_other_waits_in(tmp_
     (tmp_path / "flight-1.json").write_text(json.dumps(recorded(done)))
     found = find(evidence.of_files([tmp_path]))
     assert (found.kind, found.ranks, found.number, found.collective) == ("behind", [1], 2, "all_gather of float [4]")
+
+
+STEP = [
+    (op, phase, layer)
+    for layer in range(2)
+    for op, phase in (("all_gather", "merge"), ("reduce_scatter", "merge"), ("all_reduce", "moe"))
+]
+
+
+@pytest.mark.parametrize("flight", [False, True], ids=["beats alone", "with flight recorders"])
+def test_a_gather_that_is_left_out_is_named_where_hosts_go_on(tmp_path: Path, flight: bool) -> None:
+    """As over NCCL, whose recorder has names of its own: hosts hand over two more steps behind the fault in layer 1."""
+    job = Job(tmp_path, 2, waits=False)
+    for step in range(5):
+        for rank, (number, call) in itertools.product(range(2), enumerate(STEP)):
+            if (step, rank, number) != (2, 1, 3):
+                job.does(rank, *call)
+    if flight:
+        for rank in range(2):
+            calls = [
+                (f"_{m.call.op}_base", [2, 64], "scheduled")
+                for m in beats.read(tmp_path / f"beats-{rank}.bin").met
+                if m.call
+            ]
+            told: Any = recorded(*calls)
+            for entry, m in zip(told["entries"], beats.read(tmp_path / f"beats-{rank}.bin").met, strict=True):
+                entry["time_created_ns"] = m.began_ns
+            (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
+    found = job.found()
+    assert (found.kind, found.ranks, found.phase, found.layer, found.number) == ("order", [1], "merge", 1, 2 * 6 + 4)
+    assert "rank 1 began reduce_scatter of float32 [2, 64] (phase merge, layer 1" in found.said
+    assert "rank 0 all_gather of float32 [2, 64]" in found.said
+    assert any("left that one out" in why for why in found.why)
 
 
 def test_of_ranks_whose_collectives_were_not_read_nothing_is_claimed(tmp_path: Path) -> None:
