@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import RecordsError
@@ -23,7 +27,6 @@ from dcpbench.launch import hung
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from dcpbench.hangs.finding import Finding
 
@@ -178,6 +181,18 @@ def test_a_rank_that_has_not_come_is_named_with_its_phase_line_and_whether_it_sl
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [2], [0, 1], "moe", 1)
     assert "rank 2 sleeps in phase moe of layer 1 at dcpbench/engine/model.py:7 in experts" in found.said
     assert "ranks 0-1 wait for it in all_reduce of float32 [2, 64], collective 9 of the group" in found.said
+
+
+def test_a_rank_that_has_not_left_a_collective_to_which_all_have_come_is_the_one_that_is_behind(tmp_path: Path) -> None:
+    """As in a job that is only slow: rank 2 has yet to come back from the 9th, and the others wait in the 10th."""
+    job = Job(tmp_path, 3)
+    job.steps()
+    for rank in range(3):
+        job.does(rank, "all_reduce", "attn_reduce", 0, hangs=rank == 2)
+    for rank in range(2):
+        job.does(rank, "all_reduce", "mlp_reduce", 0, hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting, found.phase) == ("behind", [2], [0, 1], "attn_reduce")
 
 
 def test_a_rank_that_has_ended_is_gone_and_one_that_waits_for_another_is_not_to_blame(tmp_path: Path) -> None:
@@ -528,3 +543,39 @@ def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv("NCCL_RAS_ADDR", address)
         hung.ask_nccl(tmp_path / "nccl-ras.txt")
     assert [*tmp_path.iterdir()] == []
+
+
+DID = st.tuples(
+    st.integers(0, 2), st.sampled_from(["all_reduce", "all_gather"]), st.sampled_from(["a", "b"]), st.booleans()
+)
+"""A collective: of which rank, what, in which group, and whether it never comes back."""
+MEMORY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
+"""Of each rank, how many meetings it has ended and how often its peers have signalled."""
+
+
+@given(did=st.lists(DID, max_size=12), memory=st.none() | MEMORY, waits=st.booleans(), norms=st.none() | MEMORY)
+def test_whatever_ranks_have_left_something_is_said(
+    did: list[tuple[int, str, str, bool]],
+    memory: list[tuple[int, ...]] | None,
+    waits: bool,
+    norms: list[tuple[int, ...]] | None,
+) -> None:
+    """A rank that never comes back from a collective does no more. Nobody is both to blame and waiting for it."""
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(Path(name), 3, {"a": [0, 1, 2], "b": [0, 1]}, waits=waits)
+        stuck: set[int] = set()
+        for rank, op, group, hangs in did:
+            if rank not in stuck and (group == "a" or rank < 2):
+                job.does(rank, op, "moe", 0, group=group, hangs=hangs)
+                stuck |= {rank} if hangs else set()
+        for rank, (ended, *heard) in enumerate(memory or []):
+            told = merges(rank, 3, ended, dict(zip([p for p in range(3) if p != rank], heard, strict=True)))
+            (job.folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
+        for rank, (norm, *_) in enumerate(norms or []):
+            (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+        found = job.found()
+        assert found.said
+        if found.kind in ("behind", "signal", "device"):
+            assert not {*found.ranks} & {*found.waiting}
+        (hang,) = said.explained([job.folder])
+        assert said.as_text(hang)
