@@ -48,8 +48,9 @@ GPUS = (
 )
 FINDING_FILE = "finding.json"
 BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
-DEVICE, FLIGHT, SIGNALS = "device-{}.json", "flight-{}.json", "signals-{}.json"
-"""What a rank writes when its pipe ASK is opened and closed, in this order."""
+DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
+"""What a rank writes when its pipe ASK is opened and closed, in this order. The stacks are for where its main thread, in
+a driver that no signal reaches, did not write them."""
 ANSWERED = "answered-{}.json"
 """What it writes behind all others, so that nobody waits for what it has not."""
 # All of them are files of a rank in its job's folder of logs.
@@ -72,7 +73,6 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
         _start(["py-spy", "dump", "--native", "--pid", str(p)], folder / f"py-spy-{r}.txt") for r, p in pids.items()
     ]
     (folder / SEEN_FILE).write_bytes(msgspec.json.encode(seen))
-    _keep(folder, stacks)
     for rank in ranks.ranks:
         _keep_log_and_beats(ranks, rank, folder)
     until = time.monotonic() + ASK_S
@@ -81,10 +81,14 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
         while not answered.exists() and time.monotonic() < until:
             time.sleep(0.05)
         answered.unlink(missing_ok=True)
+        own = ranks.logs / STACKS.format(rank)
+        stacks[str(rank)] = stacks.get(str(rank)) or read(own)
+        own.unlink(missing_ok=True)
         for name in (DEVICE, FLIGHT, SIGNALS):
             said = ranks.logs / name.format(rank)
             with contextlib.suppress(OSError):
                 shutil.move(said, folder / said.name)
+    _keep(folder, stacks)
     _wait(spies, SPY_S)
     _wait([gpus], GPUS_S)
     if gpus is not None:
@@ -126,7 +130,8 @@ def explain(folder: Path, stacks: Mapping[str, str]) -> Finding | None:
 
 def _keep(folder: Path, stacks: Mapping[str, str]) -> None:
     for rank, text in stacks.items():
-        (folder / f"stacks-{rank}.txt").write_text(text)
+        if text:
+            (folder / f"stacks-{rank}.txt").write_text(text)
 
 
 def differing(ranks: Ranks) -> tuple[Path, Finding] | None:

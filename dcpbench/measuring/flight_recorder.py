@@ -1,9 +1,11 @@
-"""What a rank says of itself when somebody asks, whatever its main thread is at: torch's flight recorder, as JSON."""
+"""What a rank says of itself when somebody asks, whatever its main thread is at: torch's flight recorder, its stacks."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import tempfile
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,14 @@ def recorded() -> bytes:
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     return b"" if dump is None else bytes(dump())
+
+
+def stacks() -> bytes:
+    """Python stacks of all threads, by the one that asks."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
 
 
 def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
