@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -107,10 +108,12 @@ def test_counters_that_still_change_are_not_told(monkeypatch):
 
 @pytest.mark.parametrize("brought", ["", "Current thread 0x01 (most recent call first):\n"], ids=["none", "some"])
 def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_path, monkeypatch, brought):
-    """A main thread inside a driver may never see SIGUSR1; another thread of its process answers."""
+    """A main thread inside a driver may never see SIGUSR1; another thread answers, though a third never comes back."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    says = {hung.STACKS: flight_recorder.stacks, hung.ANSWERED: lambda: b"{}"}
+    never = threading.Event()
+    monkeypatch.setattr(flight_recorder, "EACH_S", 0.5)
+    says = {hung.FLIGHT: never.wait, hung.STACKS: flight_recorder.stacks, hung.ANSWERED: lambda: b"{}"}
     flight_recorder.answer(logs / hung.ASK.format(0), {logs / name.format(0): say for name, say in says.items()})
     ask = hung._ask
 
