@@ -5,10 +5,17 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 # Downloads are shown. Python compiles what it imports, which is a small part of torch.
-INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/pip install --disable-pip-version-check --no-compile
+INSTALL := $(PIP) -c constraints.txt
+# LOCKED=1, as CI has it, installs what requirements.lock says and nothing else, each file held against its hash.
+LOCKED ?=
+LOCK := requirements.lock
+FROM_LOCK := $(PIP) --require-hashes -r $(LOCK) && $(PIP) --no-deps --no-build-isolation -e .
+# What makes the lock and looks through it has packages of its own.
+LOCKING := $(VENV)/locking
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test test-long soak fuzz mutation results lint types format clean
+.PHONY: help sweep test test-long soak fuzz mutation results lint types format lock audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,11 +68,17 @@ format: $(STAMP) ## Rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+lock: $(STAMP) $(LOCKING)/bin/uv ## Write requirements.lock again, what CI installs, from pyproject.toml and constraints.txt
+	$(BIN)/python -m tools.lock $(LOCKING)/bin/uv
+
+audit: $(LOCKING)/bin/pip-audit ## Ask the package index for known vulnerabilities of what CI installs
+	$< --requirement $(LOCK) --disable-pip --require-hashes --strict --progress-spinner off
+
 clean: ## Remove the virtual environment and all caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # What measuring takes; the suite and the linters come into the same folder once they are asked for.
-$(RUNTIME): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml $(if $(LOCKED),$(LOCK),constraints.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) here; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -73,10 +86,14 @@ $(RUNTIME): pyproject.toml constraints.txt
 		{ echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing dcpbench and what it needs into $(VENV); the first time takes minutes, most of them for torch."
-	$(INSTALL) -e .
+	$(if $(LOCKED),$(FROM_LOCK),$(INSTALL) -e .)
 	@touch $@
 
 $(STAMP): $(RUNTIME)
 	@echo "Installing the test suite and the linters into $(VENV)."
-	$(INSTALL) -e '.[test,dev]'
+	$(if $(LOCKED),@echo "They came with $(LOCK).",$(INSTALL) -e '.[test,dev]')
 	@touch $@
+
+$(LOCKING)/bin/uv $(LOCKING)/bin/pip-audit: $(RUNTIME)
+	test -x $(LOCKING)/bin/pip || $(PYTHON) -m venv $(LOCKING)
+	$(LOCKING)/bin/pip install --disable-pip-version-check --no-compile $(@F)

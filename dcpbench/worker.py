@@ -182,6 +182,7 @@ def main(path: str) -> int:
     marks = torch.zeros(1, dtype=torch.int32, pin_memory=True) if job.device == "cuda" else None
     says = {  # first what asks nobody: CUDA may not answer
         hung.DEVICE: lambda: b"" if marks is None else msgspec.json.encode(Device(norm=int(marks[0]))),
+        hung.STACKS: flight_recorder.stacks,
         hung.FLIGHT: flight_recorder.recorded,
         hung.SIGNALS: signals.read,
         hung.ANSWERED: lambda: b"{}",

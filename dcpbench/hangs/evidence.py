@@ -6,7 +6,8 @@ stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
 ranks.json                  how each process was, a Seen for each
 device-R.json               the last norm that its device began, a Device
 signals-R.json              what it found in the memory that its peers signal to, a Signals
-log-R.txt, gpus.txt         last lines of its log, and what nvidia-smi said
+log-R.txt                   last lines of its log
+gpus.txt, nccl-ras.txt      what nvidia-smi and NCCL said of the machine
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.hangs.beats import Met, RankBeats
     from dcpbench.hangs.dumps import Frame, Thread
 
-SEEN_FILE, GPUS_FILE = "ranks.json", "gpus.txt"
+SEEN_FILE, GPUS_FILE, NCCL_FILE = "ranks.json", "gpus.txt", "nccl-ras.txt"
 BUSY, IDLE = 0.7, 0.2
 """Share of a CPU from which on a rank spins, and up to which it sleeps."""
 
@@ -107,6 +108,7 @@ class Evidence:
     unread: list[str] = dataclasses.field(default_factory=list)
     """A sentence each."""
     gpus: str = ""
+    nccl: str = ""
 
     def of(self, rank: int, name: str = "") -> Rank:
         """The rank of this number, or the process of this name where it has none."""
@@ -155,8 +157,8 @@ def _take(found: Evidence, path: Path) -> bool:
     if path.name.startswith("log-"):
         found.of(dumps.rank_of(path), path.name).log = dumps.text_of(path)
         return True
-    if path.name == GPUS_FILE:
-        found.gpus = dumps.text_of(path)
+    if path.name in (GPUS_FILE, NCCL_FILE):
+        setattr(found, "gpus" if path.name == GPUS_FILE else "nccl", dumps.text_of(path))
         return True
     if path.suffix == ".html" or path.name == "finding.json":
         return False

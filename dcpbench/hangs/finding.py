@@ -139,6 +139,8 @@ def _placed(one: Met, own: Sequence[Met]) -> Met:
     if at is None or one.call is None or at.call is None:
         return one
     call = msgspec.structs.replace(one.call, at=at.call.at, above=at.call.above)
+    if at.call.dtype:  # NCCL's names, such as _all_gather_base, are not those of the program
+        call = msgspec.structs.replace(call, op=at.call.op, dtype=at.call.dtype, shape=at.call.shape)
     return dataclasses.replace(one, call=call, phase=at.phase, layer=at.layer)
 
 
@@ -432,7 +434,7 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
     for_whom = {rank: _late(groups, one) - {rank} for rank, one in waits.items()}
     late = set().union(*for_whom.values()) - {wait.rank for wait in at_meetings(evidence)}
     unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
-    roots = {r for r in late - unread if r not in waits}
+    roots = {r for r in late - unread if not for_whom.get(r)}  # in no collective, or in one to which all have come
     if not late:
         return None
     if not roots:

@@ -78,7 +78,8 @@ def _wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
     ranks = by_rank[rank].ranks
     for block in range(max(len(meeting.rows) for meeting in by_rank.values())):
         ended = _ended(by_rank[rank], block)
-        if not any(_ahead(heard, ended) > 0 for heard in _heard_of(by_rank, rank, block)):
+        ahead = max((_ahead(heard, ended) for heard in _heard_of(by_rank, rank, block)), default=0)
+        if ahead != 1:  # by more nobody can be: these were read while ranks went on
             continue
         missing = [p for p in ranks if p != rank and _ahead(_signals(by_rank[rank], block, p), ended) <= 0]
         if missing:

@@ -121,6 +121,7 @@ def as_page(hangs: Sequence[Hang]) -> str:
             "rows": [[printable(cell) for cell in row] for row in _rows(hang.evidence)[1:]],
             "stacks": [(rank.name, printable(_stacks(rank), LINES)) for rank in hang.evidence.ranks if rank.threads],
             "gpus": printable(hang.evidence.gpus, LINES),
+            "nccl": printable(hang.evidence.nccl, LINES),
             "read": [printable(name) for name in hang.finding.read],
             "unread": [printable(text) for text in hang.finding.unread],
         }

@@ -9,7 +9,9 @@ import contextlib
 import itertools
 import os
 import shutil
+import socket
 import subprocess
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.hangs import evidence, finding
-from dcpbench.hangs.evidence import GPUS_FILE, SEEN_FILE, Seen
+from dcpbench.hangs.evidence import GPUS_FILE, NCCL_FILE, SEEN_FILE, Seen
 from dcpbench.launch import child
 from dcpbench.launch.jobs import code_words
 from dcpbench.launch.ranks import LOG_LINES, read
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
     from dcpbench.hangs.finding import Finding
     from dcpbench.launch.ranks import Ranks
 
-ASK_S, SPY_S, GPUS_S = 2.0, 5.0, 3.0
-"""How long each may take: what ranks say of themselves, py-spy, nvidia-smi."""
+ASK_S, SPY_S, GPUS_S, NCCL_S = 2.0, 5.0, 3.0, 3.0
+"""How long each may take: what ranks say of themselves, py-spy, nvidia-smi, NCCL."""
+NCCL_ADDRESS, NCCL_ASKED, NCCL_BYTES = "localhost:28028", b"verbose status\n", 1 << 20
+"""Where NCCL (RAS, from 2.24 on) says how its jobs on this machine are, unless NCCL_RAS_ADDR says otherwise; how it is
+asked; the most that is read."""
 GPUS = (
     "index",
     "name",
@@ -43,8 +48,9 @@ GPUS = (
 )
 FINDING_FILE = "finding.json"
 BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
-DEVICE, FLIGHT, SIGNALS = "device-{}.json", "flight-{}.json", "signals-{}.json"
-"""What a rank writes when its pipe ASK is opened and closed, in this order."""
+DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
+"""What a rank writes when its pipe ASK is opened and closed, in this order. The stacks are for where its main thread, in
+a driver that no signal reaches, did not write them."""
 ANSWERED = "answered-{}.json"
 """What it writes behind all others, so that nobody waits for what it has not."""
 # All of them are files of a rank in its job's folder of logs.
@@ -56,6 +62,9 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     pids = ranks.pid_of()
     before, began = {rank: _cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
     gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
+    nccl = threading.Thread(target=ask_nccl, args=(folder / NCCL_FILE,), daemon=True)
+    if gpus is not None:  # else there is no NCCL of ours that could answer
+        nccl.start()
     asked = [rank for rank in pids if _ask(ranks.logs / ASK.format(rank))]
     stacks = ranks.stacks()
     spent = max(time.monotonic() - began, 1e-3)
@@ -64,7 +73,6 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
         _start(["py-spy", "dump", "--native", "--pid", str(p)], folder / f"py-spy-{r}.txt") for r, p in pids.items()
     ]
     (folder / SEEN_FILE).write_bytes(msgspec.json.encode(seen))
-    _keep(folder, stacks)
     for rank in ranks.ranks:
         _keep_log_and_beats(ranks, rank, folder)
     until = time.monotonic() + ASK_S
@@ -73,13 +81,37 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
         while not answered.exists() and time.monotonic() < until:
             time.sleep(0.05)
         answered.unlink(missing_ok=True)
+        own = ranks.logs / STACKS.format(rank)
+        stacks[str(rank)] = stacks.get(str(rank)) or read(own)
+        own.unlink(missing_ok=True)
         for name in (DEVICE, FLIGHT, SIGNALS):
             said = ranks.logs / name.format(rank)
             with contextlib.suppress(OSError):
                 shutil.move(said, folder / said.name)
+    _keep(folder, stacks)
     _wait(spies, SPY_S)
     _wait([gpus], GPUS_S)
+    if gpus is not None:
+        nccl.join(NCCL_S)
     return folder, stacks
+
+
+def ask_nccl(to: Path) -> None:
+    """Keep in a file what NCCL says of its jobs on this machine; no file where it is older, off, or silent."""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", NCCL_ADDRESS).rpartition(":")
+    until, said = time.monotonic() + NCCL_S, b""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), NCCL_S) as line,
+    ):
+        line.sendall(NCCL_ASKED)
+        while len(said) < NCCL_BYTES and (left := until - time.monotonic()) > 0:
+            line.settimeout(left)
+            if not (more := line.recv(1 << 16)):
+                break
+            said += more
+    if said:
+        to.write_bytes(said)
 
 
 def explain(folder: Path, stacks: Mapping[str, str]) -> Finding | None:
@@ -98,7 +130,8 @@ def explain(folder: Path, stacks: Mapping[str, str]) -> Finding | None:
 
 def _keep(folder: Path, stacks: Mapping[str, str]) -> None:
     for rank, text in stacks.items():
-        (folder / f"stacks-{rank}.txt").write_text(text)
+        if text:
+            (folder / f"stacks-{rank}.txt").write_text(text)
 
 
 def differing(ranks: Ranks) -> tuple[Path, Finding] | None:

@@ -1,7 +1,7 @@
 """The fake worker, of which one rank does once, at one moment, what the table asks for: `FAULT=MOMENT:RANK:WHOM:WHAT`.
 
 WHOM: the rank itself, the process that keeps account of it, the agent, or the command. WHAT: the number of a signal, or
-`raise`, `exit-N`, `full` (no space is left), `moved` (the run's folder is renamed). Moments are those of table.py; all but
+`raise`, `out-of-memory` and `illegal-access` (torch's errors, by name), `exit-N`, `full` (no space is left), `moved` (the run's folder is renamed). Moments are those of table.py; all but
 the first and the last two are of the point with the context AT.
 """
 
@@ -26,14 +26,29 @@ if TYPE_CHECKING:
 AT = 302
 FAULT = "DCPBENCH_FAULT"
 DONE = "fault-done"
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's is called."""
+
+
+class AcceleratorError(RuntimeError):
+    """As torch's is called."""
+
+
+RAISED = {
+    "raise": ValueError("no such row"),
+    "out-of-memory": OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "illegal-access": AcceleratorError("CUDA error: an illegal memory access was encountered"),
+}
 MOMENT, WHICH, WHOM, WHAT = os.environ[FAULT].split(":")
 
 
 def commit(folder: Path) -> None:
     """Do it."""
     (folder / DONE).touch(exist_ok=False)
-    if WHAT == "raise":
-        raise ValueError("no such row")
+    if WHAT in RAISED:
+        raise RAISED[WHAT]
     if WHAT.startswith("exit-"):
         os._exit(int(WHAT.removeprefix("exit-")))
     if WHAT == "full":

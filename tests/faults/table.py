@@ -77,6 +77,8 @@ def _wrong() -> list[Case]:
     found = []
     for what, reason in (
         ("raise", "rank 1: ValueError: no such row"),
+        ("out-of-memory", "rank 1: OutOfMemoryError: CUDA out of memory"),
+        ("illegal-access", "rank 1: AcceleratorError: CUDA error: an illegal memory access"),
         ("exit-0", "rank 1 ended with exit code 0 before its points were done"),
         ("exit-7", "rank 1 ended with exit code 7 and without an error message"),
         (str(int(signal.SIGSEGV)), r"rank 1 was ended by signal 11 \(SIGSEGV\), native code crashed"),

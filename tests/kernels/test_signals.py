@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -14,6 +17,8 @@ from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.signals import Kind, Meetings
 from dcpbench.hangs.meetings import Signals
 from dcpbench.kernels.peers import Carver
+from dcpbench.launch import hung
+from dcpbench.measuring import flight_recorder
 
 RANKS = 3
 
@@ -84,3 +89,50 @@ def test_a_copy_that_does_not_end_is_given_up(monkeypatch):
     monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.Event", lambda: never)
     assert signals._copied([meetings], {cuda}, 0.02) == "the copy of its counters had not ended after 0.02 s"
+
+
+def test_counters_that_still_change_are_not_told(monkeypatch):
+    """As in a run that is only slow: what two ranks have read at two moments does not go together."""
+    meetings = made()
+    counters = meetings.kinds[0].counters
+    monkeypatch.setattr(signals, "APART_S", 0.0)
+    copy_out = Meetings.copy_out
+
+    def counting(of: Meetings) -> None:
+        counters.add_(1)
+        copy_out(of)
+
+    monkeypatch.setattr(Meetings, "copy_out", counting)
+    assert told() == Signals(unread="its counters still changed while they were read")
+
+
+@pytest.mark.parametrize("brought", ["", "Current thread 0x01 (most recent call first):\n"], ids=["none", "some"])
+def test_stacks_that_no_signal_brought_are_those_that_the_rank_wrote_itself(tmp_path, monkeypatch, brought):
+    """A main thread inside a driver may never see SIGUSR1; another thread answers, though a third never comes back."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    never = threading.Event()
+    monkeypatch.setattr(flight_recorder, "EACH_S", 0.5)
+    says = {hung.FLIGHT: never.wait, hung.STACKS: flight_recorder.stacks, hung.ANSWERED: lambda: b"{}"}
+    flight_recorder.answer(logs / hung.ASK.format(0), {logs / name.format(0): say for name, say in says.items()})
+    ask = hung._ask
+
+    def ask_once_it_listens(pipe) -> bool:
+        while not ask(pipe):
+            time.sleep(0.01)
+        return True
+
+    monkeypatch.setattr(hung, "_ask", ask_once_it_listens)
+    ranks = SimpleNamespace(
+        folder=tmp_path,
+        logs=logs,
+        ranks=range(1),
+        pid_of=lambda: {0: os.getpid()},
+        stacks=lambda: {"0": brought},
+        exits=list,
+    )
+    folder, stacks = hung.take_down(ranks)
+    (logs / hung.ASK.format(0)).unlink()
+    assert (folder / "stacks-0.txt").read_text() == stacks["0"]
+    assert stacks["0"] == brought or (not brought and "in test_stacks_that_no_signal_brought" in stacks["0"])
+    assert [*logs.iterdir()] == []

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
+import tempfile
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import RecordsError
-from dcpbench.hangs import beats, dumps, evidence
+from dcpbench.hangs import beats, dumps, evidence, said
 from dcpbench.hangs.beats import Beats
 from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.hangs.finding import find
 from dcpbench.hangs.meetings import Meeting, Signals
+from dcpbench.launch import hung
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from dcpbench.hangs.finding import Finding
 
@@ -176,6 +183,18 @@ def test_a_rank_that_has_not_come_is_named_with_its_phase_line_and_whether_it_sl
     assert "ranks 0-1 wait for it in all_reduce of float32 [2, 64], collective 9 of the group" in found.said
 
 
+def test_a_rank_that_has_not_left_a_collective_to_which_all_have_come_is_the_one_that_is_behind(tmp_path: Path) -> None:
+    """As in a job that is only slow: rank 2 has yet to come back from the 9th, and the others wait in the 10th."""
+    job = Job(tmp_path, 3)
+    job.steps()
+    for rank in range(3):
+        job.does(rank, "all_reduce", "attn_reduce", 0, hangs=rank == 2)
+    for rank in range(2):
+        job.does(rank, "all_reduce", "mlp_reduce", 0, hangs=True)
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting, found.phase) == ("behind", [2], [0, 1], "attn_reduce")
+
+
 def test_a_rank_that_has_ended_is_gone_and_one_that_waits_for_another_is_not_to_blame(tmp_path: Path) -> None:
     """Ranks 0 and 1 share a group, and 1 and 2 another: 0 waits for 1, which waits for 2, which has ended."""
     job = Job(tmp_path, 3, {"a": [0, 1], "b": [1, 2]})
@@ -314,6 +333,39 @@ def test_flight_recorders_name_who_has_not_launched_what_the_other_waits_in(tmp_
     assert (found.kind, found.ranks, found.number, found.collective) == ("behind", [1], 2, "all_gather of float [4]")
 
 
+STEP = [
+    (op, phase, layer)
+    for layer in range(2)
+    for op, phase in (("all_gather", "merge"), ("reduce_scatter", "merge"), ("all_reduce", "moe"))
+]
+
+
+@pytest.mark.parametrize("flight", [False, True], ids=["beats alone", "with flight recorders"])
+def test_a_gather_that_is_left_out_is_named_where_hosts_go_on(tmp_path: Path, flight: bool) -> None:
+    """As over NCCL, whose recorder has names of its own: hosts hand over two more steps behind the fault in layer 1."""
+    job = Job(tmp_path, 2, waits=False)
+    for step in range(5):
+        for rank, (number, call) in itertools.product(range(2), enumerate(STEP)):
+            if (step, rank, number) != (2, 1, 3):
+                job.does(rank, *call)
+    if flight:
+        for rank in range(2):
+            calls = [
+                (f"_{m.call.op}_base", [2, 64], "scheduled")
+                for m in beats.read(tmp_path / f"beats-{rank}.bin").met
+                if m.call
+            ]
+            told: Any = recorded(*calls)
+            for entry, m in zip(told["entries"], beats.read(tmp_path / f"beats-{rank}.bin").met, strict=True):
+                entry["time_created_ns"] = m.began_ns
+            (tmp_path / f"flight-{rank}.json").write_text(json.dumps(told))
+    found = job.found()
+    assert (found.kind, found.ranks, found.phase, found.layer, found.number) == ("order", [1], "merge", 1, 2 * 6 + 4)
+    assert "rank 1 began reduce_scatter of float32 [2, 64] (phase merge, layer 1" in found.said
+    assert "rank 0 all_gather of float32 [2, 64]" in found.said
+    assert any("left that one out" in why for why in found.why)
+
+
 def test_of_ranks_whose_collectives_were_not_read_nothing_is_claimed(tmp_path: Path) -> None:
     """Rank 1 may wait there, too."""
     (tmp_path / "flight-0.json").write_text(json.dumps(recorded(("all_reduce", [4], "started"))))
@@ -430,6 +482,12 @@ def test_meetings_in_which_nobody_waits_tell_nothing(tmp_path: Path) -> None:
     assert (found.kind, found.ranks) == ("device", [])
 
 
+def test_ranks_that_were_read_while_they_went_on_are_not_compared(tmp_path: Path) -> None:
+    """Nobody can be two meetings ahead of a rank that waits."""
+    found = replayed(tmp_path, [merges(0, 2, 4, {1: 4}), merges(1, 2, 9, {0: 9})], [3, 3])
+    assert (found.kind, found.ranks) == ("device", [])
+
+
 def test_ranks_that_wait_for_each_other_in_two_meetings_are_told_apart(tmp_path: Path) -> None:
     """Rank 0 is in the first buffer's meeting 5, and rank 1 in the second's."""
     ended = [[merges(r, 2, 4, {1 - r: 4 + (n != r)}, number=n).meetings[0] for n in range(2)] for r in range(2)]
@@ -454,3 +512,70 @@ def test_signals_that_could_not_be_read_are_said_to_be_so(tmp_path: Path) -> Non
     found = replayed(tmp_path, [Signals(unread="the copy had not ended"), merges(1, 2, 5, {0: 5})], [3, 3])
     assert found.kind == "device"
     assert found.unread == ["Signals of rank 0: the copy had not ended."]
+
+
+def test_what_nccl_says_of_its_jobs_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked in one line over loopback, answers, and hangs up."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            line, _ = server.accept()
+            with line:
+                asked.append(line.recv(100))
+                line.sendall(b"NCCL version 2.28\nCommunicators: <1 mismatch>\n")
+
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
+        thread = threading.Thread(target=answer)
+        thread.start()
+        hung.ask_nccl(tmp_path / "nccl-ras.txt")
+        thread.join()
+    assert asked == [b"verbose status\n"]
+    Job(tmp_path, 1).steps(1)
+    assert "Communicators: &lt;1 mismatch&gt;" in said.as_page(said.explained([tmp_path]))
+
+
+def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port at which nobody listens any more, and an address that is none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    for address in (f"127.0.0.1:{free}", "nowhere", ""):
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        hung.ask_nccl(tmp_path / "nccl-ras.txt")
+    assert [*tmp_path.iterdir()] == []
+
+
+DID = st.tuples(
+    st.integers(0, 2), st.sampled_from(["all_reduce", "all_gather"]), st.sampled_from(["a", "b"]), st.booleans()
+)
+"""A collective: of which rank, what, in which group, and whether it never comes back."""
+MEMORY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
+"""Of each rank, how many meetings it has ended and how often its peers have signalled."""
+
+
+@given(did=st.lists(DID, max_size=12), memory=st.none() | MEMORY, waits=st.booleans(), norms=st.none() | MEMORY)
+def test_whatever_ranks_have_left_something_is_said(
+    did: list[tuple[int, str, str, bool]],
+    memory: list[tuple[int, ...]] | None,
+    waits: bool,
+    norms: list[tuple[int, ...]] | None,
+) -> None:
+    """A rank that never comes back from a collective does no more. Nobody is both to blame and waiting for it."""
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(Path(name), 3, {"a": [0, 1, 2], "b": [0, 1]}, waits=waits)
+        stuck: set[int] = set()
+        for rank, op, group, hangs in did:
+            if rank not in stuck and (group == "a" or rank < 2):
+                job.does(rank, op, "moe", 0, group=group, hangs=hangs)
+                stuck |= {rank} if hangs else set()
+        for rank, (ended, *heard) in enumerate(memory or []):
+            told = merges(rank, 3, ended, dict(zip([p for p in range(3) if p != rank], heard, strict=True)))
+            (job.folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
+        for rank, (norm, *_) in enumerate(norms or []):
+            (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+        found = job.found()
+        assert found.said
+        if found.kind in ("behind", "signal", "device"):
+            assert not {*found.ranks} & {*found.waiting}
+        (hang,) = said.explained([job.folder])
+        assert said.as_text(hang)

@@ -169,10 +169,14 @@ class TestDocuments:
         assert pins[0] == "torch"
 
 
+def outside_make() -> dict[str, str]:
+    """The environment, without what the `make` that runs these tests was given."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "LOCKED"}
+
+
 class TestMake:
     def test_measuring_installs_nothing_of_the_suite(self) -> None:
         """`make -n` says what would be run."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         said = {
             target: subprocess.run(
                 ["make", "-n", target, "VENV=nowhere"],
@@ -180,7 +184,7 @@ class TestMake:
                 text=True,
                 check=True,
                 cwd=ROOT,
-                env=environment,
+                env=outside_make(),
             ).stdout
             for target in ("sweep", "test")
         }
@@ -192,21 +196,29 @@ class TestMake:
     def test_help_lists_every_target(self) -> None:
         makefile = (ROOT / "Makefile").read_text()
         targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         done = subprocess.run(
             ["make", "--no-print-directory", "help"],
             capture_output=True,
             text=True,
             check=True,
             cwd=ROOT,
-            env=environment,
+            env=outside_make(),
         )
         assert set(re.findall(r"^  make ([\w-]+) +\S", done.stdout, re.MULTILINE)) == targets
 
     def test_ci_runs_lint_types_and_tests(self) -> None:
         script = ROOT / ".ci" / "run"
         assert os.access(script, os.X_OK)
-        assert "make lint types test test-long" in script.read_text()
+        assert "make LOCKED=1 lint types test test-long" in script.read_text()
+
+    def test_ci_installs_what_is_locked_and_nothing_else(self) -> None:
+        """pip refuses a file of another hash, and a package that has none."""
+        words = ["make", "-n", "test", "VENV=nowhere", "LOCKED=1"]
+        said = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=outside_make()).stdout
+        installs = [line for line in said.splitlines() if "pip install" in line]
+        assert len(installs) == 1
+        assert "--require-hashes -r requirements.lock && " in installs[0]
+        assert installs[0].endswith("--no-deps --no-build-isolation -e .")
 
 
 FILLED = {
@@ -231,6 +243,7 @@ FILLED = {
     "servers.load": "Outcome Pace",
     "servers.measure": "Served _Sent",
     "serving.outcome": "StepCounts",
+    "serving.replay": "_Instance",
     "serving.requests": "Sequence ReplicaStep Step",
     "serving.step_times": "_Version",
     "serving.traffic": "Sample",
