@@ -201,6 +201,11 @@ LINK_BAND = 1.0
 """No link between hosts was ever measured by us: half to twice."""
 
 
+LATE, LATE_RANKS = 1.08, 4
+"""Median of DeepSeek-V3's exchanges in steps of four H200 over the same calls alone; other models' hold it (docs/wire-checked.md).
+Between two GPUs it is none for exchanges, and up to 1.1 for the smallest reductions."""
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What joins hosts, on paper."""
 
@@ -223,6 +228,12 @@ class Wire:
     """Rate of this machine's links over that of the machine that was measured: of the model's bytes, never of launches."""
     borrowed: float = 0.0
     """More error, where another machine was measured."""
+    late: float = 1.0
+    """Times as long as alone a call takes, as ranks come to it at different times."""
+
+    def in_step(self, ranks: int) -> Wire:
+        """As calls take inside the steps of so many ranks, waiting for the slowest."""
+        return dataclasses.replace(self, late=LATE if ranks >= LATE_RANKS else 1.0)
 
     def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
         """Of one call over so many ranks, of which each receives so many bytes.
@@ -239,8 +250,9 @@ class Wire:
             )
         us = call.us(ranks, received_bytes, meetings)
         bytes_us = min(received_bytes * call.fitted.us_per_byte, us)
-        mean = us - bytes_us * (1 - 1 / self.scale)
-        error = call.error(ranks, received_bytes, meetings) + self.borrowed + abs(us / mean - 1)
+        alone = us - bytes_us * (1 - 1 / self.scale)
+        error = call.error(ranks, received_bytes, meetings) + self.borrowed + abs(us / alone - 1)
+        mean = alone * self.late
         if ranks > self.host:
             return self._across(what, ranks, received_bytes, meetings, mean)
         return Seconds.within(mean * 1e-6, error)

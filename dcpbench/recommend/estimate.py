@@ -109,6 +109,7 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     Raises UsageError where one is not known there.
     """
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    known = known.in_step(layout.tp)
     hidden = s.hidden * itemsize
     decodes = len(rows.decodes)
     n, dp = layout.attn_tp, layout.dp

@@ -107,7 +107,7 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
     def made(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
         of = Estimator(point(**degrees, exchange=exchange), described("H200"), estimate.published().terms)
         asked.clear()
-        known = SimpleNamespace(seconds=seconds)
+        known = SimpleNamespace(in_step=lambda _: SimpleNamespace(seconds=seconds))
         return estimate.calls(
             of.sharding, estimate.padded(of.decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
         )

@@ -14,7 +14,7 @@ from dcpbench.bench import calibration
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points import machines
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import Call, Fit, Link, Sample, Wire, _between, fit
+from dcpbench.points.wire import LATE, Call, Fit, Link, Sample, Wire, _between, fit
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "step-limits_H200_2026-11-23"
@@ -327,3 +327,12 @@ def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> 
     assert all(word in printed for word in ("B200", "rdma-800", "Nothing was measured between hosts"))
     listed = json.loads(run(capsys, "machines", "--json")[1])
     assert [gpu["name"] for gpu in listed["gpus"]] == [gpu.name for gpu in GPUS]
+
+
+def test_in_steps_of_four_ranks_and_more_calls_wait_for_who_is_late():
+    """By one factor, also over two of the ranks; in steps of two by none."""
+    wire = Wire({"made": made()}, host=8)
+    alone = wire.seconds("made", 2, 10**6)
+    late = wire.in_step(4).seconds("made", 2, 10**6)
+    assert late.mean / alone.mean == late.high / alone.high == pytest.approx(LATE)
+    assert wire.in_step(2).seconds("made", 2, 10**6) == alone
