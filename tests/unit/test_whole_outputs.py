@@ -11,10 +11,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -27,7 +29,7 @@ from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import SHAPES
-from dcpbench.reports import export, frames, markdown, sections
+from dcpbench.reports import export, frames, markdown, plots, sections
 from dcpbench.syncs.formats import FORMATS as SYNCS
 from dcpbench.syncs.formats import render
 from dcpbench.syncs.gating.config import Allow
@@ -49,7 +51,9 @@ from tests.unit.test_hangs import recorded
 from tests.unit.test_top_shown import GPU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from matplotlib.figure import Figure
 
     from dcpbench.records.record import Record
 
@@ -123,9 +127,16 @@ def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_printed_of_a_run(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+def test_what_is_printed_of_a_run(
+    name: str, tmp_path: Path, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On terminals of several widths."""
     record_builder.write(tmp_path / "run", RUNS[name]())
-    hold(f"show-{name}.txt", typed("show", "run"), tmp_path)
+    said = []
+    for width in (160, 100, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        said.append(typed("show", "run"))
+    hold(f"show-{name}.txt", "\n".join(said), tmp_path)
 
 
 @pytest.mark.parametrize("form", [form for form in EXPORTS if form != "parquet"])
@@ -282,3 +293,54 @@ def test_a_hang_that_is_explained(tmp_path: Path, typed: Callable[..., str]) -> 
     (tmp_path / "dump" / "flight-1.json").write_text(json.dumps(recorded(done)))
     text = typed("hang", "explain", "dump") + typed("hang", "explain", "dump", "--json", "--html", "page.html")
     hold("hang.txt", f"{text}\n{(tmp_path / 'page.html').read_text()}", tmp_path)
+
+
+def figure_words(figure: Figure) -> str:
+    """A figure in words: its size, and of each panel labels, scales, limits, ticks, and what is drawn where."""
+
+    def few(values: Iterable[Any]) -> str:
+        return " ".join(f"{float(v):.4g}" for v in np.ravel(np.asarray(list(values), dtype=float)))
+
+    def texts(artists: Iterable[Any]) -> str:
+        return " | ".join(a.get_text().replace("\n", " / ") for a in artists if a.get_text())
+
+    lines = [f"figure {few(figure.get_size_inches())}: {texts([*figure.texts, *filter(None, [figure._suptitle])])}"]
+    lines += [f"  legend: {texts(legend.get_texts())}, {legend._ncols} columns" for legend in figure.legends]
+    for ax in figure.axes:
+        lines.append(f"  panel {ax.get_title()} / {ax.get_title('left')}: {ax.get_xlabel()} × {ax.get_ylabel()}")
+        lines.append(f"    {ax.get_xscale()} {few(ax.get_xlim())}, {ax.get_yscale()} {few(ax.get_ylim())}")
+        lines.append(f"    ticks {texts(ax.get_xticklabels())} × {texts(ax.get_yticklabels())}")
+        for line in ax.lines:
+            style = f"{line.get_color()} {line.get_linestyle()} {line.get_marker()} {line.get_linewidth():g} {line.get_zorder():g}"
+            lines.append(f"    line {line.get_label()} {style}: {few(line.get_xdata())} × {few(line.get_ydata())}")
+        for patch in ax.patches:
+            box = patch.get_path().get_extents(patch.get_patch_transform())
+            lines.append(f"    patch {few(patch.get_facecolor())} {few(box.extents)} {patch.get_zorder():g}")
+        for found in ax.collections:
+            shape = [path.vertices for path in found.get_paths()][:12]
+            lines.append(
+                f"    {type(found).__name__} {found.get_label()} {few(np.concatenate(shape)) if shape else ''}"
+            )
+        lines += [
+            f"    text {few(t.get_position())} {t.get_ha()} {t.get_va()} {t.get_fontsize():g}: {texts([t])}"
+            for t in ax.texts
+        ]
+        legend = ax.get_legend()
+        lines += [f"    legend: {texts(legend.get_texts())}"] if legend else []
+    return "\n".join(re.sub(r"_child\d+", "", line) for line in lines)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they draw and write, not how a version of matplotlib renders it."""
+    said: list[str] = []
+
+    def save(figure: Figure, path: Path, *_: str) -> list[Path]:
+        said.append(f"--- {path.name}\n{figure_words(figure)}")
+        return []
+
+    monkeypatch.setattr(plots, "save", save)
+    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
+    pictures = plots.draw_all(read, tmp_path / "figures")
+    told = [f"{p.subject} {p.mode} {p.png.name}: {p.title}. {p.alt}" for p in pictures]
+    hold(f"figures-{name}.txt", "\n".join([*told, *said]), tmp_path)
