@@ -145,8 +145,8 @@ def mutants(folder: Path) -> str:
         rooms[row["path"].split("/")[1]][row["what"]] += 1
     rooms = dict(sorted(rooms.items())) | {"all": sum(rooms.values(), collections.Counter())}
     text += (
-        f"\nThe same mutants by room, with {len(later)} of them tried again after tests had been written for them, which says that these "
-        "are mended and nothing of lines that were not drawn: for those the last round above is the better guess.\n\n"
+        f"\nThe same mutants by room, with {len(later)} of them tried again after further tests had been written; what became seen by that "
+        "says nothing of lines that were not drawn: for those the last round above is the better guess.\n\n"
     )
     return text + table(("room", *SCORE), [(room, *_score(c)) for room, c in rooms.items()])
 
