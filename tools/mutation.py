@@ -177,11 +177,13 @@ def mutants(found: Iterable[tuple[str, str, int, int]]) -> Iterator[Mutant]:
     """The changes at these places that are Python and compile to something else."""
     for place in found:
         bare = Mutant(*place, "", "")
-        pairs = itertools.zip_longest(bare.source.splitlines(), bare.code.splitlines(), fillvalue="")
-        changed = next(((a, b) for a, b in pairs if a != b), None)
-        with contextlib.suppress(SyntaxError):
+        try:
+            pairs = itertools.zip_longest(bare.source.splitlines(), bare.code.splitlines(), fillvalue="")
+            changed = next(((a, b) for a, b in pairs if a != b), None)
             if changed and changed_functions(bare) != []:
                 yield Mutant(*place, *changed)
+        except (SyntaxError, AttributeError):  # the latter of cosmic-ray, which replaces no exception with a dot
+            continue
 
 
 def at_random(seed: int, only: str, kept: Path) -> Iterator[Mutant]:

@@ -128,7 +128,8 @@ def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
     """Of 1,000 stored tokens, 1,152 bytes each, half lie on the other of two ranks."""
     of = Estimator(point(tp=2, dcp=2, exchange="a2a"), described("H200"), estimate.published().terms)
     asked: list[tuple[object, ...]] = []
-    known = SimpleNamespace(seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    alone = SimpleNamespace(seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    known = SimpleNamespace(in_step=lambda _: alone)
     estimate.calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 

@@ -8,13 +8,16 @@ files are written anew: what then differs is for a reviewer to read, line by lin
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -26,13 +29,19 @@ from dcpbench.exports import FORMATS as EXPORTS
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
-from dcpbench.reports import export, frames, markdown, sections
+from dcpbench.reports import export, frames, markdown, plots, sections
+from dcpbench.serving.loads import make_requests
+from dcpbench.serving.samples import read_samples
+from dcpbench.serving.step_cases import Extent, grid
+from dcpbench.serving.step_times import engine_path, write_step_times
 from dcpbench.syncs.formats import FORMATS as SYNCS
 from dcpbench.syncs.formats import render
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate
 from dcpbench.syncs.gating.gate import judge as judge_syncs
+from dcpbench.syncs.scan import scan
 from dcpbench.top import words as top_words
 from dcpbench.top.render import render as top_render
 from tests.unit import (
@@ -41,15 +50,19 @@ from tests.unit import (
     engine_files_builder,
     record_builder,
     serve_record_builder,
+    step_times_builder,
     syncs_builder,
     top_builder,
 )
+from tests.unit import test_replay_point as replayed
 from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
 from tests.unit.test_hangs import recorded
 from tests.unit.test_top_shown import GPU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from matplotlib.figure import Figure
 
     from dcpbench.records.record import Record
 
@@ -123,9 +136,16 @@ def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_printed_of_a_run(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+def test_what_is_printed_of_a_run(
+    name: str, tmp_path: Path, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On terminals of several widths."""
     record_builder.write(tmp_path / "run", RUNS[name]())
-    hold(f"show-{name}.txt", typed("show", "run"), tmp_path)
+    said = []
+    for width in (160, 100, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        said.append(typed("show", "run"))
+    hold(f"show-{name}.txt", "\n".join(said), tmp_path)
 
 
 @pytest.mark.parametrize("form", [form for form in EXPORTS if form != "parquet"])
@@ -177,7 +197,7 @@ def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
         top_builder.done(job, tmp_path, of, 10 * i, 10 * i + 9 + i % 3)
     top_builder.record(tmp_path, points[19], start=192, outcome="failed", reason="rank 1: ValueError: no such row")
     top_builder.tell(job, 203, "measure", points[20], "3/9 requests, 1,200 tok/s")
-    state = msgspec.structs.replace(top_builder.state(tmp_path, 205), gpus=[GPU])
+    state = msgspec.structs.replace(top_builder.state(tmp_path, 205), gpus=[GPU], folder="runs/monday")
     out = io.StringIO()
     Console(file=out, width=width).print(top_render(state, width, 60))
     said = "\n".join([*top_words.snapshot(state), *top_words.changes(None, state)])
@@ -282,3 +302,154 @@ def test_a_hang_that_is_explained(tmp_path: Path, typed: Callable[..., str]) -> 
     (tmp_path / "dump" / "flight-1.json").write_text(json.dumps(recorded(done)))
     text = typed("hang", "explain", "dump") + typed("hang", "explain", "dump", "--json", "--html", "page.html")
     hold("hang.txt", f"{text}\n{(tmp_path / 'page.html').read_text()}", tmp_path)
+
+
+def figure_words(figure: Figure) -> str:
+    """A figure in words: its size, and of each panel labels, scales, limits, ticks, and what is drawn where."""
+
+    def few(values: Iterable[Any]) -> str:
+        return " ".join(f"{float(v):.4g}" for v in np.ravel(np.asarray(list(values), dtype=float)))
+
+    def texts(artists: Iterable[Any]) -> str:
+        return " | ".join(a.get_text().replace("\n", " / ") for a in artists if a.get_text())
+
+    lines = [f"figure {few(figure.get_size_inches())}: {texts([*figure.texts, *filter(None, [figure._suptitle])])}"]
+    lines += [f"  legend: {texts(legend.get_texts())}, {legend._ncols} columns" for legend in figure.legends]
+    for ax in figure.axes:
+        lines.append(f"  panel {ax.get_title()} / {ax.get_title('left')}: {ax.get_xlabel()} × {ax.get_ylabel()}")
+        lines.append(f"    {ax.get_xscale()} {few(ax.get_xlim())}, {ax.get_yscale()} {few(ax.get_ylim())}")
+        lines.append(f"    ticks {texts(ax.get_xticklabels())} × {texts(ax.get_yticklabels())}")
+        for line in ax.lines:
+            style = f"{line.get_color()} {line.get_linestyle()} {line.get_marker()} {line.get_linewidth():g} {line.get_zorder():g}"
+            lines.append(f"    line {line.get_label()} {style}: {few(line.get_xdata())} × {few(line.get_ydata())}")
+        for patch in ax.patches:
+            box = patch.get_path().get_extents(patch.get_patch_transform())
+            lines.append(f"    patch {few(patch.get_facecolor())} {few(box.extents)} {patch.get_zorder():g}")
+        for found in ax.collections:
+            shape = [path.vertices for path in found.get_paths()][:12]
+            lines.append(
+                f"    {type(found).__name__} {found.get_label()} {few(np.concatenate(shape)) if shape else ''}"
+            )
+        lines += [
+            f"    text {few(t.get_position())} {t.get_ha()} {t.get_va()} {t.get_fontsize():g}: {texts([t])}"
+            for t in ax.texts
+        ]
+        legend = ax.get_legend()
+        lines += [f"    legend: {texts(legend.get_texts())}"] if legend else []
+    return "\n".join(re.sub(r"_child\d+", "", line) for line in lines)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they draw and write, not how a version of matplotlib renders it."""
+    said: list[str] = []
+
+    def save(figure: Figure, path: Path, *_: str) -> list[Path]:
+        said.append(f"--- {path.name}\n{figure_words(figure)}")
+        return []
+
+    monkeypatch.setattr(plots, "save", save)
+    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
+    pictures = plots.draw_all(read, tmp_path / "figures")
+    told = [f"{p.subject} {p.mode} {p.png.name}: {p.title}. {p.alt}" for p in pictures]
+    hold(f"figures-{name}.txt", "\n".join([*told, *said]), tmp_path)
+
+
+def rounded(value: Any) -> Any:
+    """Floats to six digits: sums in another order are the same."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+REPLAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Settings]] = {
+    "closed": ({}, {}, Settings()),
+    "slo": ({"input_tokens": "uniform:1000-4000"}, {"concurrency": 16}, Settings(slo={"ttft": 900.0, "itl": 70.0})),
+    "open": ({"arrival": "gamma", "request_rate": 0.8, "burstiness": 0.5}, {"concurrency": 60}, Settings()),
+    "prefix": ({"prefix_share": 0.5, "prefix_groups": 3, "chunk": 4096}, {}, Settings()),
+    "pressure": ({"output_tokens": "lognormal:300:0.8"}, {"concurrency": 12}, Settings(kv_memory_bytes=256 << 20)),
+    "sessions": ({"turns": "uniform:2-4", "turn_tokens": "50", "think_time": 0.5}, {}, Settings()),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_a_replay(name: str, tmp_path: Path) -> None:
+    """Of 40 requests by an engine on paper, in virtual time: all of its metrics, and each request's times."""
+    of_load, of_point, settings = REPLAYS[name]
+    load = msgspec.structs.replace(replayed.LOAD, **{"requests": 40, **of_load})
+    longest = max(4_030, 5_000 if of_load else 0)
+    point = msgspec.structs.replace(replayed.POINT, **{"load": load, "context": longest, **of_point})
+    file = tmp_path / "times.json"
+    write_step_times(file, step_times_builder.step_times(path=engine_path(replayed.POINT)))
+    record = replayed.run(file, tmp_path, point, settings)
+    assert record.serve is not None
+    told = rounded(msgspec.to_builtins(record.serve))
+    told |= {"outcome": record.outcome, "reason": record.reason, "marks": record.marks}
+    each = read_samples(tmp_path / record.serve.samples_file)[:6]
+    lines = [json.dumps(rounded(dataclasses.asdict(row))) for row in each]
+    hold(f"replay-{name}.txt", "\n".join([json.dumps(told, indent=1), *lines]), tmp_path)
+
+
+EXTENTS = {
+    "long": step_times_builder.EXTENT,
+    "small": Extent(requests=6, context=40, pages=32, virtual_page=4, chunk=16),
+    "open": dataclasses.replace(step_times_builder.EXTENT, open_loop=True, targets=(), prompts=(), pages=300),
+    "shared": dataclasses.replace(step_times_builder.EXTENT, shared=True, pages=100, requests=64),
+    "tight": Extent(requests=3, context=900, pages=5, virtual_page=64, chunk=256, targets=(3,)),
+}
+
+
+def test_steps_that_are_measured_for_replays(tmp_path: Path) -> None:
+    """All cases of engines with much KV memory and with little, and what the model of them predicts beside its truth."""
+    lines = []
+    for name, extent in EXTENTS.items():
+        lines += [f"--- {name}", *(f"{case.use}: {case}" for case in grid(extent))]
+    hold("step-cases.txt", "\n".join(lines), tmp_path)
+
+
+LOADS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "uniform": {"input_tokens": "uniform:5-20", "output_tokens": "lognormal:6:0.5"},
+    "gamma": {"arrival": "gamma", "request_rate": 2.0, "burstiness": 0.25},
+    "prefix": {"prefix_share": 0.4, "prefix_groups": 3},
+    "sessions": {"turns": "uniform:1-3", "turn_tokens": "4", "think_time": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_load(name: str, tmp_path: Path) -> None:
+    """Twelve requests: when they come, what they ask, which tokens, whose turn."""
+    load = msgspec.structs.replace(
+        serve_record_builder.load(), **{"requests": 12, "input_tokens": "10", "output_tokens": "3", **LOADS[name]}
+    )
+    lines = [
+        f"{r.number} at {'-' if r.arrival_s is None else f'{r.arrival_s:.6g}'} session {r.session} turn {r.turn}, "
+        f"{r.output_tokens} for {r.prompt.tolist()}"
+        for r in make_requests(load, 1000)
+    ]
+    hold(f"load-{name}.txt", "\n".join(lines), tmp_path)
+
+
+def test_a_trace_that_is_scanned(tmp_path: Path) -> None:
+    """Of an H200: all sites with their stacks, waits and bubbles."""
+    report = scan([ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"], root=ROOT)
+    hold("scan.txt", json.dumps(rounded(msgspec.to_builtins(report)), indent=1), tmp_path)
+
+
+def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forest of a comparison, and what is recommended over loads."""
+    said: list[str] = []
+
+    def save(figure: Figure, path: Path, *_: str) -> list[Path]:
+        said.append(f"--- {path.name}\n{figure_words(figure)}")
+        return []
+
+    monkeypatch.setattr("dcpbench.compare.picture.save", save)
+    monkeypatch.setattr("dcpbench.show.figures.save", save)
+    compare_builder.write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
+    compare_builder.write_launches(tmp_path / "b", 3, seed=2, cv=0.01, faster=1.04)
+    typed("compare", "a", "b", "-o", "out")
+    typed(*ADVICE["price"].split(), "-o", "advice")
+    hold("pictures.txt", "\n".join(said), tmp_path)

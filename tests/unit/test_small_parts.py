@@ -1,0 +1,184 @@
+"""Parts of formulas and searches that answers rest on, each worked out by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from dcpbench.compare.resampling import error_of_pooled, request_blocks
+from dcpbench.dashboard import changes
+from dcpbench.plan import grid, spec
+from dcpbench.points.machine import Probe
+from dcpbench.points.machines import LINKS
+from dcpbench.recommend.score import Load, Score
+from dcpbench.reports.page import points as page_points
+from dcpbench.servers import load
+from dcpbench.serving.step_cases import Extent
+from dcpbench.serving.step_times import Case, Chunks, Decodes
+from dcpbench.syncs.traces.python_lines import Repository, parse_frame
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+CPU = Probe(device="cpu", count=0, name="CPU")
+GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=141 << 30)
+
+
+@pytest.fixture(scope="module")
+def stats() -> ModuleType:
+    """Of scipy."""
+    from scipy import stats
+
+    return stats
+
+
+class TestChanges:
+    def test_the_statistic_of_a_split_is_students_of_two_samples(self, stats: ModuleType) -> None:
+        """|t| with a pooled variance, for each split that leaves three runs on both sides."""
+        row = np.array([1.0, 1.2, 0.9, 1.1, 1.9, 2.1, 2.0, 2.2])
+        found = changes._t(row[None])[0]
+        expected = [abs(stats.ttest_ind(row[:k], row[k:]).statistic) for k in range(3, 6)]
+        assert found == pytest.approx(expected)
+
+    def test_half_of_welchs_interval(self, stats: ModuleType) -> None:
+        one, other = np.array([1.0, 1.2, 0.9, 1.1]), np.array([1.9, 2.1, 2.0, 2.3, 2.2])
+        known = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+        assert changes._welch(one, other) == pytest.approx((known.high - known.low) / 2, rel=2e-2)
+
+
+class TestPooled:
+    def test_blocks_of_requests_are_twice_the_cube_root_and_a_fourth_at_most(self) -> None:
+        assert [request_blocks(n) for n in (1, 8, 27, 64, 1000)] == [1, 2, 6, 8, 20]
+
+    def test_groups_of_equal_samples_know_their_quantile(self) -> None:
+        """Every request has the same gaps: whichever are drawn, the median is 2."""
+        error = error_of_pooled([np.array([1.0, 2.0, 3.0])] * 20, 0.5, 0)
+        assert error is not None
+        assert error.variance == pytest.approx(0.0)
+
+    def test_of_many_samples_as_many_are_taken_evenly(self) -> None:
+        """400,000 of 10 requests are thinned to 200,000, with about the same error."""
+        rng = np.random.default_rng(0)
+        groups = [rng.exponential(1 + 0.1 * i, 40_000) for i in range(10)]
+        many, few = error_of_pooled(groups, 0.9, 0), error_of_pooled([g[::2] for g in groups], 0.9, 0)
+        assert many is not None
+        assert few is not None
+        assert many.variance == pytest.approx(few.variance, rel=0.1)
+
+
+class TestExtent:
+    EXTENT = Extent(requests=4, context=100, pages=10, virtual_page=16, chunk=64)
+
+    @pytest.mark.parametrize(
+        ("case", "fits"),
+        [
+            (Case(decodes=(Decodes(requests=4, context=32),)), True),
+            (Case(decodes=(Decodes(requests=5, context=16),)), False),
+            (Case(decodes=(Decodes(requests=3, context=48),)), True),
+            (Case(decodes=(Decodes(requests=3, context=49),)), False),
+            (Case(decodes=(Decodes(requests=1, context=100),)), True),
+            (Case(decodes=(Decodes(requests=1, context=101),)), False),
+            (Case(chunks=(Chunks(chunks=2, tokens=32, prefix=32),)), True),
+            (Case(chunks=(Chunks(chunks=2, tokens=33, prefix=16),)), False),
+            (Case(chunks=(Chunks(chunks=1, tokens=20, prefix=81),)), False),
+            (Case(decodes=(Decodes(requests=1, context=16),), chunks=(Chunks(chunks=3, tokens=21, prefix=0),)), True),
+        ],
+    )
+    def test_slots_pages_context_and_chunk_must_all_suffice(self, case: Case, fits: bool) -> None:
+        """4 requests, 10 pages of 16, 100 tokens each, 64 in a chunk."""
+        assert self.EXTENT.fits(case) is fits
+
+    def test_shared_pages_need_no_room(self) -> None:
+        case = Case(decodes=(Decodes(requests=3, context=49),))
+        assert dataclasses.replace(self.EXTENT, shared=True).fits(case)
+
+    def test_a_case_reads_as_what_it_does(self) -> None:
+        case = Case(decodes=(Decodes(requests=47, context=5500),), chunks=(Chunks(chunks=1, tokens=2048, prefix=1256),))
+        assert str(case) == "47 × 1 token at 5,500 + 1 × 2,048 tokens at 1,256"
+        assert case.requests == 48
+
+
+class TestScore:
+    SCORE = Score(
+        loads=[
+            Load(name="a", measured={"x": 100.0, "y": 80.0}, forecast={"x": 110.0, "y": 100.0}),
+            Load(name="b", measured={"x": 50.0, "y": 60.0}, forecast={"x": 50.0, "y": 48.0}),
+        ]
+    )
+
+    def test_errors_are_of_points_and_of_ratios(self) -> None:
+        """(110 / 100) / (100 / 80) - 1 = -0.12, and (50 / 48) / (50 / 60) - 1 = 0.25."""
+        assert self.SCORE.errors == pytest.approx([0.1, 0.25, 0.0, -0.2])
+        assert self.SCORE.ratio_errors == pytest.approx([-0.12, 0.25])
+
+    def test_the_best_and_what_is_within_three_percent_are_right(self) -> None:
+        one = Load(name="a", measured={"x": 100.0, "y": 97.0, "z": 96.9}, forecast={"x": 1.0, "y": 2.0, "z": 1.5})
+        assert (one.best, one.picked) == ("x", "y")
+        assert [one.right(who) for who in ("x", "y", "z", "none")] == [True, True, False, False]
+
+    def test_a_constant_choice_is_the_one_that_is_right_most_often(self) -> None:
+        assert self.SCORE.constant == ("x", 1)
+        assert self.SCORE.winners == {"x": 1, "y": 1}
+
+
+class TestDefaults:
+    def test_on_a_cpu_the_tiny_model_runs_at_two_loads(self) -> None:
+        found = spec.defaults(CPU)
+        assert (found["model"], found["tp"], found["concurrency"], found["context"]) == (
+            ("tiny",),
+            (8,),
+            (2, 8),
+            (100,),
+        )
+        assert (found["page_size"], found["dtype"]) == (1, "fp32")
+
+    def test_on_gpus_v3_runs_over_all_of_them(self) -> None:
+        found = spec.defaults(GPU)
+        assert (found["model"], found["tp"], found["concurrency"]) == (("deepseek-v3",), (4,), (8, 32, 48))
+
+    def test_links_have_their_rates_on_paper(self) -> None:
+        """400 and 800 Gb/s a GPU."""
+        assert {link.name: (link.bytes_s, link.latency_us) for link in LINKS} == {
+            "rdma-400": (50e9, 4.0),
+            "rdma-800": (100e9, 4.0),
+        }
+
+    @pytest.mark.parametrize(("dp", "dcp", "baseline"), [(1, 4, (1, 1)), (2, 2, (2, 1)), (4, 1, (1, 1))])
+    def test_a_baseline_has_no_dcp_and_of_one_without_it_no_dp(
+        self, dp: int, dcp: int, baseline: tuple[int, int]
+    ) -> None:
+        options = {"tp": (4,), "dp": (dp,), "dcp": (dcp,), "baseline": True}
+        asked = spec.make_spec(options, GPU)
+        point = next(c.point for c in grid.expand(asked, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
+        found = grid._baseline(point, asked)
+        assert (found.dp, found.dcp, found.exchange) == (*baseline, "none")
+
+
+def test_a_name_on_the_page_has_200_letters_at_most() -> None:
+    """A longer one is cut, and says that it was."""
+    assert page_points._short("x" * 200) == "x" * 200
+    assert "x" * 201 not in page_points._short("x" * 201)
+    assert "…" in page_points._short("x" * 201)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5 2500000000 7", 2.5), ("x y z", None), ("5", None)])
+def test_a_thread_was_starved_for_as_long_as_the_kernel_says(
+    text: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second number, in nanoseconds."""
+    monkeypatch.setattr(Path, "read_text", lambda _: text)
+    assert load.starved_s() == seconds
+
+
+def test_the_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_path: Path) -> None:
+    """Frames come outermost first; who is called by nobody of ours has no caller, whatever it called itself."""
+    (tmp_path / "own.py").touch()
+    own, library = parse_frame("own.py(3): main"), parse_frame("/usr/lib/python3/dist-packages/torch/x.py(5): f")
+    repository = Repository(tmp_path)
+    assert repository.caller([own, own, library, library], 3) == 1
+    assert repository.caller([library, library, own], 1) is None
+    assert repository.caller([library, own], 1) is None
