@@ -98,6 +98,8 @@ def recommend(
     names = ("recommendation.md", "recommendation.json", "recommendation.png")
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
+    if output is not None and output.exists() and not output.is_dir():
+        raise OutputError(f"{output} is no folder; name another one with -o.")
     choices, notes = advise(ask, known, steps)
     launched = {
         f.who: presets.launched(f.point, -(-f.point.tp // ask.machine.gpus_per_host))
