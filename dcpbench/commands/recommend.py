@@ -69,7 +69,8 @@ def recommend(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder for a page, its picture and JSON.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Folder for a page of Markdown, its picture and JSON."),
     ] = None,
     force: bool = opt.FORCE,
     as_json: bool = opt.JSON,
