@@ -92,6 +92,10 @@ def main(args: list[str] | None = None) -> None:
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # for which Click and Rich end with 1, and that is a verdict
             _end("", streams.CLOSED)
+        if isinstance(
+            getattr(e.__context__, "__cause__", None), KeyboardInterrupt
+        ):  # which Typer made a code, in silence
+            _end("\nInterrupted. To begin anew, type the same again.", 130)
         raise
     except OSError as e:
         if e.errno != errno.ENOSPC or e.filename is not None:

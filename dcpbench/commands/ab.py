@@ -195,8 +195,15 @@ def _launch(folder: Path, state: State, side: str, command: Command, *, force: b
     if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
     with _as_typed([state.workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
-        ended = command.main(arguments, prog_name=f"dcpbench {state.workload}", standalone_mode=False)
-    return int(ended or 0)
+        return _ended(command, arguments, prog_name=f"dcpbench {state.workload}")
+
+
+def _ended(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
+    """The exit code of a command in this process. Raises KeyboardInterrupt where Ctrl-C ended it, which Typer takes for a code."""
+    code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False) or 0)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
 
 
 @contextlib.contextmanager
@@ -278,8 +285,8 @@ def _state(folder: Path, launches: Launches, new: State) -> State:
                 f"{old.workload}; repeat these (--both counted in), or give another folder with -o."
             )
         return old
-    if not launches.force and any((folder / side).exists() for side in "ab"):
-        raise OutputError(f"{folder} holds folders a or b that are not of ab; give another folder with -o.")
+    if not launches.force and any((folder / name).exists() for name in ("a", "b", RECORDS_FILE)):
+        raise OutputError(f"{folder} holds a run, or folders a or b, that are not of ab; give another folder with -o.")
     _write(folder, new)
     return new
 
@@ -296,9 +303,8 @@ def _write(folder: Path, state: State) -> None:
 def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     for side, arguments in sides.items():
         say(_typed(side, arguments, variants))
-        code = command.main([*arguments, "--dry-run"], standalone_mode=False)
-        if code:
-            return int(code)
+        if code := _ended(command, [*arguments, "--dry-run"]):
+            return code
     turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
     say(f"{variants.rounds} rounds: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
@@ -320,7 +326,7 @@ def _announce(
         plan, notes = io.StringIO(), io.StringIO()
         try:
             with as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
-                command.main([*arguments, "--dry-run", "--json"], standalone_mode=False)
+                _ended(command, [*arguments, "--dry-run", "--json"])
         except DcpbenchError as e:
             raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
         rows = json.loads(plan.getvalue())

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands.command import command
-from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
+from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError, how_to_install
 from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     import socket
+
+    from dcpbench.dashboard.site import Built
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 100
@@ -69,15 +71,20 @@ def build(
     if as_json:
         summary = dataclasses.asdict(built) | {"site": str(built.site), "seconds": round(time.monotonic() - began, 1)}
         write_json(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-        return 0
+    else:
+        sys.stdout.write(_summed(built, output))
     if not built.runs:
-        say(f"{runs} holds no run that can be read; the site is empty.")
+        raise RecordsError(f"{runs} holds no run that can be read, so the site is empty; name the folder of your runs.")
+    return 0
+
+
+def _summed(built: "Built", output: Path) -> str:
+    """What a build found and made."""
     pages = f"{built.pages_made:,} made, {built.pages_kept:,} unchanged"
-    sys.stdout.write(
+    return (
         f"{built.runs:,} runs, {built.points:,} points with {built.entries:,} results, {built.changes:,} changes; "
         f"pages of runs: {pages}\nWrote {output / 'index.html'}\n"
     )
-    return 0
 
 
 @command(app)

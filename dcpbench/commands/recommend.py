@@ -69,7 +69,8 @@ def recommend(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder for a page, its picture and JSON.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Folder for a page of Markdown, its picture and JSON."),
     ] = None,
     force: bool = opt.FORCE,
     as_json: bool = opt.JSON,
@@ -98,6 +99,8 @@ def recommend(
     names = ("recommendation.md", "recommendation.json", "recommendation.png")
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
+    if output is not None and output.exists() and not output.is_dir():
+        raise OutputError(f"{output} is no folder; name another one with -o.")
     choices, notes = advise(ask, known, steps)
     launched = {
         f.who: presets.launched(f.point, -(-f.point.tp // ask.machine.gpus_per_host))

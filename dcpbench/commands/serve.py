@@ -369,9 +369,10 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     import itertools
     import shlex
+    import shutil
 
     from dcpbench.commands import runs
-    from dcpbench.errors import UsageError
+    from dcpbench.errors import MissingPackageError, UsageError
     from dcpbench.launch import folders
     from dcpbench.plan import grid
     from dcpbench.plan.options import check_seconds
@@ -407,6 +408,12 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
             ):
                 say(words)
         return 0
+    program = preset.words(candidates[0].point, settings_of(candidates[0].point), model, 0)[0]
+    if shutil.which(program, path=preset.env.get("PATH")) is None:
+        raise MissingPackageError(
+            f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
+            "folder that holds it."
+        )
     folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def work_off(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:

@@ -87,7 +87,9 @@ def read(path: Path) -> list[Document]:
         found = found[ROWS]
     if isinstance(found, list):
         if not found:
-            raise RecordsError(f"{path} holds an empty list, and no result.")
+            raise RecordsError(
+                f"{path} holds an empty list, and no result. Run the benchmark again, or leave this file out."
+            )
         entries = enumerate(found, 1)
         return [dataclasses.replace(_document(f"{path}, entry {n}", entry), listed=True) for n, entry in entries]
     return [_document(str(path), found)]

@@ -231,7 +231,8 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
     try:
         size, text = path.stat().st_size, path.read_text()
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--config {path} cannot be read: {e}.") from e
+        why = e.strerror if isinstance(e, OSError) else "it is not text"
+        raise UsageError(f"--config {path} cannot be read ({why}); name a TOML or YAML file of options.") from e
     if size > MOST_BYTES:
         raise UsageError(f"--config {path} has {size:,} bytes, and options fit into {MOST_BYTES:,}; name another file.")
     found = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)

@@ -131,6 +131,8 @@ def _no_records(folder: Path) -> str:
         return f"{folder} cannot be read ({e.strerror}); {name}"
     if inside is None:
         return f"{folder} is no file of records; {name}" if folder.exists() else f"{folder} does not exist; {name}"
+    if RECORDS_FILE in (folder.name, *inside):
+        return f"{folder} is no run, as its {RECORDS_FILE} is a folder; {name}"
     if not inside:
         return f"{folder} is empty; `dcpbench sweep -o {folder}` would fill it, or {name}"
     if any(fnmatch.fnmatch(file, begun) for file in inside for begun in (LOCK_FILE, JOB_FILES)):

@@ -96,12 +96,12 @@ class Trace:
 def read_requests(path: Path) -> Trace:
     """Read a file of requests. Raises UsageError, naming the line and what is wrong there."""
     if path.exists() and not path.is_file():
-        raise UsageError(f"--requests {path} is not a file; every rank reads it again.")
+        raise UsageError(f"--requests {path} is not a file, and every rank reads it again; name a file of requests.")
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
     except OSError as e:
-        raise UsageError(f"--requests {path} cannot be read ({e.strerror}).") from e
+        raise UsageError(f"--requests {path} cannot be read ({e.strerror}); name a file that holds {_FORMATS}.") from e
     except UnicodeDecodeError as e:
         raise UsageError(f"--requests {path} is not text; it should hold {_FORMATS}.") from e
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

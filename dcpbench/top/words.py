@@ -108,7 +108,7 @@ def changes(before: State | None, after: State) -> Iterator[str]:
     then = before.now if before else None
     if after.now and after.now.point and not (then and (then.point, then.stage) == (after.now.point, after.now.stage)):
         yield f"now: {after.now.point}, {after.now.stage}"
-    if before and after.unread != before.unread:
+    if after.unread != (before.unread if before else {}):
         yield f"could not be read, and is left out: {', '.join(after.unread)}"
 
 

@@ -113,6 +113,30 @@ def test_baselines_are_measured_where_a_variant_asks_for_them(where: str, ab, tm
     assert {r.point.layout_name for r in read_records(tmp_path / "out" / "a" / "round-1")} == {"tp2", "tp2·dcp2"}
 
 
+def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
+    call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While points are planned, by the command inside, of which Typer makes an exit code."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dcpbench.plan.spec.make_spec", interrupted)
+    code, err = call(*SAME, "-o", "out")
+    assert code == 130
+    assert err.endswith("Interrupted. To begin anew, type the same again.\n")
+
+
+@pytest.mark.distributed
+def test_interrupted_inside_a_launch_it_ends_with_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launch itself had nothing to keep: its command ends with 130, which is no failure of it."""
+    monkeypatch.setattr("dcpbench.commands.runs.measure", lambda *_: 130)
+    monkeypatch.setattr(ab_command, "_announce", lambda *_, **__: None)
+    done = ab(*SAME, "--rounds", "2", "-o", "out")
+    assert done.returncode == 130
+    assert "Interrupted in a/round-1. To go on, repeat the command with: -o out --resume" in done.stderr
+
+
 @pytest.mark.distributed
 def test_interrupted_later_it_compares_what_there_is_and_ends_with_how_to_go_on(
     ab, monkeypatch: pytest.MonkeyPatch
@@ -208,8 +232,10 @@ def test_a_mistake_names_its_side_and_what_to_type(args: list[str], advice: str,
     assert "Traceback" not in err
 
 
-def test_a_folder_of_something_else_is_not_touched(call, tmp_path: Path) -> None:
-    (tmp_path / "out" / "a").mkdir(parents=True)
+@pytest.mark.parametrize("name", ["a", "records.jsonl"])
+def test_a_folder_of_something_else_is_not_touched(name: str, call, tmp_path: Path) -> None:
+    """Folders of its names, and a run of sweep or serve."""
+    (tmp_path / "out" / name).mkdir(parents=True)
     code, err = call(*SAME, "-o", "out")
     assert code == 2
     assert "not of ab" in err

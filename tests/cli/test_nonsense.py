@@ -1,0 +1,109 @@
+"""What nobody should type, or name: each command says one sentence that ends with what to type instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench import __main__ as entry
+from dcpbench import cli
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where things are not what they are taken for."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd" / "records.jsonl").mkdir(parents=True)
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "file").write_text("hello\n")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "records.jsonl").write_text('{"schema_version": 99}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def typed(*words: str) -> int:
+    """The exit code."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(words))
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "records check odd",
+            "odd/records.jsonl is no run, as its records.jsonl is a folder; name the folder of a run",
+        ),
+        ("report odd", "odd is no run, as its records.jsonl is a folder; name the folder of a run"),
+        ("show foreign", "schema_version 99, while this dcpbench reads 1. Not written by this version"),
+        ("sweep --config none.toml", "--config none.toml cannot be read (No such file or directory); name a TOML"),
+        ("sweep --config empty", "--config empty cannot be read (Is a directory); name a TOML"),
+        (
+            "serve --requests none.csv",
+            "cannot be read (No such file or directory); name a file that holds lines such as",
+        ),
+        ("serve --requests empty", "--requests empty is not a file, and every rank reads it again; name a file"),
+        ("import list.json --from vllm", "holds an empty list, and no result. Run the benchmark again"),
+        ("recommend --machine H200 -o file", "file is no folder; name another one with -o."),
+        ("dashboard build empty -o site", "empty holds no run that can be read, so the site is empty; name the folder"),
+        ("dashboard build foreign -o site", "foreign holds no run that can be read, so the site is empty"),
+        ("dashboard build empty -o site --json", "empty holds no run that can be read, so the site is empty"),
+    ],
+)
+def test_it_is_refused_with_what_to_type_instead(
+    line: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del folder
+    assert typed(*line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_here_is_not_tried_for_every_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is started, and no folder made."""
+    monkeypatch.setenv("PATH", str(folder))
+    assert typed("serve", "--engine", "vllm", "--model", "x", "--tp", "2") == 5
+    assert "vllm cannot be started: there is no program vllm here; install it" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+class TestCtrlC:
+    def test_a_command_that_had_nothing_to_keep_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """130, with a sentence: others say themselves what they kept."""
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("dcpbench.commands.runs.print_json", interrupted)
+        assert typed("machines", "--json") == 130
+        assert capsys.readouterr().err == "\nInterrupted. To begin anew, type the same again.\n"
+
+    def test_before_the_commands_are_imported_it_ends_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Interrupts:
+            def find_spec(self, name: str, *_: object) -> None:
+                if name == "dcpbench.cli":
+                    raise KeyboardInterrupt
+
+        monkeypatch.delitem(sys.modules, "dcpbench.cli")
+        monkeypatch.delattr("dcpbench.cli")
+        monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+        with pytest.raises(SystemExit) as end:
+            entry.main()
+        assert end.value.code == 130
+
+
+def test_python_m_dcpbench_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "dcpbench", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("dcpbench ")
