@@ -116,7 +116,7 @@ class Pieces:
     """The pieces of all steps with chunks of one rank."""
 
     def __init__(self, model: Model, rows: int, router_inputs: torch.Tensor | None) -> None:
-        """`rows`: most of a step of this replica. Collective."""
+        """`rows`: most of a step of this replica."""
         self.model, self.router_inputs = model, router_inputs
         self.room = Room.of(model, chunk_rows(rows))
         self.cuts: dict[int, Cut] = {}

@@ -165,5 +165,5 @@ class Step:
 
     @property
     def prefills(self) -> bool:
-        """Whether any replica has chunks: then no graph can run it."""
+        """Whether any replica has chunks: then no graph runs the whole of it."""
         return any(r.chunks for r in self.replicas)
