@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
     from dcpbench.engine.parts import Part
-    from dcpbench.engine.pieces import Cut, Room
+    from dcpbench.engine.pieces import Room
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
@@ -102,29 +102,36 @@ class Model:
         parts: Sequence[Part],
         beside: torch.cuda.Stream | None = None,
         prefill: PrefillPlan | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-        cut: Cut | None = None,
     ) -> torch.Tensor:
         """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
 
         `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
-        `meanwhile` is called whenever a layer has been launched. `cut`: the pieces to run instead of this walk's own.
+        """
+        return self.walk(
+            batch,
+            lambda residual_BD: functools.partial(self.piece, batch=batch, residual_BD=residual_BD),
+            lambda index, q_Bh, row_BQ: self.attention(q_Bh, row_BQ, index, batch.positions, parts, beside, prefill),
+        )
+
+    def walk(
+        self,
+        batch: StepInput,
+        begin: Callable[[torch.Tensor], Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]],
+        attention: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """A step of which another says how its pieces and its attention run; gives what `step` gives. Collective.
+
+        `begin` takes the residual [B, D] to what runs pieces as `piece` does; `attention` takes a layer, q and KV rows to
+        values. `meanwhile` is called whenever a layer has been launched.
         """
         beats.step(beats.LAUNCH)
-        residual_BD = self.embed(batch.tokens)
-        run: Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-        if cut is None:
-            run = functools.partial(self.piece, batch=batch, residual_BD=residual_BD)
-        else:
-            cut.begin(batch, residual_BD, sum(part.size for part in parts) + (prefill.tokens if prefill else 0))
-            run = cut.run
+        run = begin(self.embed(batch.tokens))
         beats.layer(0)
         q_Bh, row_BQ = run(0, None)
         for index in range(self.shape.layers):
             beats.layer(index)
-            y_BhV = self.attention(
-                q_Bh, row_BQ, index, batch.positions, parts, beside, prefill, cut.room.values if cut else None
-            )
+            y_BhV = attention(index, q_Bh, row_BQ)
             q_Bh, row_BQ = run(index + 1, y_BhV)
             meanwhile()
         x_BD, residual_BD = q_Bh, row_BQ
@@ -206,32 +213,31 @@ class Model:
         parts: Sequence[Part],
         beside: torch.cuda.Stream | None,
         prefill: PrefillPlan | None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """MLA of all rows: this rank's heads' values, [B, h, V], of a layer whose KV rows are in the pool; in `out` if given.
+        """MLA of all rows: this rank's heads' values, [B, h, V], of a layer whose KV rows are in the pool.
 
         Decodes in absorbed form: q against latent rows, W_UV on what comes back.
         """
         w = self.weights.layer(index).attention
         rows = slice(sum(part.size for part in parts), None)
         with phase("qkv_proj"):
-            queries = [self.absorb(q_Bh[part.rows], positions_B[part.rows], w, part) for part in parts]
             if prefill is not None:
-                rows = slice(rows.start, rows.start + prefill.tokens)
-                q_ThX = self.rotate(q_Bh[rows], positions_B[rows])
+                self.rotate(q_Bh, positions_B)
+            queries = [
+                self.absorb(q_Bh[part.rows], w, part, None if prefill else positions_B[part.rows]) for part in parts
+            ]
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w))
         if prefill is not None:
-            values.append(prefill.attend(q_ThX, row_BQ[rows], w, index))
+            rows = slice(rows.start, rows.start + prefill.tokens)
+            with phase("prefill"):
+                key_ThX, value_ThW = prefill.prefiller.decompress(row_BQ[rows], w)
+            values.append(prefill.attend(self.own(q_Bh[rows]).contiguous(), key_ThX, value_ThW, w, index))
         with phase("o_proj"):
-            return self.with_padding(values, len(q_Bh), out)
+            return self.with_padding(values, len(q_Bh))
 
-    def with_padding(self, values: list[torch.Tensor], rows: int, out: torch.Tensor | None) -> torch.Tensor:
-        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0; in `out` they are so already."""
+    def with_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
+        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0."""
         used = sum(len(y_BhV) for y_BhV in values)
-        if out is not None:
-            if values:
-                torch.cat(values, out=out[:used])
-            return out
         if rows > used:
             values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
@@ -286,25 +292,38 @@ class Model:
             row_BQ[:, None, s.latent :],
             interleaved=s.rope_interleaved,
         )
-        return q.unflatten(-1, (-1, s.nope + s.rope)), row_BQ
+        return self.heads_of(q), row_BQ
 
-    def absorb(self, q_Bh: torch.Tensor, positions_B: torch.Tensor, w: Attention, part: Part) -> torch.Tensor:
-        """A part's queries against latent rows, [B, h, Q], in the memory that its exchange chose."""
+    def heads_of(self, q_BN: torch.Tensor) -> torch.Tensor:
+        """What the last projection before q gives as [B, h, nope + P]; behind q it may have columns of KV."""
+        heads, width = self.heads * (self.layout.dcp if self.wide.query else 1), self.shape.nope + self.shape.rope
+        return q_BN[:, : heads * width].unflatten(-1, (heads, width))
+
+    def absorb(
+        self, q_Bh: torch.Tensor, w: Attention, part: Part, positions_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A part's queries against latent rows, [B, h, Q], in the memory that its exchange chose; without positions, rope
+        is applied already.
+        """
         s = self.shape
         q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
         q_BhQ = part.exchange.query(part.size)
         torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
-        rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
+        if positions_B is None:
+            q_BhQ[..., s.latent :] = q_rope
+        else:
+            rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
         return q_BhQ
 
-    def rotate(self, q_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Chunks' queries of this rank's heads with rope applied, contiguous [T, h, nope + P]; in place where they are."""
-        s = self.shape
+    def rotate(self, q_BhX: torch.Tensor, positions_B: torch.Tensor) -> None:
+        """Apply rope to q in place; X = nope + P."""
+        q_BhP = q_BhX[..., self.shape.nope :]
+        rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
+
+    def own(self, q_BHX: torch.Tensor) -> torch.Tensor:
+        """Queries of this rank's heads, of those whose projection is here."""
         first = self.groups.dcp.rank * self.heads if self.wide.query else 0
-        q_ThX = q_TH[:, first : first + self.heads].contiguous()
-        q_ThP = q_ThX[..., s.nope :]
-        rope(q_ThP, positions_T, self.rope_table, q_ThP, interleaved=s.rope_interleaved)
-        return q_ThX
+        return q_BHX[:, first : first + self.heads]
 
     def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
         """Synthetic router input of a layer, [T, D], if the batch brings one."""

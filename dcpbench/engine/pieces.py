@@ -1,15 +1,18 @@
-"""Steps with chunks in captured pieces: all that lies between the attentions of two layers, however rows are divided.
+"""Steps with chunks in captured pieces: all but the attention of chunks, however rows are divided.
 
-    embed │ piece 0 │ attention 0 │ piece 1 │ attention 1 │ … │ piece L │ logits
-            norm, projections and KV rows of a layer, from piece 1 on behind o_proj and MLP of the layer before
+    embed │ piece 0 │ decodes 0 │ chunks 0 │ piece 1 │ decodes 1 │ chunks 1 │ … │ piece L │ logits
+            norm, projections, rope, KV rows, and chunks' keys and values of a layer, from piece 1 on behind o_proj
+            and MLP of the layer before
 
-Launched kernel by kernel, such a step keeps the host busy for longer than most keep the device. Attention goes by plans
-that the host makes for each step, and stays outside. Rows are padded (`chunk_rows`), and what pieces and attention hand
-to each other lies in one room for steps of all sizes.
+Launched kernel by kernel, such a step keeps the host busy for longer than most keep the device. The attention of chunks
+goes by plans that the host makes for each step, and stays outside. A graph of a piece is for a number of rows, padded
+(`chunk_rows`); one of decodes, with their exchange, for a number of decode rows, as graphs of whole steps are. What they
+hand to each other lies in one room for steps of all sizes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from typing import TYPE_CHECKING
@@ -18,12 +21,14 @@ import torch
 
 from dcpbench.engine.model import StepInput
 from dcpbench.measuring.ranges import quiet
-from dcpbench.points.batches import PADDING_POSITION, chunk_row_sizes, chunk_rows
+from dcpbench.points.batches import PADDING_POSITION, chunk_row_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
+    from dcpbench.engine.decode import Batch
     from dcpbench.engine.model import Model
+    from dcpbench.engine.prefill import Prefiller, PrefillPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +49,14 @@ class Room:
     """[B, h, V]: of a layer's attention."""
     last: torch.Tensor
     """[B, D]: output of the last MLP."""
+    own: torch.Tensor | None
+    """[B, h, nope + P]: q of this rank's heads, contiguous; None where they are so in `q`."""
 
     @classmethod
     def of(cls, model: Model, rows: int) -> Room:
         """For up to so many rows."""
         w, shape, device = model.weights.layer(0).attention, model.shape, model.kv.data.device
+        whole = w.q_b is not None and not model.wide.query
 
         def zeros(*size: int, dtype: torch.dtype = model.dtype) -> torch.Tensor:
             return torch.zeros(rows, *size, dtype=dtype, device=device)
@@ -58,6 +66,7 @@ class Room:
             locs=zeros(dtype=torch.int32),
             residual=zeros(shape.hidden),
             q=zeros(len((w.qkv_a if w.q_b is None else w.q_b).data)),
+            own=None if whole else zeros(model.heads, shape.nope + shape.rope),
             kv=zeros(shape.kv_width),
             values=zeros(model.heads, shape.value),
             last=zeros(shape.hidden),
@@ -65,36 +74,107 @@ class Room:
 
     def first(self, rows: int) -> Room:
         """The part for steps of so many rows."""
-        return Room(*(getattr(self, field.name)[:rows] for field in dataclasses.fields(self)))
+        every = (field.name for field in dataclasses.fields(self))
+        return dataclasses.replace(
+            self, **{name: one[:rows] for name in every if (one := getattr(self, name)) is not None}
+        )
+
+
+class Decodes:
+    """Attention of a step's decode rows, the first of the room; run kernel by kernel until it is captured, and on the CPU."""
+
+    def __init__(self, model: Model, room: Room, batch: Batch, beside: torch.cuda.Stream | None) -> None:
+        """`batch` has the plans, made anew for each step."""
+        self.model, self.room, self.batch, self.beside = model, room.first(batch.size), batch, beside
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def run(self, index: int) -> None:
+        """Leave the values of layer `index` in the room. Collective."""
+        if self.graphs:
+            self.graphs[index].replay()
+        else:
+            self._layer(index)
+
+    def _layer(self, index: int) -> None:
+        model, room, parts = self.model, self.room, self.batch.parts
+        w = model.weights.layer(index).attention
+        q_BHX = model.heads_of(room.q)
+        queries = [model.absorb(q_BHX[part.rows], w, part) for part in parts]
+        values = model.attend(queries, w, index, parts, self.beside, lambda o_hBR: model.values(o_hBR, w))
+        torch.cat(values, out=room.values)
+
+    def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
+        """Capture every layer. One has run before on every rank: nothing is loaded meanwhile."""
+        self._layer(0)
+        torch.cuda.synchronize()
+        graphs = []
+        for index in range(self.model.shape.layers):
+            with _capturing(pool) as graph:
+                self._layer(index)
+            graphs.append(graph)
+        self.graphs = graphs
 
 
 class Cut:
     """The pieces of steps of one number of rows; run kernel by kernel until they are captured, and on the CPU."""
 
-    def __init__(self, model: Model, room: Room, router_inputs: torch.Tensor | None) -> None:
-        self.model, self.room = model, room
-        self.batch = StepInput(room.positions, room.positions, room.locs, router_inputs)
+    def __init__(self, pieces: Pieces, rows: int) -> None:
+        self.pieces, self.model, self.room = pieces, pieces.model, pieces.room.first(rows)
+        self.batch = StepInput(self.room.positions, self.room.positions, self.room.locs, pieces.router_inputs)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What captured pieces leave, in the room."""
 
-    def begin(self, batch: StepInput, residual_BD: torch.Tensor, used: int) -> None:
-        """A step of `batch`, whose rows but for the first `used` are padding."""
-        room = self.room
-        room.positions.copy_(batch.positions)
-        room.locs.copy_(batch.locs)
-        room.residual.copy_(residual_BD)
-        room.values[used:] = 0
+    def step(
+        self,
+        batch: StepInput,
+        decodes: Decodes | None,
+        prefill: PrefillPlan | None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """As Model.step gives it: rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk. Collective."""
+        used = (decodes.batch.size if decodes else 0) + (prefill.tokens if prefill else 0)
+
+        def begin(residual_BD: torch.Tensor) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
+            room = self.room
+            room.positions.copy_(batch.positions)
+            room.locs.copy_(batch.locs)
+            room.residual.copy_(residual_BD)
+            room.values[used:] = 0
+            return self.run
+
+        return self.model.walk(batch, begin, lambda index, *_: self.attend(index, decodes, prefill), meanwhile)
 
     def run(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model.piece; y is in the room."""
+        """See Model.piece; y is in the room, and what it gives, too."""
         if not self.graphs:
             return self._piece(index, y_BhV)
         self.graphs[index].replay()
         return self.left[index]
 
+    def attend(self, index: int, decodes: Decodes | None, prefill: PrefillPlan | None) -> torch.Tensor:
+        """Values [B, h, V] of all rows of a layer whose piece has run. Collective."""
+        room, first = self.room, 0
+        if decodes is not None:
+            decodes.run(index)
+            first = decodes.batch.size
+        if prefill is not None:
+            rows = slice(first, first + prefill.tokens)
+            key_BhX, value_BhW = self.pieces.prefiller.decompressed(len(room.positions))
+            q_BhX = self.model.own(self.model.heads_of(room.q)) if room.own is None else room.own
+            w = self.model.weights.layer(index).attention
+            prefill.attend(q_BhX[rows], key_BhX[rows], value_BhW[rows], w, index, room.values[rows])
+        return room.values
+
     def _piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.model.piece(index, y_BhV, batch=self.batch, residual_BD=self.room.residual, out=self.room)
+        model, room = self.model, self.room
+        q_BHX, row_BQ = model.piece(index, y_BhV, batch=self.batch, residual_BD=room.residual, out=room)
+        if index < model.shape.layers:
+            model.rotate(q_BHX, room.positions)
+            if room.own is not None:
+                room.own.copy_(model.own(q_BHX))
+            self.pieces.prefiller.decompress(row_BQ, model.weights.layer(index).attention)
+        return q_BHX, row_BQ
 
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture every piece. One of each kind has run before on every rank: nothing is loaded meanwhile."""
@@ -104,10 +184,8 @@ class Cut:
         torch.cuda.synchronize()
         graphs, left = [], []
         for index in range(layers + 1):
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool)
-            left.append(self._piece(index, self.room.values if index else None))
-            graph.capture_end()
+            with _capturing(pool) as graph:
+                left.append(self._piece(index, self.room.values if index else None))
             graphs.append(graph)
         self.graphs, self.left = graphs, left
 
@@ -115,20 +193,30 @@ class Cut:
 class Pieces:
     """The pieces of all steps with chunks of one rank."""
 
-    def __init__(self, model: Model, rows: int, router_inputs: torch.Tensor | None) -> None:
-        """`rows`: most of a step of this replica."""
-        self.model, self.router_inputs = model, router_inputs
-        self.room = Room.of(model, chunk_rows(rows))
+    def __init__(self, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
+        """For steps of as many rows as the prefiller can decompress."""
+        self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
+        self.room = Room.of(self.model, prefiller.rows)
         self.cuts: dict[int, Cut] = {}
+        self.decodes: dict[int, Decodes] = {}
 
     def of(self, rows: int) -> Cut:
         """Those of steps of so many rows, one of `chunk_row_sizes`."""
         if rows not in self.cuts:
-            self.cuts[rows] = Cut(self.model, self.room.first(rows), self.router_inputs)
+            self.cuts[rows] = Cut(self, rows)
         return self.cuts[rows]
 
-    def capture(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Capture them for every size, the largest first, whose memory the others use again. Collective; once."""
+    def beside(self, batch: Batch, stream: torch.cuda.Stream | None) -> Decodes:
+        """The attention of a batch of decodes in such steps; `stream` as in parts.py."""
+        found = self.decodes.get(batch.size)
+        if found is None or found.batch is not batch:
+            found = self.decodes[batch.size] = Decodes(self.model, self.room, batch, stream)
+        return found
+
+    def capture(self, batches: Sequence[Batch], stream: torch.cuda.Stream | None, alive: Callable[[], None]) -> None:
+        """Capture them for every size, the largest first, whose memory the others use again, and beside these batches,
+        planned on padding rows. Collective; once.
+        """
         most = len(self.room.positions)
         sizes = [size for size in reversed(chunk_row_sizes(most)) if not self.of(size).graphs]
         if not sizes:
@@ -144,7 +232,18 @@ class Pieces:
                 for size in sizes:
                     self.of(size).capture(pool)
                     alive()
+                for batch in batches:
+                    self.beside(batch, stream).capture(pool)
+                    alive()
             torch.cuda.synchronize()
         finally:
             gc.enable()
         torch.cuda.empty_cache()  # what the pieces took while they ran without a graph
+
+
+@contextlib.contextmanager
+def _capturing(pool: torch.cuda._POOL_HANDLE) -> Iterator[torch.cuda.CUDAGraph]:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    yield graph
+    graph.capture_end()

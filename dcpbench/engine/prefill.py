@@ -29,6 +29,7 @@ from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.measuring.ranges import phase
 from dcpbench.points import memory
+from dcpbench.points.batches import chunk_rows
 from dcpbench.points.layout import Prefix
 
 if TYPE_CHECKING:
@@ -110,17 +111,26 @@ class PrefillPlan:
     own: Ragged
     windows: list[StoredWindow]
 
-    def attend(self, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int) -> torch.Tensor:
-        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype; rows may be strided. Collective.
+    def attend(
+        self,
+        q_ThX: torch.Tensor,
+        key_ThX: torch.Tensor,
+        value_ThW: torch.Tensor,
+        w: Attention,
+        index: int,
+        out_ThV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given. Collective.
 
-        q_ThX [T, h, nope + P] is contiguous, has rope applied and is not absorbed; row_TQ are the same tokens' KV rows.
-        The rows of layer `index` in the pool need hold the prefixes only.
+        q_ThX [T, h, nope + P] has rope applied and is not absorbed; keys and values are the same tokens', as `decompress`
+        gave them. All are contiguous. The rows of layer `index` in the pool need hold the prefixes only.
         """
         prefiller = self.prefiller
-        with phase("prefill"):
-            o_ThV, lse_Th = self.own.run(q_ThX, *prefiller.decompress(row_TQ, w))
         if not self.windows:
-            return o_ThV
+            with phase("prefill"):
+                return self.own.values(q_ThX, key_ThX, value_ThW, out_ThV)
+        with phase("prefill"):
+            o_ThV, lse_Th = self.own.run(q_ThX, key_ThX, value_ThW)
         sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
         for window in self.windows:
             with phase("prefix_gather"):
@@ -128,16 +138,24 @@ class PrefillPlan:
             with phase("prefill"):
                 o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *prefiller.decompress(row_SQ, w))
                 merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
-        return sum_ThV.to(q_ThX.dtype)
+        return sum_ThV.to(q_ThX.dtype) if out_ThV is None else out_ThV.copy_(sum_ThV)
 
 
 class Prefiller:
     """Plans and attends on one rank. Made once per engine; what a step needs besides is reserved here."""
 
     def __init__(
-        self, model: Model, *, backend: str, tokens: int, gather: str = "nccl", window_bytes: int | None = None
+        self,
+        model: Model,
+        *,
+        backend: str,
+        tokens: int,
+        rows: int = 0,
+        gather: str = "nccl",
+        window_bytes: int | None = None,
     ) -> None:
-        """Collective where a prefix is gathered. `tokens`: most chunk tokens of one step of this replica.
+        """Collective where a prefix is gathered. `tokens`: most chunk tokens of one step of this replica; `rows`: most
+        of one step, decodes among them.
 
         `window_bytes` bounds what a window takes (memory.window_bytes), by default that of PREFILL_WINDOW tokens.
         Raises UsageError for a way or backend that does not exist or cannot run, CapacityError where peers' memory
@@ -152,7 +170,7 @@ class Prefiller:
         """What rows of the pool travel as: those of e4m3 as bytes."""
         self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
-        self.tokens = tokens
+        self.tokens, self.rows = tokens, chunk_rows(max(tokens, rows))
         self.window = self._window(window_bytes)
         self.backend = make_prefill(
             backend,
@@ -183,7 +201,7 @@ class Prefiller:
     def _reserve(self) -> None:
         """Buffers that every layer uses anew: keys, values, gathered rows, and what travels."""
         shape, width = self.model.shape, self.model.shape.kv_width
-        most = max(self.window, self.tokens)
+        most = max(self.window, self.rows)
 
         def empty(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
@@ -273,13 +291,17 @@ class Prefiller:
         wide_SQ = self.widened[: window.tokens].copy_(out_SQ.view(self.model.kv.data.dtype))
         return wide_SQ if self.model.kv.scale == 1 else wide_SQ.mul_(self.model.kv.scale)
 
+    def decompressed(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last `decompress` of so many rows gave."""
+        return self.keys[:rows], self.values[:rows]
+
     def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [S, h, nope + P] and values [S, h, W] of this rank's heads, until the next call."""
         shape, heads, wide = self.model.shape, self.model.heads, self.model.wide
         own = slice(self.group.rank * heads, (self.group.rank + 1) * heads)
         w_uk = w.w_uk[own] if wide.query else w.w_uk
         w_uv = w.w_uv[own] if wide.value else w.w_uv
-        key_ShX, value_ShW = self.keys[: len(row_SQ)], self.values[: len(row_SQ)]
+        key_ShX, value_ShW = self.decompressed(len(row_SQ))
         latent_hSR = row_SQ[:, : shape.latent].expand(heads, -1, -1)
         torch.bmm(latent_hSR, w_uk.transpose(1, 2), out=key_ShX[..., : shape.nope].transpose(0, 1))
         torch.bmm(latent_hSR, w_uv, out=value_ShW[..., : shape.value].transpose(0, 1))

@@ -65,7 +65,7 @@ class ServeEngine:
         self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
-        self.pieces = Pieces(self.model, prefiller.tokens + engine.largest, router_inputs)
+        self.pieces = Pieces(prefiller, router_inputs)
         self.least = 2 if engine.overlap else 1
         """Rows of a decode batch: halves need two."""
         self.numbers: dict[int, int] = {}
@@ -77,21 +77,23 @@ class ServeEngine:
         self.launches = 0
 
     def capture(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Capture the step of every batch size, on padding rows alone, and the pieces of steps with chunks.
+        """Capture the step of every batch size, on padding rows alone, and what can be of steps with chunks.
 
         On the CPU, only run the former. `alive` is called now and again.
         """
+        batches = []
         for size in reversed(GRAPH_BATCHES):
             if not self.least <= size <= self.engine.largest:
                 continue
             batch = self._batch([], [], size)
+            batches.append(batch)
             if self.device.type == "cuda":
                 self.engine.capture(batch)
             else:
                 self.engine.run(batch)
             alive()
         if self.device.type == "cuda":
-            self.pieces.capture(alive)
+            self.pieces.capture(batches, self.engine.beside, alive)
 
     def forget(self) -> None:
         """What the slots hold is of no use any longer: another scheduler begins."""
@@ -171,6 +173,7 @@ class ServeEngine:
         (last,) = self._to_device(np.asarray([sampled or [0]]))
         prefill = self.prefiller.plan(mine.chunks, self.requests.table) if mine.chunks else None
         cut = self.pieces.of(count)
+        decodes = self.pieces.beside(batch, self.engine.beside) if batch else None
 
         def kernels() -> torch.Tensor:
             requests = self.requests
@@ -178,8 +181,7 @@ class ServeEngine:
                 requests.tokens[slots, positions], positions, requests.table[slots, positions], self.router_inputs, last
             )
             with quiet():
-                parts = batch.parts if batch else []
-                logits = self.model.step(inputs, parts, self.engine.beside, prefill, meanwhile, cut)
+                logits = cut.step(inputs, decodes, prefill, meanwhile)
             if not sampled:
                 return last[:0]
             tokens = self.model.greedy(logits)

@@ -1,7 +1,7 @@
 """Who sends requests when, and when which token came: the same for live runs and for replay.
 
 Closed loop: `concurrency` clients, each of which sends its next request when it has read the last token of the one
-before. Open loop: requests come when they are due, whatever is still unanswered.
+before, however late the server looks. Open loop: requests come when they are due, whatever is still unanswered.
 
 Turns of a session follow each other, however it began: the next one is due `think_s` after the last token of the one
 before. A client of a closed loop has one session at a time. As all think equally long, turns become due in the order in
@@ -94,6 +94,8 @@ class Traffic:
         """Sessions."""
         self.turns: collections.deque[tuple[float, ServeRequest]] = collections.deque()
         """Those to come of sessions that have begun, and when each is due, in this order."""
+        self.free_s: collections.deque[float] = collections.deque()
+        """Since when each client of a closed loop that has no session has had none, in this order."""
         self.stopped = False
 
     @property
@@ -127,17 +129,16 @@ class Traffic:
         return min(known, default=None)
 
     def submit(self, turns: int, sessions: int, now_s: float) -> None:
-        """Submit the next requests. Turns, and sessions of an open loop, count from when they were due, not from when we
-        looked.
-        """
+        """Submit the next requests. They count from when they were due, or their client was free, not from when we looked."""
+        if self.concurrency is not None and not self.begun:
+            self.free_s.extend([now_s] * self.concurrency)
         for _ in range(turns):
             due_s, request = self.turns.popleft()
             self._submit(self._as_said(request), due_s)
-        for request in self.sessions[self.begun : self.begun + sessions]:
+        for _ in range(sessions):
+            came_s = self._arrival(self.begun) if self.concurrency is None else self.free_s.popleft()
             self.begun += 1
-            self._submit(
-                request, now_s if request.arrival_s is None or self.concurrency is not None else request.arrival_s
-            )
+            self._submit(self.sessions[self.begun - 1], came_s)
 
     def read(self, step: Step, now_s: float) -> None:
         """The tokens that a step sampled have been read."""
@@ -149,7 +150,7 @@ class Traffic:
             if (later := self.next_turn.get(sequence.request.number)) is not None:
                 self.turns.append((now_s + self.think_s, later))
             else:
-                self.ended += 1
+                self._end(now_s)
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
@@ -166,7 +167,7 @@ class Traffic:
         self.sample_of[request.number] = sample
         sample.rejected = self.scheduler.submit(request)
         if sample.rejected:  # so would all that are longer
-            self.ended += 1
+            self._end(came_s)
         else:
             self.in_flight += 1
 
@@ -178,6 +179,12 @@ class Traffic:
         own = request.prompt[len(before.request.prompt) + before.request.output_tokens :]
         said = np.concatenate((before.request.ids, np.array(before.tokens, dtype=np.int32), own))
         return dataclasses.replace(request, said=said)
+
+    def _end(self, now_s: float) -> None:
+        """A session has ended."""
+        self.ended += 1
+        if self.concurrency is not None:
+            self.free_s.append(now_s)
 
     def _arrival(self, index: int) -> float:
         arrival = self.sessions[index].arrival_s

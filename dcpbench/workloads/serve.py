@@ -15,7 +15,6 @@ from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import record
 from dcpbench.measuring.timing import compiled_kernels
-from dcpbench.points.batches import chunk_rows
 from dcpbench.points.floors import Sharding
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
@@ -60,13 +59,13 @@ class Serving:
         replica_chunk = session.plan.chunk // layout.dp
         direct = session.point.exchange == "symm" and session.emulation is None
         gather = "direct" if direct else "nccl"
-        prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, gather=gather)
+        rows = replica_chunk + engine.largest
+        prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, rows=rows, gather=gather)
         inputs = None
         if session.point.weights == "synthetic":
             # One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on
             # how a layout rounds.
-            rows = layout.dp * chunk_rows(replica_chunk + engine.largest)
-            inputs = session.router_inputs(list(range(rows)), layers=1, seed=0)
+            inputs = session.router_inputs(list(range(layout.dp * prefiller.rows)), layers=1, seed=0)
         self.session, self.prefill = session, prefill
         self.engine = ServeEngine(engine, prefiller, inputs)
         self.agree = Agreement()

@@ -57,11 +57,10 @@ def step(
         rows += [(prompt.request.slot, i, prompt.tokens[i]) for i in span]
         planned.append(Chunk(None, prompt.request.slot, span.start, span.stop, samples=True))
     rows += [(0, 0, 0)] * (chunk_rows(len(rows) + padding) - len(rows) if pieces else padding)
-    parts = []
+    batch = None
     if decodes:
         batch = engine.plan_rows([p.request.slot for p in decodes], [p.stored for p in decodes])
         assert batch.size == len(decodes), "the tests run no padded decodes"
-        parts = batch.parts
     slots, positions, tokens = torch.tensor(rows).T.contiguous().to(engine.device)
     wanted = None
     if last_only:
@@ -69,8 +68,11 @@ def step(
         wanted = ends.to(engine.device)
     inputs = StepInput(tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted)
     plan = prefiller.plan(planned, engine.requests.table) if planned else None
-    cut = pieces.of(len(rows)) if pieces else None
-    logits = engine.model.full_logits(engine.model.step(inputs, parts, None, plan, cut=cut))
+    if pieces:
+        found = pieces.of(len(rows)).step(inputs, pieces.beside(batch, None) if batch else None, plan)
+    else:
+        found = engine.model.step(inputs, batch.parts if batch else [], None, plan)
+    logits = engine.model.full_logits(found)
     for prompt in decodes:
         prompt.stored += 1
     for prompt, count in chunks:

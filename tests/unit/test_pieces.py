@@ -34,7 +34,7 @@ def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefil
     kv = KvPool(shape.layers, 64, PAGE, shape.kv_width, dtype, device)
     model = Model(shape, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=32, device=device)
     of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
-    return of, Prefiller(model, backend=prefill, tokens=TOKENS)
+    return of, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS)
 
 
 def logits(of, prefiller, pieces):
@@ -67,15 +67,15 @@ class TestLogits:
         """Also where a small step follows a large one in the same room, and rows of padding lie behind."""
         plain = logits(*engine(MODELS[name]), None)
         of, prefiller = engine(MODELS[name])
-        cut = logits(of, prefiller, Pieces(of.model, TOKENS + REQUESTS, None))
+        cut = logits(of, prefiller, Pieces(prefiller, None))
         assert all((a - b).abs().max() < 1e-5 for a, b in zip(cut, plain, strict=True))
 
     def test_a_step_of_padding_alone_runs(self):
         """A replica that has nothing to do while another prefills."""
-        of, _ = engine(TINY)
-        pieces = Pieces(of.model, TOKENS, None)
+        of, prefiller = engine(TINY)
+        pieces = Pieces(prefiller, None)
         pieces.room.values.fill_(torch.nan)  # as an unlucky step left it
-        found = step(of, _, [], [], padding=3, pieces=pieces)
+        found = step(of, prefiller, [], [], padding=3, pieces=pieces)
         assert found.isfinite().all()
 
     @pytest.mark.gpu
@@ -88,9 +88,11 @@ class TestLogits:
         made = [engine(BIG, device, torch.bfloat16, "triton", prefill) for _ in range(2)]
         plain = logits(*made[0], None)
         of, prefiller = made[1]
-        pieces = Pieces(of.model, TOKENS + REQUESTS, None)
-        pieces.capture()
+        pieces = Pieces(prefiller, None)
+        sizes = [of.plan_rows([], [], size) for size in (2, 1)]
+        pieces.capture(sizes, None, lambda: None)
         cut = logits(of, prefiller, pieces)
         scale = max(float(x.abs().max()) for x in plain)
         assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
         assert {len(sized.graphs) for sized in pieces.cuts.values()} == {BIG.layers + 1}
+        assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: BIG.layers, 2: BIG.layers}

@@ -92,10 +92,10 @@ def test_windows_and_own_chunk_together_are_attention_over_all_keys(place, dtype
     rows = torch.randn(tokens, SHAPE.kv_width, generator=generator).to(device, dtype)
     chunks = [Chunk(None, slot, start, stop, samples=True) for slot, (start, stop) in enumerate(CHUNKS)]
     w = prefiller.model.weights.layer(0).attention
-    prefiller.plan(chunks, table).attend(q, rows, w, 0)
+    prefiller.plan(chunks, table).attend(q, *prefiller.decompress(rows, w), w, 0)
     with no_waiting(device):
         planned = prefiller.plan(chunks, table)
-        found = planned.attend(q, rows, w, 0)
+        found = planned.attend(q, *prefiller.decompress(rows, w), w, 0)
     assert len(planned.windows) == -(-sum(start for start, _ in CHUNKS) // window)
     expected = truth(prefiller, q, rows)
     assert float((found - expected).norm() / expected.norm()) < limit

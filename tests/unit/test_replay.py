@@ -49,7 +49,7 @@ class Events:
     def __init__(self, requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
         self.scheduler, self.times, self.clients = Scheduler(setup), times, clients
         self.unsent = list(requests)
-        self.busy_clients = 0
+        self.idle_since = [0.0] * (clients or 0)
         self.came: dict[int, list[float]] = {}
         self.sent: dict[int, float] = {}
         self.device_free = self.host_free = 0.0
@@ -87,19 +87,20 @@ class Events:
             self.wake(now)  # all that clients sent was rejected
 
     def send(self, now: float) -> None:
-        """What clients send now."""
+        """What clients have sent by now, each as soon as it had nothing to wait for."""
         while self.unsent:
             one = self.unsent[0]
             if self.clients is None:
                 if one.arrival_s > now:
                     return
-            elif self.busy_clients == self.clients:
+            elif not self.idle_since:
                 return
             self.unsent.pop(0)
-            self.sent[one.number] = now if self.clients is not None else one.arrival_s
+            self.sent[one.number] = self.idle_since.pop(0) if self.clients is not None else one.arrival_s
             if not self.scheduler.submit(one):
-                self.busy_clients += 1
                 self.came[one.number] = []
+            elif self.clients is not None:
+                self.idle_since.append(self.sent[one.number])
 
     def read(self, step: Step, now: float) -> None:
         """The host has the tokens of a step."""
@@ -107,7 +108,11 @@ class Events:
         for part in step.replicas:
             for sequence in part.emits:
                 self.came[sequence.request.number].append(now)
-                self.busy_clients -= len(self.came[sequence.request.number]) == sequence.request.output_tokens
+                if (
+                    self.clients is not None
+                    and len(self.came[sequence.request.number]) == sequence.request.output_tokens
+                ):
+                    self.idle_since.append(now)
 
 
 def load(seed: int, count: int, *, rate: float | None = None) -> list[ServeRequest]:

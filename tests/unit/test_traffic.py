@@ -41,6 +41,14 @@ class TestClosedLoop:
         assert [s.token_s for s in flow.samples] == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6]]
         assert all(s.finished and s.sequence for s in flow.samples)
 
+    def test_a_request_counts_from_when_its_client_had_its_answer_however_late_the_server_looks(self) -> None:
+        """Answered at 1 s; the server takes new requests again at 3 s."""
+        flow = traffic([request(n, 4, 1) for n in range(2)], 1)
+        flow.submit(*flow.due(0.0), 0.0)
+        flow.read(flow.scheduler.next_step(), 1.0)
+        flow.submit(*flow.due(3.0), 3.0)
+        assert [s.submitted_s for s in flow.samples] == [0, 1]
+
     def test_it_does_not_look_at_when_requests_would_be_due(self) -> None:
         flow = traffic([request(0, 4, 1, arrival_s=9.0)], 1)
         assert (flow.due(0.0), flow.next_arrival_s()) == ((0, 1), None)

@@ -46,6 +46,11 @@ class Ragged(Protocol):
         a query sees no key, lse = -inf and o is any number, or NaN. o's rows may be strided.
         """
 
+    def values(
+        self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """o of `run` alone, in contiguous `out` if given."""
+
 
 class PrefillBackend(Protocol):
     """One attention kernel."""

@@ -114,6 +114,16 @@ class FlashInferRagged:
             lse_Th[rows] = float("-inf")
         return o_ThV, lse_Th
 
+    def values(
+        self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See Ragged."""
+        q_ThX = q_ThX[: self.rows]
+        if not self.keys:
+            return q_ThX[..., :VALUE] if out_ThV is None else out_ThV
+        o_ThV: torch.Tensor = self.wrapper.run(q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], out=out_ThV)
+        return o_ThV
+
 
 def _ends(lengths: Sequence[int]) -> torch.Tensor:
     """int32 [requests + 1] in pinned memory, as a copy from any other would wait."""

@@ -5,6 +5,7 @@ FlashAttention-2, as torch brings it, wants values as wide as keys: v has zeros 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 from typing import TYPE_CHECKING
@@ -58,8 +59,23 @@ class SdpaPrefill:
         )
 
 
+class _Values(abc.ABC):
+    """o alone, of what computes lse in any case."""
+
+    @abc.abstractmethod
+    def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Ragged."""
+
+    def values(
+        self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor, out_ThV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See Ragged."""
+        o_ThV, _ = self.run(q_ThX, k_ShX, v_ShW)
+        return o_ThV if out_ThV is None else out_ThV.copy_(o_ThV)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FlashRagged:
+class FlashRagged(_Values):
     """See Ragged."""
 
     q_ends: torch.Tensor
@@ -100,7 +116,7 @@ class FlashRagged:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainRagged:
+class PlainRagged(_Values):
     """See Ragged: matrix products in fp32, a block of queries at a time. No call waits for the device."""
 
     q_lengths: tuple[int, ...]
