@@ -31,15 +31,19 @@ NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
 CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
+BETWEEN_TOKENS = (256, 768, 1536, 3072, 6144)
+"""Where that bends, without a prefix alone."""
+FEW_TOKENS = 128
+"""Below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt."""
 SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
 ATTENTION_SHOWS = 2048
-"""From so many tokens on, how they are divided over prompts, and that there is some prefix at all, is measured."""
+"""From so many tokens on, how they are divided over prompts is measured."""
 MANY_PREFIX = 8192
 """Stored tokens before each of many chunks: more would only cost more time."""
 LATE = 4
 """A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
-MIXED_TOKENS = (128, 2048)
+MIXED_TOKENS = (128, 512, 2048)
 """Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
 HOT_TOKENS = 512
 """Chunks of fewer tokens are not measured hot: they read weights as decodes do."""
@@ -157,7 +161,7 @@ def chunk_sizes(extent: Extent) -> list[int]:
     """Tokens of the steps with chunks alone, up to the most that requests and KV allow."""
     able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.at_once + 1))
     top = min(extent.chunk, max(able))
-    sizes = [s for s in CHUNK_TOKENS if s < top] + [top]
+    sizes = [s for s in sorted(CHUNK_TOKENS + BETWEEN_TOKENS) if s < top] + [top]
     own = [p for p in extent.prompts if p < top and all(abs(p - s) > SAME * s for s in sizes)]
     return sorted({*sizes, *own})
 
@@ -191,9 +195,8 @@ def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bo
 
 
 def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """For each size prompts without prefix, and at the end of long ones; where attention shows, short prompts, too.
-
-    From no prefix to some, work begins that even the shortest brings: it is measured once.
+    """For each size prompts without prefix, with the shortest, and at the end of long ones; where attention shows, short
+    prompts, too. From no prefix to some, work begins that even the shortest brings.
     """
     once = _at_most(ATTENTION_SHOWS, sizes)
     for size in sizes:
@@ -201,7 +204,9 @@ def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
         if size >= once:
             yield from _chunks(extent, size, max(fewest, min(SHORT_CHUNKS, extent.at_once, size)))
         yield from _chunks(extent, size, fewest)
-        if size == once:
+        if size in BETWEEN_TOKENS and size != sizes[-1]:
+            continue
+        if size >= FEW_TOKENS or size == once:
             yield from _chunks(extent, size, fewest, prefix=extent.virtual_page)
         if late := extent.latest(size):
             yield from _chunks(extent, size, late, prefix=extent.context)

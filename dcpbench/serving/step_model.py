@@ -99,6 +99,10 @@ class Line:
         a, b, share = _around(self.xs, x)
         return float(self.ys[a] + share * (self.ys[b] - self.ys[a]))
 
+    def held(self, x: float) -> float:
+        """y at x, past the ends as it is there."""
+        return self(min(max(x, self.xs[0]), self.xs[-1]))
+
 
 class Surface:
     """Lines over rows: linear between the lines of neighbouring sizes, all at the same x."""
@@ -142,25 +146,68 @@ class DecodeTimes:
 class PrefillTimes:
     """Rows that go through all layers, padded (batches.py), and attention of chunks: F(rows, pairs, prefix).
 
-    At each measured number of rows a line over x = pairs / rows, along which the prefix grows as it did in the cases.
-    Stored tokens beyond that, as where each of many chunks has a prefix, take `gather_ms` each; so do those fewer.
+        F = f(rows, pairs / rows) + begin(rows) + gather_ms · prefix     the last two with a prefix alone
+
+    f has a line over pairs / rows at each measured number of rows, through cases without a prefix and through those with
+    one, less what the prefix adds. `begin`: gathering and merging begin with the shortest prefix.
     """
 
     def __init__(self, line: Sequence[Sample], gather: Sequence[Sample], decode_rows: int) -> None:
         """`gather`: cases off the line. `decode_rows`: so many more rows than in any of these may come with chunks."""
-        self.ms = Surface((*_rows_and_x(w), ms) for w, ms in line)
-        self.prefix = Surface((*_rows_and_x(w), w.prefix) for w, _ in line)
+        self.bare = [(w, ms) for w, ms in line if not w.prefix]
+        self.stored = [(w, ms) for w, ms in line if w.prefix]
         self.most = chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
-        if any(w.prefix == self.prefix(*_rows_and_x(w)) for w, _ in gather):
-            raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
+        self.gather_ms = 0.0
+        self.begin, self.ms = self._fit()
         slope = self._beyond_line(gather) if gather else self._along_lines()
         self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
+        self.begin, self.ms = self._fit()
+
+    def _fit(self) -> tuple[Line, Surface]:
+        """`begin` and f, by what a stored token takes."""
+        lines: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
+        for w, ms in self.bare:
+            rows, x = _rows_and_x(w)
+            lines[rows].append((x, ms))
+        found: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
+        for w, ms in self.stored:
+            rows, x = _rows_and_x(w)
+            found[rows].append((x, ms - self.gather_ms * w.prefix))
+        begins = [
+            (rows, _begin(max(lines[rows]), found[rows])) for rows in found if len(found[rows]) > 1 and lines[rows]
+        ]
+        begin = Line(begins or [(0.0, 0.0)])
+        slopes = []
+        for rows, cases in found.items():
+            top = max(lines[rows], default=None)
+            lines[rows] += [(x, ms - begin.held(rows)) for x, ms in cases]
+            far = max(lines[rows])
+            if top is not None and far[0] > top[0]:
+                slopes.append((rows, (far[1] - top[1]) / (far[0] - top[0]) / rows))
+        if slopes:  # of a pair, which is much the same for all: lines that have no far end get theirs from the others
+            end = max(x for points in lines.values() for x, _ in points)
+            slope = Line(slopes)
+            for rows in set(lines) - set(found):
+                x, ms = max(lines[rows])
+                lines[rows].append((end, ms + slope.held(rows) * rows * (end - x)))
+        return begin, Surface((rows, x, ms) for rows, points in lines.items() for x, ms in points)
 
     def _beyond_line(self, gather: Sequence[Sample]) -> float:
-        """ms of a stored token, from cases with more of them than those of the line."""
-        at = [(w, ms, _rows_and_x(w)) for w, ms in gather]
-        extra = [(w.prefix - self.prefix(*where), ms - self.ms(*where)) for w, ms, where in at]
-        return sum(tokens * ms for tokens, ms in extra) / sum(tokens**2 for tokens, _ in extra)
+        """ms of a stored token, from cases with more of them than those of the line.
+
+        What they take beyond the line is itself less the more a token takes, in proportion: two trials tell.
+        """
+        trials = []
+        for self.gather_ms in (0.0, 1.0):
+            self.begin, self.ms = self._fit()
+            trials.append(sum(ms - self._at(w) for w, ms in gather))
+        if abs(trials[0] - trials[1]) < len(gather):  # a token is not told from the line's own
+            raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
+        return trials[0] / (trials[0] - trials[1])
+
+    def _at(self, w: Work) -> float:
+        rows, x = _rows_and_x(w)
+        return self.ms(rows, x) + self.begin.held(rows) + self.gather_ms * w.prefix
 
     def _along_lines(self) -> float:
         """The same where no step can have many prefixes, from the last pieces of the lines.
@@ -169,9 +216,11 @@ class PrefillTimes:
         two apart: least squares of Δms = a · Δpairs + b · Δprefix, each line weighed by its 1 / Δprefix.
         """
         pieces = []
-        for rows, ms, prefix in zip(self.ms.sizes, self.ms.lines, self.prefix.lines, strict=True):
-            if len(ms.xs) > 1 and (stored := prefix.ys[-1] - prefix.ys[-2]) > 0:
-                pieces.append((rows * (ms.xs[-1] - ms.xs[-2]) / stored, (ms.ys[-1] - ms.ys[-2]) / stored))
+        for rows in sorted({_rows_and_x(w)[0] for w, _ in self.stored}):
+            cases = sorted((w.pairs, w.prefix, ms) for w, ms in [*self.bare, *self.stored] if _rows_and_x(w)[0] == rows)
+            few, many = cases[-2:] if len(cases) > 1 else (cases[0], cases[0])
+            if (more := many[1] - few[1]) > 0:
+                pieces.append(((many[0] - few[0]) / more, (many[2] - few[2]) / more))
         if len({x for x, _ in pieces}) < 2:  # noqa: PLR2004 - a line through points
             return pieces[0][1] if pieces else 0.0
         x_mean, y_mean = (sum(values) / len(pieces) for values in zip(*pieces, strict=True))
@@ -187,7 +236,16 @@ class PrefillTimes:
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
                 f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.top(rows):,.0f} tokens",
             )
-        return surface(rows, x) + self.gather_ms * (prefix - self.prefix(rows, x))
+        return surface(rows, x) + (self.begin.held(rows) + self.gather_ms * prefix if prefix else 0.0)
+
+
+def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
+    """ms that begin with a prefix, where f is a line through `bare` and through the farthest of `stored`, less them, and the
+    nearest lies on it; points are (pairs / rows, ms).
+    """
+    near, far = min(stored), max(stored)
+    share = (near[0] - bare[0]) / (far[0] - bare[0])
+    return max((near[1] - bare[1] - share * (far[1] - bare[1])) / (1 - share), 0.0)
 
 
 def _rows_and_x(work: Work) -> tuple[int, float]:

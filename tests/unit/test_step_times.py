@@ -61,10 +61,10 @@ class TestGrid:
     def test_every_case_can_run(self) -> None:
         assert all(EXTENT.fits(case) for case in grid(EXTENT))
 
-    def test_it_takes_less_than_26_seconds(self) -> None:
+    def test_it_takes_less_than_40_seconds(self) -> None:
         """At the true times of DeepSeek-V3 on four GPUs, a case with one step to settle and two or three to measure."""
         times = [true_ms(case.work()) for case in grid(EXTENT)]
-        assert sum(t * (3 if t > 150 else 4) for t in times) < 26_000
+        assert sum(t * (3 if t > 150 else 4) for t in times) < 40_000
 
     @pytest.mark.parametrize(
         ("requests", "sizes"),
@@ -92,9 +92,9 @@ class TestGrid:
         assert row_sizes(600)[-2:] == [512, 576] or row_sizes(600)[-1] == 640
 
     def test_prompts_of_one_length_are_a_size_unless_one_is_near(self) -> None:
-        """4,000 is within a tenth of 4,096; 3,000 is not near to anything."""
+        """4,000 is within a tenth of 4,096; 2,500 is not near to anything."""
         assert 4000 not in chunk_sizes(EXTENT)
-        assert 3000 in chunk_sizes(dataclasses.replace(EXTENT, prompts=(3000,)))
+        assert 2500 in chunk_sizes(dataclasses.replace(EXTENT, prompts=(2500,)))
 
     def test_no_step_has_more_chunk_tokens_than_kv_or_requests_allow(self) -> None:
         """One request of 5,500 tokens at most never fills a chunk of 8,192."""
