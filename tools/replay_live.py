@@ -1,6 +1,6 @@
 """Hold replays against live runs on one GPU: step times come from a load of their own, then seven others run both ways.
 
-    python -m tools.replay_live -o FOLDER [--models deepseek-v2-lite,deepseek-v3] [--seconds 480] [--compare]
+    python -m tools.replay_live -o FOLDER [--models deepseek-v2-lite,deepseek-v3] [--loads closed,open] [--seconds 480] [--compare]
 
 A model has three closed loops, three open ones and one of sessions. Open loops come at shares of the rate at which the most
 clients are served in replay. Model by model, closed loops first; what is finished is not run again, and no job is begun
@@ -130,8 +130,8 @@ def open_rates(most_request_s: float) -> tuple[float, ...]:
     return tuple(float(f"{most_request_s * share:.3g}") for share in SHARES)
 
 
-def measure(folder: Path, models: list[str], until: float) -> None:
-    """Step times, then every load live and replayed, as far as the time goes."""
+def measure(folder: Path, models: list[str], live: list[str], until: float) -> None:
+    """Step times, then every load replayed and those of `live` live, as far as the time goes."""
     for model in models:
         build = folder / f"{BUILD}-{model}"
         if not records(build) and time.monotonic() < until:
@@ -156,9 +156,11 @@ def measure(folder: Path, models: list[str], until: float) -> None:
                 str(times),
                 *words(model, job, rates),
             )
-            if time.monotonic() < until:
-                live = ["--model", model, "--tp", "1", *words(model, job, rates), "--no-profile"]
-                _serve(folder / f"{LIVE}-{model}-{job}", *live)
+            if job not in live:
+                sys.stdout.write(f"{model} {job}: not run live, as --loads leaves it out.\n")
+            elif time.monotonic() < until:
+                asked = ["--model", model, "--tp", "1", *words(model, job, rates), "--no-profile"]
+                _serve(folder / f"{LIVE}-{model}-{job}", *asked)
             else:
                 sys.stdout.write(f"{model} {job}: not run live, --seconds are over; the same command goes on.\n")
 
@@ -242,15 +244,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--models", default="deepseek-v2-lite,deepseek-v3", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--loads", default=",".join(LOADS), help="to run live, of " + ", ".join(LOADS))
     parser.add_argument("--seconds", type=float, default=480.0, help="no job on the GPU is begun later")
     parser.add_argument("--compare", action="store_true", help="only write check.md")
     asked = parser.parse_args()
     models = asked.models.split(",")
     if unknown := [m for m in models if m not in SIZES]:
         parser.error(f"no loads are known for {', '.join(unknown)}; --models takes {', '.join(SIZES)}")
+    live = asked.loads.split(",")
+    if unknown := [job for job in live if job not in LOADS]:
+        parser.error(f"there are no loads {', '.join(unknown)}; --loads takes {', '.join(LOADS)}")
     asked.output.mkdir(parents=True, exist_ok=True)
     if not asked.compare:
-        measure(asked.output, models, time.monotonic() + asked.seconds)
+        measure(asked.output, models, live, time.monotonic() + asked.seconds)
     text = "\n".join(table(asked.output)) + "\n"
     (asked.output / "check.md").write_text(text)
     sys.stdout.write(text)

@@ -99,6 +99,8 @@ class StoredWindow:
     task: Task | None
     """How it is gathered; None where this rank has all of it."""
     attention: Ragged
+    views: Views
+    """Of its rows, once they are gathered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +136,9 @@ class PrefillPlan:
         sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
         for window in self.windows:
             with phase("prefix_gather"):
-                row_SQ = prefiller.gather(window, prefiller.model.kv.rows(index))
+                prefiller.gather(window, prefiller.model.kv.rows(index))
             with phase("prefill"):
-                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *prefiller.decompress(row_SQ, w))
+                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *window.views.decompress(w))
                 merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
         return sum_ThV.to(q_ThX.dtype) if out_ThV is None else out_ThV.copy_(sum_ThV)
 
@@ -253,6 +255,7 @@ class Prefiller:
                     stored=rows,
                     task=self._task(window, rows),
                     attention=self.backend.plan(lengths[window.chunks], window.lengths, causal=False),
+                    views=Views.of(self, self.widened[: window.tokens]),
                 )
             )
         return found
@@ -277,8 +280,8 @@ class Prefiller:
         table = request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
 
-    def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> torch.Tensor:
-        """A window's rows in token order, [tokens, Q] in the dtype computed with, until the next call. Collective."""
+    def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> None:
+        """A window's rows in token order into `widened`, [tokens, Q] in the dtype computed with. Collective."""
         out_SQ, kv_KQ = self.gathered[: window.tokens], kv_KQ.view(self.stored)
         if window.task is None:
             pack(out_SQ, kv_KQ, window.stored)
@@ -286,10 +289,10 @@ class Prefiller:
             assert self.gatherer is not None
             assert self.travels is not None
             self.gatherer.gather(window.task, kv_KQ, out_SQ, self.travels)
-        if self.stored == self.dtype:
-            return out_SQ
-        wide_SQ = self.widened[: window.tokens].copy_(out_SQ.view(self.model.kv.data.dtype))
-        return wide_SQ if self.model.kv.scale == 1 else wide_SQ.mul_(self.model.kv.scale)
+        if self.stored != self.dtype:
+            wide_SQ = self.widened[: window.tokens].copy_(out_SQ.view(self.model.kv.data.dtype))
+            if self.model.kv.scale != 1:
+                wide_SQ.mul_(self.model.kv.scale)
 
     def decompressed(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last `decompress` of so many rows gave."""
@@ -297,17 +300,54 @@ class Prefiller:
 
     def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [S, h, nope + P] and values [S, h, W] of this rank's heads, until the next call."""
-        shape, heads, wide = self.model.shape, self.model.heads, self.model.wide
-        own = slice(self.group.rank * heads, (self.group.rank + 1) * heads)
-        w_uk = w.w_uk[own] if wide.query else w.w_uk
-        w_uv = w.w_uv[own] if wide.value else w.w_uv
-        key_ShX, value_ShW = self.decompressed(len(row_SQ))
-        latent_hSR = row_SQ[:, : shape.latent].expand(heads, -1, -1)
-        torch.bmm(latent_hSR, w_uk.transpose(1, 2), out=key_ShX[..., : shape.nope].transpose(0, 1))
-        torch.bmm(latent_hSR, w_uv, out=value_ShW[..., : shape.value].transpose(0, 1))
-        to, rotated = _in_words(key_ShX[..., shape.nope :], row_SQ[:, None, shape.latent :])
-        to.copy_(rotated)
-        return key_ShX, value_ShW
+        return Views.of(self, row_SQ).decompress(w)
+
+
+@dataclasses.dataclass(frozen=True)
+class Views:
+    """Rows of KV, and where their keys and values go, as products take them: made once for all layers, as making them takes
+    the host longer than the products.
+    """
+
+    prefiller: Prefiller
+    latent: torch.Tensor
+    """[h, S, R]: of the rows, for each head; `rotated` is their rope part."""
+    rotated: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    nope: torch.Tensor
+    """[h, S, nope]: of the keys; `to` is where `rotated` goes."""
+    to: torch.Tensor
+    value: torch.Tensor
+    """[h, S, V]: of the values."""
+
+    @classmethod
+    def of(cls, prefiller: Prefiller, row_SQ: torch.Tensor) -> Views:
+        """Of rows that stay where they are."""
+        shape = prefiller.model.shape
+        keys, values = prefiller.decompressed(len(row_SQ))
+        to, rotated = _in_words(keys[..., shape.nope :], row_SQ[:, None, shape.latent :])
+        return cls(
+            prefiller=prefiller,
+            latent=row_SQ[:, : shape.latent].expand(prefiller.model.heads, -1, -1),
+            rotated=rotated,
+            keys=keys,
+            values=values,
+            nope=keys[..., : shape.nope].transpose(0, 1),
+            to=to,
+            value=values[..., : shape.value].transpose(0, 1),
+        )
+
+    def decompress(self, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values."""
+        model = self.prefiller.model
+        own = slice(model.groups.dcp.rank * model.heads, (model.groups.dcp.rank + 1) * model.heads)
+        w_uk = w.w_uk[own] if model.wide.query else w.w_uk
+        w_uv = w.w_uv[own] if model.wide.value else w.w_uv
+        torch.bmm(self.latent, w_uk.transpose(1, 2), out=self.nope)
+        torch.bmm(self.latent, w_uv, out=self.value)
+        self.to.copy_(self.rotated)
+        return self.keys, self.values
 
 
 def _in_words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
