@@ -293,3 +293,17 @@ def test_prompts_of_any_length_need_few_kernels_compiled(device):
         for tokens in range(1, 60, 7)
     }
     assert apart <= {8, 16, 32, 64, 128, 256}
+
+
+class TestSort:
+    @pytest.mark.parametrize("tokens", [1, 5, 127, 700])
+    @pytest.mark.parametrize(("experts", "first", "local"), [(12, 0, 12), (12, 4, 4), (256, 64, 64), (300, 0, 300)])
+    def test_it_is_stable_by_expert_and_others_assignments_come_last(self, tokens, experts, first, local, device):
+        generator = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(0, experts, (tokens, 8), generator=generator).to(device)
+        ids[: tokens // 2, 0] = first  # one expert has many
+        found = prompts.sort_by_expert(ids, first, local)
+        expected = prompts.sort_by_expert_reference(ids.cpu(), first, local)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.cpu(), other)
+            assert one.dtype == torch.int32
