@@ -120,8 +120,8 @@ def render(
 
 
 def tied(text: str) -> str:
-    """The same with numbers and signs that no end of a line parts: `25 %`, `≤ 150`, `4 × H200`."""
-    return re.sub(r"(?<=\d) (?=[%×])|(?<=[≤≥×]) (?=\S)", NO_BREAK, text)
+    """The same with numbers and signs that no end of a line parts: `25 %`, `ITL ≤ 150 ms`, `4 × H200`."""
+    return re.sub(r"(?<=\d) (?=(?:%|×|ms\b))|(?<=\S) (?=[≤≥])|(?<=[≤≥×]) (?=\S)", NO_BREAK, text)
 
 
 def own(name: str) -> str:
