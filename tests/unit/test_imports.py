@@ -19,7 +19,7 @@ from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.launch.folders import locked
 from dcpbench.records.file import read_records
-from dcpbench.reports import answer, frames
+from dcpbench.reports import answer, frames, sections
 from dcpbench.reports.style import Style
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
@@ -582,6 +582,24 @@ class TestReport:
         assert "layout unknown" in text
         assert "nan" not in text.lower().replace("finance", "")
         assert paths
+
+    def test_a_report_of_imports_has_no_column_of_dashes(self, tmp_path: Path) -> None:
+        """What no file says is in no table; beside points of ours, which say it, there is a dash."""
+        row = {name: value for name, value in files.inferencex().items() if name != "p99_itl"}
+        import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Told(), force=False)
+        told = [table for section in sections.report(frames.load([tmp_path / "run"]), []) for table in section.tables]
+        empty = [(t.title, name) for t in told for i, name in enumerate(t.columns) if {r[i] for r in t.rows} == {"—"}]
+        assert [pair for pair in empty if pair[0] != "Runs"] == []
+        assert [row for t in told if t.title == "Environment" for row in t.rows] == [
+            ["device", "NVIDIA H200"],
+            ["device count", "8"],
+        ]
+        assert "What stood behind the numbers" not in {table.title for table in told}
+        ours = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
+        both = [t for s in sections.report(frames.load([tmp_path / "run", ours]), []) for t in s.tables]
+        (served,) = [table for table in both if table.title == "Served live"]
+        assert "p99" in served.columns
+        assert any("—" in row for row in served.rows)
 
 
 REAL = Path(__file__).parents[1] / "data" / "imports"
