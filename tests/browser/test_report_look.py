@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from dcpbench.imports import Told, import_files
 from dcpbench.points.layout import Layout
 from dcpbench.reports import write_report
 from dcpbench.reports.page import render
 from tests.browser import pages
 from tests.browser.test_report import ROWS, drawn, hover
-from tests.unit import record_builder, serve_record_builder
+from tests.unit import engine_files_builder, record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,6 +111,24 @@ def test_series_of_a_layout_at_one_load_stand_beside_each_other(visit: Visit, tm
     boxes = [mark.bounding_box() for mark in chart.locator(".point").all()]
     assert len(boxes) == 6
     assert all(box and box["width"] > 0 for box in boxes)
+
+
+def test_names_that_fill_a_phone_come_after_their_chart(visit: Visit, tmp_path: Path) -> None:
+    """Settings of four servers above it would leave no room for the chart on the first screen."""
+    for share in (0.85, 0.9, 0.95):
+        for seqs in (128, 256):
+            server = {"gpu_memory_utilization": share, "max_num_batched_tokens": 4096 + seqs, "max_num_seqs": seqs}
+            engine_files_builder.sweep(tmp_path / "sweep", server, {"max_concurrency": 8}, runs=1)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    path = pages.page_of(tmp_path, tmp_path / "run")
+    for width, after in ((400, True), (1400, False)):
+        page = visit(path, viewport={"width": width, "height": 800})
+        chart = drawn(page, "throughput-serve-live").first.bounding_box()
+        legend = page.locator("#chart-throughput-serve-live .legend").bounding_box()
+        assert chart
+        assert legend
+        assert (chart["y"] < legend["y"]) is after
+        assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_what_had_no_room_is_said_below_all_marks(visit: Visit, tmp_path: Path) -> None:

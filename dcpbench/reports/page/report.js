@@ -5,6 +5,7 @@
   const { data, view, fields } = store;
   const STEP = 100; // rows of the table that are shown at once, and more at a press
   const MOST_IDLE = 1000; // marks of a panel that is drawn before it is seen: more hold a reader up for a moment
+  const MOST_LETTERS = 40; // of a series' name that stands above its chart on a phone, too
   const root = document.documentElement;
   const whenIdle = globalThis.requestIdleCallback ?? ((call) => setTimeout(call, 50)); // Safari has none
   const pending = new Map();
@@ -72,6 +73,7 @@
       const own = points.filter((p) => (!chart.workload || p.workload === chart.workload) && (!chart.mode || p.mode === chart.mode));
       const off = store.off(chart.slug);
       const { panels, items, note: said, wide } = dcp.charts[chart.kind]({ ...chart, off, ...axes() }, own);
+      legend.classList.toggle("wordy", items.some((item) => item.name.length > MOST_LETTERS));
       const names = JSON.stringify([items, [...off]]);
       if (names !== listed && !legend.contains(document.activeElement)) {
         dcp.switches(legend, items.map((item) => ({ ...item, on: !off.has(item.key) })), (i, on) => {
