@@ -120,7 +120,7 @@ def _completed(
     several = len({Path(document.file).parent for document in kept}) > 1
     for result, document in zip(results, kept, strict=True):
         name = said.of_name(document.file)
-        changes: dict[str, object] = {"device": told.gpu or result.device}
+        changes: dict[str, object] = {"device": said.device(told.gpu) if told.gpu else result.device}
         if told.dtype:
             changes["precision"] = {**result.precision, "weights_dtype": told.dtype}
         asked = (told.input_len or result.nominal[0], told.output_len or result.nominal[1])

@@ -159,6 +159,20 @@ class TestWhatIsOneLine:
         assert (said["how"], said["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
         assert said["hardware"] == "not recorded"
 
+    @pytest.mark.parametrize(
+        ("precision", "said"),
+        [
+            ({}, "bf16"),
+            ({"weights_dtype": "fp8"}, "fp8 weights, bf16 KV"),
+            ({"weights_dtype": "fp8", "kv_dtype": "fp8"}, "fp8 weights and KV"),
+        ],
+    )
+    def test_a_precision_is_one_word_of_how_a_point_ran(self, precision: dict[str, str], said: str) -> None:
+        """What is computed with, alone, is what the rows of both would share: `bf16` above a table with fp8 weights."""
+        of = record_builder.point(**({"dtype": "bf16"} | precision))
+        (line,) = lines.of_run([dashboard_builder.record(of, 0)])
+        assert str(lines.described(line)["how"]).split(" · ")[-1] == said
+
     def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
         rows: list[dict[str, str | int]] = [
             {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_MIXING_SUPPORT=0"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import tomllib
 from pathlib import Path
@@ -24,6 +25,7 @@ from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator
 from dcpbench.recommend.score import Load, Score, score
 from dcpbench.records.runs import read_run
 from dcpbench.servers.presets import PRESETS
+from dcpbench.show import terminal
 
 ROOT = Path(__file__).parents[2]
 DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
@@ -265,6 +267,25 @@ def ask(machine: str) -> advise.Ask:
         exchanges=("a2a",),
         slo={},
     )
+
+
+def test_what_is_at_work_is_told_and_said_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layout of each load, and of a score each load; nothing of it on stdout, which scripts read."""
+    told: list[str] = []
+    loads = ((8, 4000, None), (32, 4000, None))
+    advise.advise(dataclasses.replace(ask("H200"), loads=loads), advise.Known(), estimate.published(), told.append)
+    assert told[0] == "load 1 of 2, 8 × 4,000 tokens: tp4, layout 1 of 6"
+    assert [text.split(",")[0] for text in told] == ["load 1 of 2"] * 6 + ["load 2 of 2"] * 6
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    asked = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
+    _, out, err = run(capsys, *asked.split())
+    assert "load 1 of 5, 1 × 4,000 tokens: tp4, layout 1 of 6" in err
+    assert "layout 1 of 6" not in out
+    _, _, err = run(capsys, "--score", str(DECODED))
+    assert "load 18 of 18, kimi-k2" in err
 
 
 def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:

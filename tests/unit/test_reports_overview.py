@@ -294,6 +294,18 @@ class TestImports:
         assert ", beside 2 points of dcpbench. They are of one layout, so nothing here says which to take. " in text
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
 
+    def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
+        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Told(), force=False)
+        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
+        assert overview.title(frames.load([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
+        assert overview.title(frames.load([tmp_path / "theirs", ours])).endswith(" · some imported from InferenceX")
+        assert "imported" not in overview.title(frames.load([ours]))
+
+    def test_repeats_are_results_too(self, tmp_path: Path) -> None:
+        files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
+        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=False)
+        assert f"{IMPORTED}3 results of vllm bench serve" in overview.sentence(frames.load([tmp_path / "run"]))
+
     def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Told(gpu="CPU"), force=False)
         text = overview.sentence(frames.load([tmp_path / "run"]))

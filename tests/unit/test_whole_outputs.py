@@ -14,6 +14,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +37,7 @@ from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_times import engine_path, write_step_times
+from dcpbench.show import terminal
 from dcpbench.syncs.formats import FORMATS as SYNCS
 from dcpbench.syncs.formats import render
 from dcpbench.syncs.gating.config import Allow
@@ -73,7 +75,11 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 
 @pytest.fixture
 def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Types a command in a folder of its own; what it printed, and how it ended where that was not well."""
+    """Types a command in a folder of its own; what it printed, and how it ended where that was not well.
+
+    No time passes for what says now and then how far it is.
+    """
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=float))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
 

@@ -131,6 +131,7 @@ def _no_room(frames: Frames) -> list[dict[str, Any]]:
     return [
         {
             "panel": f"{r['model']}, context {r['context']:,} tokens",
+            "run": r["run"],
             "layout": r["layout"],
             "concurrency": r["concurrency"],
         }
