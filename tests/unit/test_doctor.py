@@ -226,6 +226,34 @@ def test_what_a_gpu_does_not_have_is_no_gap(tmp_path: Path) -> None:
     assert "MIG GPU 0: it has none." in found(OK, report)
 
 
+@pytest.mark.parametrize(("now", "after_a_reset", "level"), [(1, 0, BAD), (0, 1, OK)])
+def test_it_is_how_a_gpu_is_divided_now_that_counts(now: int, after_a_reset: int, level: str, tmp_path: Path) -> None:
+    report = looked(tmp_path, nvmlDeviceGetMigMode=[now, after_a_reset])
+    assert {f.level for f in report.findings if f.check == "MIG"} == {level}
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "said"),
+    [(0, OK, "it has none."), (1, BAD, "has not been started"), (2, BAD, "is still at work"), (3, OK, "up.")],
+)
+def test_what_joins_gpus_is_up_or_in_the_way(state: int, level: str, said: str, tmp_path: Path) -> None:
+    """NVML's states of a fabric: not supported, not started, in progress, completed."""
+
+    def fabric(_: int, told: Any) -> None:
+        told._obj.state = state
+
+    report = looked(tmp_path, nvmlDeviceGetGpuFabricInfo=fabric)
+    (one, _) = [f for f in report.findings if f.check == "fabric"]
+    assert (one.level, said in one.what) == (level, True)
+
+
+def test_a_process_of_another_container_has_no_name_here(tmp_path: Path) -> None:
+    """Ids end at 2²², so that this one is nobody's; NVML does not always say how much memory is whose."""
+    other = SimpleNamespace(pid=(1 << 22) + 1, usedGpuMemory=None)
+    said = found(BAD, looked(tmp_path, nvmlDeviceGetComputeRunningProcesses=of(0, [other], [])))
+    assert said == ["other processes GPU 0: 1 other: 4194305 (of another container or user, memory not known)."]
+
+
 def test_gpus_that_cannot_reach_each_other_are_named_in_pairs(tmp_path: Path) -> None:
     def status(one: int, other: int, _: int) -> int:
         return pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED if (one, other) == (0, 2) else pynvml.NVML_P2P_STATUS_OK
@@ -284,6 +312,11 @@ def test_a_variable_that_hurts_is_told(env: dict[str, str], level: str, tmp_path
     assert [s.split("=")[0] for s in found(level, looked(tmp_path, env=env))] == [f"environment {n}: {n}" for n in env]
 
 
+def test_without_a_variable_that_hurts_that_is_said(tmp_path: Path) -> None:
+    assert "environment : no variable that is known to hurt." in found(OK, looked(tmp_path, env={"NCCL_DEBUG": "WARN"}))
+    assert not [s for s in found(OK, looked(tmp_path, env={"NCCL_DEBUG": "INFO"})) if s.startswith("environment")]
+
+
 class TestVersions:
     @pytest.mark.parametrize(
         ("nccl", "levels"),
@@ -333,6 +366,10 @@ class TestAtTheStartOfASweep:
         said = at_start(tmp_path, cuda=True, nvml=driver, system=System(load=60.0), env={"NCCL_DEBUG": "INFO"})
         assert [(f.check, f.where) for f in said] == [("MIG", "GPU 1")]
         assert at_start(tmp_path, cuda=False, nvml=driver, system=System(), env={}) == []
+
+    def test_a_full_disk_is_among_it_without_a_gpu(self, tmp_path: Path) -> None:
+        said = at_start(tmp_path, cuda=False, system=System(free_bytes=1 << 20), env={})
+        assert {f.check for f in said} == {"shared memory", "disk"}
 
     def test_a_driver_that_never_answers_keeps_no_sweep(self, tmp_path: Path) -> None:
         answer = threading.Event()
