@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.runs import read_run
+from dcpbench.servers import guard
 from dcpbench.servers.launch import Server, ServerError, free_port, reason_in
 from dcpbench.servers.presets import PRESETS, Engine, engine
 
@@ -296,3 +298,19 @@ def test_flags_are_axes() -> None:
     """Every combination of lists; others are the same for all."""
     made = Engine(name="x", command="x {port}", flags={"a": [1, 2], "b": ["x", "y"], "c": 3})
     assert made.servers() == [{"a": a, "b": b} for a in ("1", "2") for b in ("x", "y")]
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (signal.SIGKILL, 137)])
+def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its exit code, or as a shell would tell its signal; what it left behind is ended first."""
+    ended: list[float] = []
+    waits = iter([(0, 0), (77, status)])
+    monkeypatch.setattr(guard.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(guard.os, "fork", lambda: 77)
+    monkeypatch.setattr(guard.os, "waitpid", lambda *_: next(waits))
+    monkeypatch.setattr(guard.time, "sleep", lambda _: None)
+    monkeypatch.setattr(guard, "_end_all", ended.append)
+    assert guard.main(os.getppid(), 5.0, ["serve"]) == code
+    assert ended == [5.0]
+    assert guard.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -9,13 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from dcpbench.errors import WorkerError
+from dcpbench.records.file import read_records
 from dcpbench.records.record import ClientLoad
-from dcpbench.servers.client import RequestError
+from dcpbench.servers import info, measure, null_server, overhead
+from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.load import Call, Outcome, Pace, Run, may_retry
 from dcpbench.servers.measure import _client_bound, _client_load, _not_as_asked
+from dcpbench.servers.prompts import find_manner
 from dcpbench.servers.sweep import _log
+from dcpbench.serving.outcome import in_short
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.traffic import Sample
+from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,3 +141,113 @@ def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, toke
         Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
     assert _not_as_asked(came, asked) is nominal
+
+
+@pytest.mark.parametrize(("blocks", "tokens"), [("100", 1600), ("None", None), ("", None)])
+def test_a_cache_whose_size_a_server_does_not_say_has_none(blocks: str, tokens: int | None) -> None:
+    """As vLLM's metrics have it, of two engines where it is said; 16 tokens to a block."""
+    said = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}",engine="0"}} 1.0'
+    found = info._of_metrics(info.ServerInfo(), info.read_metrics(said))
+    assert (found["engine"], found["kv_capacity_tokens"]) == ("vllm", tokens)
+
+
+def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
+    async def main() -> Run:
+        load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await load.run(time.perf_counter() + 1000)
+        return load
+
+    assert asyncio.run(main()).pace.wall_s == 0.0
+
+
+def test_a_load_took_the_time_from_its_start_to_its_end() -> None:
+    """No more than has passed for who looks at the same clock."""
+
+    async def main() -> Run:
+        load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
+        await load.run(began - 2.0)
+        return load
+
+    began = time.perf_counter()
+    took = asyncio.run(main()).pace.wall_s
+    assert 2.0 <= took <= time.perf_counter() - began + 2.0
+
+
+def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = serve_record_builder.run()[0]
+    bad = record_builder.failed(good.point)
+    records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
+    monkeypatch.setattr(measure, "measure", lambda *_: next(records))
+    seen: list[Progress] = []
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure_points([good.point] * 3, *[None] * 4, tmp_path, seen.append)  # type: ignore[arg-type]
+    assert good.serve is not None
+    assert [(e.stage, e.note, e.index, e.of) for e in seen] == [
+        ("done", in_short(good.serve), 0, 3),
+        ("failed", bad.reason, 1, 3),
+    ]
+    assert [r.outcome for r in read_records(tmp_path)] == ["ok", "failed", "failed"]
+
+
+def test_what_the_client_adds_is_told_by_a_server_whose_gaps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams of 40 chunks: first ones after 3 and 5 ms, gaps 1 ms longer than the server's, 1 s of two cores."""
+    gap = null_server.GAP_S + 1e-3
+
+    class Sent:
+        paces = (Pace(cpu_s=0.5), Pace(cpu_s=0.5))
+        outcomes: list[Outcome]
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.outcomes = [
+                Outcome(
+                    Call(n, b"", 40), 1.0, answer=SimpleNamespace(chunk_s=[1.0 + first + i * gap for i in range(40)])
+                )  # type: ignore[arg-type]
+                for n, first in enumerate((3e-3, 5e-3))
+            ]
+
+        async def __aenter__(self) -> Sent:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def prepare(self, streams: int) -> None:
+            assert streams == 2
+
+        async def run(self) -> None:
+            pass
+
+    nobody = contextlib.nullcontext(Target.at("http://127.0.0.1:9"))
+    monkeypatch.setattr(overhead, "null", lambda: nobody)
+    monkeypatch.setattr(overhead, "sending", Sent)
+    told = asyncio.run(overhead.overhead(2, 1))
+    assert told == {
+        "null_streams": 2,
+        "null_event_us": pytest.approx(1e6 / 80),
+        "null_ttft_p50_ms": pytest.approx(4.0),
+        "null_lag_p99_ms": pytest.approx(1.0),
+    }
+
+
+def test_of_all_that_a_server_refused_the_last_is_told() -> None:
+    """What was asked last is the plainest request there is."""
+
+    class Refuses:
+        target = Target.at("http://127.0.0.1:9")
+        asked = 0
+
+        async def exchange(self, *_: object) -> None:
+            self.asked += 1
+            raise RequestError("HTTP 400", f"HTTP 400: number {self.asked}", status=400)
+
+    client = Refuses()
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(find_manner(client, "fake", "completions"))  # type: ignore[arg-type]
+    assert client.asked > 4
+    assert (
+        str(error.value) == f"http://127.0.0.1:9 takes no request of /v1/completions: HTTP 400: number {client.asked}"
+    )
