@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
@@ -28,6 +28,8 @@ from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dcpbench.launch.jobs import Progress
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
     monkeypatch.setattr(measure, "measure", lambda *_: next(records))
     seen: list[Progress] = []
     with pytest.raises(KeyboardInterrupt):
-        measure.measure_points([good.point] * 3, *[None] * 4, tmp_path, seen.append)  # type: ignore[arg-type]
+        measure.measure_points([good.point] * 3, *[None] * 4, tmp_path, seen.append)  # type: ignore[call-arg,arg-type]
     assert good.serve is not None
     assert [(e.stage, e.note, e.index, e.of) for e in seen] == [
         ("done", in_short(good.serve), 0, 3),
@@ -209,7 +211,7 @@ def test_what_the_client_adds_is_told_by_a_server_whose_gaps_are_known(monkeypat
                 for n, first in enumerate((3e-3, 5e-3))
             ]
 
-        async def __aenter__(self) -> Sent:
+        async def __aenter__(self) -> Self:
             return self
 
         async def __aexit__(self, *_: object) -> None:
