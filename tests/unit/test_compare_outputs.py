@@ -7,6 +7,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +17,7 @@ import yaml
 from dcpbench import cli
 from dcpbench.compare import ci, gate, markdown, picture, sides, table
 from dcpbench.compare.judging import Options, judge
-from dcpbench.compare.model import Comparison
+from dcpbench.compare.model import Comparison, Difference
 from dcpbench.compare.samples import requests_of
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
@@ -313,3 +314,10 @@ class TestHostileRecords:
         assert code == 2
         assert "schema_version 99" in err
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("count", "last"), [(20, "  setting 19: 1 | 2"), (21, "  and 1 more"), (25, "  and 5 more")])
+def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str) -> None:
+    found = [Difference(what=f"setting {n}", a="1", b="2") for n in range(count)]
+    shown = table._differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
+    assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
