@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
+import subprocess
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -11,8 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import UsageError, WorkerError
-from dcpbench.launch import launcher, nodes, torchrun
+from dcpbench.errors import OutputError, UsageError, WorkerError
+from dcpbench.hangs.evidence import Seen
+from dcpbench.launch import folders, hung, launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
 from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
@@ -125,12 +128,22 @@ def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -
         ([], [(0, 1, 2.0), (1, -9, 1.0)], False, 1),
         ([failure(0, "RuntimeError", "NCCL error")], [(0, 1, 1.0), (1, -15, 2.0)], False, 1),
         ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 2.0)], False, None),
+        ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 1.0)], False, None),
         ([failure(0, "ValueError", "lost a peer")], [(0, 1, 2.0), (1, -11, 1.0)], False, 1),
         ([], [(0, 0, 1.0), (1, 0, 2.0)], True, None),
         ([], [(1, 0, 1.0)], False, 1),
         ([], [(0, 0, 1.0), (1, -11, 2.0)], True, 1),
     ],
-    ids=["first", "before-a-collective", "after-an-error", "before-an-error", "all-done", "too-early", "at-the-end"],
+    ids=[
+        "first",
+        "before-a-collective",
+        "after-an-error",
+        "with-an-error",
+        "before-an-error",
+        "all-done",
+        "too-early",
+        "at-the-end",
+    ],
 )
 def test_the_first_rank_that_ended_untold_is_blamed(
     failures: list[Failure], exits: list[tuple[int, int, float]], finished: bool, blamed: int | None
@@ -410,3 +423,117 @@ def test_of_what_a_worker_wrote_the_last_lines_are_shown(monkeypatch: pytest.Mon
         launcher.probe("worker")
     wrote = str(error.value).partition("It wrote:\n")[2].splitlines()
     assert wrote == [f"line {n}" for n in range(100 - launcher.LOG_LINES, 100)]
+
+
+class Agent:
+    """Torchrun as a process that ends, or sees that its ranks are gone, once it was asked so often."""
+
+    pid = 4_194_400  # beyond all ids
+
+    def __init__(self, *_: object, after: int = 1, **__: object) -> None:
+        self.after, self.waits = after, list[float | None]()
+
+    def poll(self) -> int | None:
+        return 0 if self.after <= 0 else None
+
+    def terminate(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.waits.append(timeout)
+        self.after -= 1
+        if self.after > 0:
+            raise subprocess.TimeoutExpired("torchrun", timeout or 0)
+        return 0
+
+
+@pytest.mark.parametrize(("after", "waits"), [(1, [5.0, 2.0]), (2, [5.0, 2.0]), (3, [5.0, 2.0, None])])
+def test_torchrun_has_five_seconds_to_end_its_ranks_and_two_to_see_that_they_are_gone(
+    tmp_path: Path, after: int, waits: list[float | None]
+) -> None:
+    """Then it is killed, with all that is in its group."""
+    running = Sleeper(tmp_path)
+    agent = Agent(after=after)
+    running._agent = agent  # type: ignore[assignment]
+    (tmp_path / "rank-0.pid").write_text("1")
+    running.kill()
+    assert agent.waits == waits
+    assert not (tmp_path / "rank-0.pid").exists()
+
+
+def test_a_job_of_several_machines_has_the_ranks_of_this_one_and_tells_its_lock_who_began_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 of two has ranks 2 and 3 of 4; what an earlier job of these ranks left is gone."""
+    monkeypatch.setattr(torchrun.subprocess, "Popen", Agent)
+    (tmp_path / "error-2.json").write_text("old")
+    read, write = os.pipe()
+    four = job(tmp_path, points=[point(tp=4)])
+    running = Running(four, Machines(nnodes=2, node_rank=1), "worker", write)
+    assert running.ranks == range(2, 4)
+    assert os.read(read, 100) == b"4194400\n"
+    assert not (tmp_path / "error-2.json").exists()
+    assert msgspec.json.decode(four.path().read_bytes(), type=Job) == four
+    os.close(read)
+    os.close(write)
+
+
+def test_starting_over_removes_jobs_whose_logs_were_never_written(tmp_path: Path) -> None:
+    """A job's file is there before its first process."""
+    one = job(tmp_path)
+    one.path().write_bytes(msgspec.json.encode(one))
+    (tmp_path / "hangs" / "tp2-0-0").mkdir(parents=True)
+    (tmp_path / "hangs" / "tp4-0-0").mkdir(parents=True)
+    RecordFile(tmp_path).append(Record(point=point(), outcome="failed"))
+    folders.prepare_sweep(tmp_path, resume=False, force=True)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["hangs", "hangs/tp4-0-0"]
+
+
+@pytest.mark.parametrize(("ends_at", "taken"), [(0.1, True), (4.9, True), (5.1, False)])
+def test_workers_of_a_command_that_is_gone_have_five_seconds_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_at: float, taken: bool
+) -> None:
+    """The lock is theirs meanwhile; it is looked for every twentieth of a second."""
+    now = [0.0]
+
+    def flock(*_: object) -> None:
+        if now[0] < ends_at:
+            raise BlockingIOError
+
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    slept = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
+    monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept))
+    monkeypatch.setattr(folders, "alive", lambda _: ("workers", None))
+    if taken:
+        with folders.locked(tmp_path):
+            assert ends_at <= now[0] < ends_at + 0.1
+    else:
+        with pytest.raises(OutputError, match="a run is still writing here"), folders.locked(tmp_path):
+            pass
+
+
+def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
+    """Its rank 0 is this process, with a log, beats and stacks; rank 1 has ended. A second time is another folder."""
+    logs = tmp_path / "logs" / "tp2-0"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_text("".join(f"line {n}\n" for n in range(30)))
+    (logs / "beats-0.bin").write_bytes(b"beats")
+    ranks = SimpleNamespace(
+        folder=tmp_path,
+        logs=logs,
+        ranks=range(2),
+        pid_of=lambda: {0: os.getpid()},
+        stacks=lambda: {"0": "Thread 1\n", "1": ""},
+        exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
+    )
+    folder, stacks = hung.take_down(ranks)  # type: ignore[arg-type]
+    assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})
+    assert (folder / "log-0.txt").read_text() == "".join(f"line {n}\n" for n in range(10, 30))
+    assert (folder / "beats-0.bin").read_bytes() == b"beats"
+    here, gone = msgspec.json.decode((folder / "ranks.json").read_bytes(), type=list[Seen])
+    assert (here.rank, here.pid, here.state, here.ended) == (0, os.getpid(), "R", "")
+    assert gone == Seen(rank=1, ended="ended with exit code 3")
+    assert not (folder / "stacks-1.txt").exists()
+    assert hung.explain(folder, stacks) is not None
+    assert (folder / "stacks-0.txt").read_text() == "Thread 1\n"
+    assert hung.take_down(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
