@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 from dcpbench import cli
-from dcpbench.compare import ci, gate, markdown, picture, sides, table
+from dcpbench.compare import ci, gate, judging, markdown, picture, sides, table
 from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.model import Comparison, Difference
 from dcpbench.compare.samples import requests_of
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
+from dcpbench.records.metrics import METRIC
 from dcpbench.records.runs import Run
 from dcpbench.serving.outcome import FINISHED, Row
 from dcpbench.serving.samples import write_samples
@@ -321,3 +322,13 @@ def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str
     found = [Difference(what=f"setting {n}", a="1", b="2") for n in range(count)]
     shown = table._differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
     assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
+
+
+def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
+    """It has no logarithm; counts can be 0."""
+    record = build.ok(build.point())
+    assert record.metrics is not None
+    none = msgspec.structs.replace(record.metrics.step_ms, median=0.0)
+    record = msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_ms=none))
+    run = Run("a", tmp_path, [record])
+    assert judging._estimate(METRIC["step_ms"], "steps", run, [record], {}) is None

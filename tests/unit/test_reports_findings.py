@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench.errors import UsageError
@@ -153,6 +154,7 @@ def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None
     """20 ms with tp4, 10 ms [9, 11] with dcp4: 2 times, from 20/11 = 1.82 to 20/9 = 2.22. dp4 is not its baseline."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), 9, 10, 11), exact(build.point(DP), 5))
     (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
+    assert "index" not in row
     assert row["baseline"] == "tp4"
     assert row["ratio"] == pytest.approx(2)
     assert (row["low"], row["high"]) == (pytest.approx(20 / 11), pytest.approx(20 / 9))
@@ -241,3 +243,26 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
         exact(build.point(DCP, concurrency=8), 16),
     )
     assert list(frontier(read.points)["concurrency"]) == [8, 32]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("chunk", [True, True, False]), ("requests", [False, False, False])],
+)
+def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differs_among_them(
+    name: str, told: list[bool]
+) -> None:
+    """Two of ours differ in it, and an import that does not say it; how many requests an import sent is no matter."""
+    table = pd.DataFrame(
+        {
+            "origin": ["dcpbench", "dcpbench", "vllm"],
+            "model": "m",
+            "mode": "",
+            "shape": "1000/100",
+            "run": "r",
+            "label": ["a", "b", "c"],
+            "arrival": ["8", "8", "8"],
+            f"load_{name}": [2048, 4096, 0],
+        }
+    )
+    assert frames._told(table, name).tolist() == told
