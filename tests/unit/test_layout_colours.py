@@ -145,3 +145,18 @@ def lab(colour: str) -> tuple[float, float, float]:
         1.9779984951 * long - 2.4285922050 * medium + 0.4505937099 * short,
         0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
     )
+
+
+def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> None:
+    """Along the x axis runs the context. Of several layouts those are named instead."""
+
+    def legend(*layouts: Layout) -> list[str]:
+        grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
+        run = tmp_path / str(len(layouts))
+        points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
+        read = frames.load([build.write(run, points)])
+        (found,) = figures.draw_break_even(read.findings.ratios, Style.of(read.points), "title").legends
+        return [text.get_text() for text in found.get_texts()]
+
+    assert legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
+    assert legend(DCP4) == ["tp4·dcp4", "concurrency 8"]
