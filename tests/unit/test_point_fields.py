@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import pandas as pd
 import pytest
 
 from dcpbench.dashboard import lines
@@ -388,19 +387,3 @@ class TestCommands:
 
     def command(self, point: Point) -> str:
         return command_of(point, {})
-
-
-@pytest.mark.parametrize(
-    ("placed", "said"),
-    [
-        ([(8, "1"), (1, "tp")], ["", ""]),
-        ([(8, "tp"), (8, "1"), (1, "1")], ["ep 8", "ep 1", ""]),
-        ([(8, "tp"), (8, UNKNOWN)], ["", ""]),
-        ([(8, "8"), (4, "tp")], ["", ""]),
-    ],
-)
-def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tuple[int, str]], said: list[str]) -> None:
-    """(tp, ep): where all others of a kind place them alike, nothing is said at all."""
-    tps, eps = zip(*placed, strict=True)
-    table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
-    assert (frames._experts(table) or [""] * len(tps)) == said

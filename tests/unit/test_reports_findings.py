@@ -10,6 +10,7 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
+from dcpbench.points.names import UNKNOWN
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import answer, findings, frames
 from dcpbench.reports.figures import frontier
@@ -266,3 +267,19 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
         }
     )
     assert frames._told(table, name).tolist() == told
+
+
+@pytest.mark.parametrize(
+    ("placed", "said"),
+    [
+        ([(8, "1"), (1, "tp")], ["", ""]),
+        ([(8, "tp"), (8, "1"), (1, "1")], ["ep 8", "ep 1", ""]),
+        ([(8, "tp"), (8, UNKNOWN)], ["", ""]),
+        ([(8, "8"), (4, "tp")], ["", ""]),
+    ],
+)
+def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tuple[int, str]], said: list[str]) -> None:
+    """(tp, ep): where all others of a kind place them alike, nothing is said at all."""
+    tps, eps = zip(*placed, strict=True)
+    table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
+    assert (frames._experts(table) or [""] * len(tps)) == said

@@ -368,4 +368,4 @@ def test_a_trace_without_events_of_waits_says_how_they_are_recorded(recorded_wai
     if recorded_waits:
         trace.add("cuda_sync", "Stream Synchronize", 20, 105, pid=0, tid=7, correlation=99, stream=7)
     (one,) = trace.scan(tmp_path).traces
-    assert any(note.startswith("No cuda_sync events: ") for note in one.coverage.damage) is not recorded_waits
+    assert any(note.startswith("No cuda_sync events: ") for note in one.coverage.notes) is not recorded_waits
