@@ -12,6 +12,7 @@ import pytest
 from dcpbench.errors import OutputError, RecordsError, WorkerError
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress
+from dcpbench.launch.nodes import FAILED, STOP, Ended
 from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
 from dcpbench.points.point import Point
@@ -454,3 +455,79 @@ def test_an_interrupt_lets_requests_that_have_finished_be_written(launched: Laun
     assert launched.jobs[0].killed == ([KEEP_WAIT_S, 5.0] if served else [5.0])
     notes = [e.note for e in launched.seen if e.stage == "ending"]
     assert notes == ["writing the requests that have finished; Ctrl-C again ends at once"] * served
+
+
+class Node0:
+    """The line to node 0, as a script of what it sends: None where nothing came meanwhile."""
+
+    def __init__(self, *messages: bytes | None) -> None:
+        self.messages, self.sent, self.waits = list(messages), list[bytes](), list[float]()
+        self.closed = False
+
+    def receive(self, wait: float) -> bytes | None:
+        self.waits.append(wait)
+        self.closed = len(self.messages) <= 1
+        return self.messages.pop(0)
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def serve(launched: Launched, monkeypatch: pytest.MonkeyPatch, line: Node0, *scripts: Script) -> None:
+    """Node 1 of two, whose jobs are these scripts."""
+    launched._scripts += scripts
+    monkeypatch.setattr(launcher, "follow", lambda *_: line)
+    monkeypatch.setattr(Scripted, "wait", lambda job, _: job.poll(), raising=False)
+    work = launcher.Work(folder=launched.folder, settings=Settings(), device="cpu")
+    launcher.run([A], work, Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500"), launched.seen.append)
+
+
+def told(folder: Path) -> bytes:
+    """A job as node 0 sends it, whose folder is its own."""
+    job = Job(kind="sweep", tag="tp2-0", folder="/of/node/0", device="cpu", points=[A, B], settings=Settings())
+    assert folder != Path("/of/node/0")
+    return msgspec.json.encode(job)
+
+
+def test_another_node_runs_the_jobs_of_node_0_in_its_own_folder_until_it_is_stopped(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(_: Scripted) -> Acts:
+        while True:
+            yield
+            if len(line.messages) <= 2:
+                return 0
+
+    line = Node0(None, told(launched.folder), None, None, STOP, None)
+    serve(launched, monkeypatch, line, script)
+    (job,) = launched.jobs
+    assert (job.folder, job.job.points, job.killed) == (launched.folder, [A, B], [5.0, 5.0])
+    (ended,) = (msgspec.json.decode(data, type=Ended) for data in line.sent)
+    assert ended == Ended(node=1, code=0)
+
+
+def test_another_node_tells_that_its_ranks_failed_once_and_how_they_ended(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(job: Scripted) -> Acts:
+        job.raises(1, "ValueError", "no such row", A)
+        job.ends(1, 7)
+        while True:
+            yield
+
+    line = Node0(told(launched.folder), None, None, None, STOP, None)
+    serve(launched, monkeypatch, line, script)
+    assert line.sent[0] == FAILED
+    ended = msgspec.json.decode(line.sent[1], type=Ended)
+    assert (len(line.sent), ended.node, ended.code) == (2, 1, 1)
+    assert [f.message for f in ended.failures] == ["no such row"]
+    assert [e.code for e in ended.exits] == [7]
+    assert "moe" in ended.stacks["0"], "it had to be ended"
+
+
+def test_what_is_no_job_is_a_sentence_on_another_node(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerError, match=r"node 0 sent what is no job .*; install the same dcpbench on all"):
+        serve(launched, monkeypatch, Node0(b"{}", None))
