@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Self
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.errors import WorkerError
+from dcpbench.errors import UsageError, WorkerError
 from dcpbench.records.file import read_records
 from dcpbench.records.record import ClientLoad
 from dcpbench.servers import info, measure, null_server, overhead
@@ -253,3 +254,85 @@ def test_of_all_that_a_server_refused_the_last_is_told() -> None:
     assert (
         str(error.value) == f"http://127.0.0.1:9 takes no request of /v1/completions: HTTP 400: number {client.asked}"
     )
+
+
+def asked(answers: dict[str, object]) -> info.ServerInfo:
+    """What a server is that answers these paths; a number is a status, text as it is, all else as JSON."""
+
+    class Asked:
+        target = Target.at("http://127.0.0.1:9")
+
+        async def get(self, path: str, _: float) -> SimpleNamespace:
+            said = answers.get(path, 404)
+            if isinstance(said, RequestError):
+                raise said
+            status = said if isinstance(said, int) else 200
+            data = (
+                b"" if isinstance(said, int) else said.encode() if isinstance(said, str) else msgspec.json.encode(said)
+            )
+            return SimpleNamespace(status=status, headers={}, data=data)
+
+    return asyncio.run(info.ask(Asked()))  # type: ignore[arg-type]
+
+
+CARDS = {"data": [{"id": "v3", "max_model_len": 4096}]}
+
+
+def test_a_server_is_what_it_says_of_itself() -> None:
+    """vLLM by /version and metrics of its replicas; SGLang by what it serves; else one of OpenAI's API."""
+    metrics = "\n".join(
+        f'vllm:cache_config_info{{block_size="16",cache_dtype="fp8",engine="{n}",num_gpu_blocks="100"}} 1.0'
+        for n in (0, 1)
+    )
+    vllm = asked({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
+    assert (vllm.engine, vllm.version, vllm.kv_capacity_tokens) == ("vllm", "0.32.0", 3200)
+    assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
+    assert vllm.model(None).max_model_len == 4096
+    (path,) = info.SGLANG_INFO[:1]
+    states = [{"max_total_num_tokens": 5000}]
+    sglang = asked({"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}})
+    assert (sglang.engine, sglang.version, sglang.kv_capacity_tokens) == ("sglang", "0.5", 5000)
+    own = asked({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
+    assert (own.kv_capacity_tokens, own.version) == (7000, "")
+    odd = asked(
+        {"/v1/models": CARDS, path: {"max_total_num_tokens": True, "internal_states": []}, "/version": {"version": 5}}
+    )
+    assert (odd.engine, odd.kv_capacity_tokens) == ("sglang", None)
+    plain = asked({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
+    assert (plain.engine, plain.version, plain.kv_capacity_tokens, plain.facts) == ("openai", "", None, {})
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "said"),
+    [
+        ([], None, "the server names no model; say with --model which is meant."),
+        (["a", "b"], None, "the server serves a and b; say with --model"),
+        (["a", "b"], "c", "--model c: the server serves a and b; leave --model out, or name one of these."),
+        (["a", "b"], "b", None),
+        (["a"], None, None),
+        ([], "c", None),
+    ],
+)
+def test_a_model_is_the_one_that_is_named_or_the_only_one(
+    models: list[str], name: str | None, said: str | None
+) -> None:
+    """A server without /v1/models takes any name."""
+    served = asked({"/v1/models": {"data": [{"id": one} for one in models]} if models else 404})
+    if said:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            served.model(name)
+    else:
+        assert served.model(name).id == (name or models[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (401, "HTTP 401: nothing more. Put its API key into the environment variable that --api-key-env names"),
+        (500, "cannot be measured: the server answered HTTP 500"),
+        (RequestError("refused", "nobody listens."), "cannot be measured: nobody listens."),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_a_sentence(answer: object, said: str) -> None:
+    with pytest.raises(WorkerError, match=re.escape(said)):
+        asked({"/v1/models": answer})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -537,3 +538,51 @@ def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
     assert hung.explain(folder, stacks) is not None
     assert (folder / "stacks-0.txt").read_text() == "Thread 1\n"
     assert hung.take_down(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
+
+
+def test_a_folder_that_nobody_named_is_new_and_says_when_and_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders.time, "strftime", lambda _: "2026-11-25-120000")
+    first = folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8])
+    assert str(first) == "runs/2026-11-25-120000-deepseek-ai_DeepSeek_V3-tp4-8"
+    first.mkdir(parents=True)
+    second = folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8])
+    assert second.name == f"{first.name}-2"
+    second.mkdir()
+    assert folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8]).name == f"{first.name}-3"
+
+
+@pytest.mark.parametrize(
+    ("number", "there", "said"),
+    [
+        (errno.ENOSPC, True, "no space is left on its disk"),
+        (errno.EDQUOT, True, "no space is left on its disk"),
+        (errno.ENOENT, False, "was removed or moved away while the run was writing there"),
+        (errno.EIO, True, None),
+    ],
+)
+def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
+    tmp_path: Path, number: int, there: bool, said: str | None
+) -> None:
+    folder = tmp_path / "run"
+    if there:
+        folder.mkdir()
+    with pytest.raises(OutputError if said else OSError, match=said or "broken"), folders.writing(folder):
+        raise OSError(number, "broken")
+
+
+@pytest.mark.parametrize("change", ["none", "removed", "replaced"])
+def test_a_folder_must_stay_the_one_that_was_locked(tmp_path: Path, change: str) -> None:
+    with folders.locked(tmp_path / "run") as lock:
+        if change != "none":
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        if change == "replaced":
+            folders.make_folder(tmp_path / "run")
+            (tmp_path / "run" / ".lock").touch()
+        if change == "none":
+            folders.check_there(tmp_path / "run", lock)
+        else:
+            with pytest.raises(OutputError, match="was removed or moved away"):
+                folders.check_there(tmp_path / "run", lock)
