@@ -20,7 +20,7 @@ from dcpbench.servers import info, measure, null_server, overhead
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.load import Call, Outcome, Pace, Run, may_retry
 from dcpbench.servers.measure import _client_bound, _client_load, _not_as_asked
-from dcpbench.servers.prompts import find_manner
+from dcpbench.servers.prompts import Tokenized, Words, find_manner
 from dcpbench.servers.sweep import _log
 from dcpbench.serving.outcome import in_short
 from dcpbench.serving.requests import ServeRequest
@@ -336,3 +336,56 @@ def test_a_model_is_the_one_that_is_named_or_the_only_one(
 def test_a_server_that_cannot_be_asked_is_a_sentence(answer: object, said: str) -> None:
     with pytest.raises(WorkerError, match=re.escape(said)):
         asked({"/v1/models": answer})
+
+
+class TestTokenizer:
+    """Words that are tokens, as a model's tokenizer would have them."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """A tokenizer of 100 words, of which "w7" is token 7."""
+        tokenizers = pytest.importorskip("tokenizers")
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(100)}, "w0"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path
+
+    def test_a_prompt_is_text_of_as_many_tokens(self, folder: Path) -> None:
+        """Less what stands beside it, such as a chat's template; one at least."""
+        for place in (folder, folder / "tokenizer.json"):
+            of = Tokenized(place)
+            assert of.vocab == 100
+            assert of(np.array([5, 7, 9])) == "w5 w7 w9"
+        assert Tokenized(folder, beside=2.0)(np.array([5, 7, 9])) == "w5"
+        assert Tokenized(folder, beside=9.0)(np.array([5, 7, 9])) == "w5"
+
+    def test_text_that_makes_other_tokens_is_cut_or_prolonged(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ids that decode to nothing leave too few: the prompt's own are put behind."""
+        of = Tokenized(folder)
+        real = of._tokenizer
+
+        class Drops:
+            """Leaves out token 5 wherever it stands."""
+
+            def decode(self, ids: list[int], **_: object) -> str:
+                return " ".join(f"w{n}" for n in ids if n != 5)
+
+            def encode(self, text: str, **options: bool) -> object:
+                return real.encode(text, **options)
+
+        monkeypatch.setattr(of, "_tokenizer", Drops())
+        assert len(of(np.array([7, 5, 9, 7])).split()) == 4
+
+    def test_what_is_no_tokenizer_is_a_sentence(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"no tokenizer could be read from tokenizer\.json .*; name the folder"):
+            Tokenized(tmp_path)
+
+
+def test_words_are_as_many_as_the_server_counts_tokens() -> None:
+    """1.5 tokens a word and 4 beside: of 100 tokens 64 words; one at least."""
+    words = Words(1.5, 4.0)
+    assert len(words(np.arange(100)).split()) == 64
+    assert len(words(np.arange(3)).split()) == 1
+    assert words(np.arange(100)) != words(np.arange(1, 101))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
 from dcpbench.records.runs import last_records
+from tests.unit import test_hangs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -586,3 +588,100 @@ def test_a_folder_must_stay_the_one_that_was_locked(tmp_path: Path, change: str)
         else:
             with pytest.raises(OutputError, match="was removed or moved away"):
                 folders.check_there(tmp_path / "run", lock)
+
+
+def test_what_a_rank_says_when_it_is_asked_is_kept_and_its_own_stacks_stand_in_for_those_no_signal_brought(
+    tmp_path: Path,
+) -> None:
+    """It answers as its pipe is opened; of a rank nobody reads from nothing is waited for."""
+    logs = tmp_path / "logs" / "tp2-0"
+    logs.mkdir(parents=True)
+    for rank in range(2):
+        os.mkfifo(logs / f"flight-{rank}.ask")
+    listens = threading.Event()
+
+    def answer() -> None:
+        end = os.open(logs / "flight-0.ask", os.O_RDONLY | os.O_NONBLOCK)
+        listens.set()
+        while not list((tmp_path / "hangs").glob("*/ranks.json")):  # the asking is over
+            pass
+        for name in ("device-0.json", "flight-0.json", "own-stacks-0.txt", "answered-0.json"):
+            (logs / name).write_text(name)
+        os.close(end)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    listens.wait()
+    ranks = SimpleNamespace(
+        folder=tmp_path,
+        logs=logs,
+        ranks=range(2),
+        pid_of=lambda: {0: os.getpid(), 1: os.getpid()},
+        stacks=lambda: {"0": "", "1": "by signal"},
+        exits=list,
+    )
+    folder, stacks = hung.take_down(ranks)  # type: ignore[arg-type]
+    thread.join()
+    assert stacks == {"0": "own-stacks-0.txt", "1": "by signal"}
+    kept = {path.name: path.read_text() for path in folder.iterdir() if path.name != "ranks.json"}
+    assert kept == {
+        "device-0.json": "device-0.json",
+        "flight-0.json": "flight-0.json",
+        "stacks-0.txt": "own-stacks-0.txt",
+        "stacks-1.txt": "by signal",
+    }
+    assert sorted(path.name for path in logs.iterdir()) == ["flight-0.ask", "flight-1.ask"]
+
+
+@pytest.mark.parametrize(("odd", "kind"), [(True, "shape"), (False, None)])
+def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path, odd: bool, kind: str | None) -> None:
+    """Without a difference no folder is made; nor is one where there are no beats."""
+    logs = tmp_path / "logs" / "tp2-0"
+    logs.mkdir(parents=True)
+    ranks = SimpleNamespace(folder=tmp_path, logs=logs, ranks=range(2))
+    assert hung.differing(ranks) is None  # type: ignore[arg-type]
+    beating = test_hangs.Job(logs, 2)
+    beating.steps()
+    for rank in range(2):
+        x = test_hangs.HALF if odd and rank else test_hangs.X
+        beating.does(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
+    (logs / "rank-1.log").write_text("last words\n")
+    found = hung.differing(ranks)  # type: ignore[arg-type]
+    if kind is None:
+        assert found is None
+        assert not (tmp_path / "hangs").exists()
+    else:
+        assert found is not None
+        assert (found[0], found[1].kind, found[1].ranks) == (tmp_path / "hangs" / "tp2-0-0", kind, [1])
+        assert (found[0] / "log-1.txt").read_text() == "last words\n"
+        assert json.loads((found[0] / "finding.json").read_bytes())["kind"] == kind
+
+
+def test_tools_that_are_there_are_started_and_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hung._start(["no-such-tool"], tmp_path / "none.txt") is None
+    assert not (tmp_path / "none.txt").exists()
+    monkeypatch.setattr(hung.child, "tied", lambda command: command)
+    said = hung._start(["echo", "hello"], tmp_path / "said.txt")
+    long = hung._start(["sleep", "60"], tmp_path / "long.txt")
+    assert said is not None
+    assert long is not None
+    said.wait()
+    hung._wait([said, None, long], 0.0)
+    assert (tmp_path / "said.txt").read_text() == "hello\n"
+    assert (said.returncode, long.returncode) == (0, -9)
+
+
+@pytest.mark.parametrize(("pid", "seconds"), [(None, 1.0), (7, 2.0)])
+def test_how_busy_a_rank_was_is_its_ticks_over_the_time(
+    monkeypatch: pytest.MonkeyPatch, pid: int | None, seconds: float
+) -> None:
+    """150 ticks of 10 ms in 2 s are 0.75 of a core; of one that is gone nothing is known."""
+    ranks = SimpleNamespace(exits=list)
+    monkeypatch.setattr(hung, "_cpu_ticks", lambda _: 250)
+    monkeypatch.setattr(hung.child, "start_ticks", lambda _: ("S", "1"))
+    monkeypatch.setattr(hung.os, "sysconf", lambda _: 100)
+    seen = hung._seen(ranks, 3, pid, 100, seconds)  # type: ignore[arg-type]
+    if pid is None:
+        assert seen == Seen(rank=3, ended="its process was gone")
+    else:
+        assert seen == Seen(rank=3, pid=7, state="S", cpu=0.75)

@@ -463,3 +463,25 @@ def test_a_row_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -
     (row,) = answer.rows(ask("H200"), [choice(200, 320)])
     told = dict(zip(answer.COLUMNS, row, strict=True))
     assert (told["best"], told["runner-up"], told["ahead by"]) == ("tp2", "tp4", "25 % ± 4 %")
+
+
+def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
+    """Of two layouts that ran it; KV memory and times of arrival are of its name."""
+    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    from dcpbench.points.machine import Probe
+
+    machine = described("H200")
+    probe = Probe(
+        device="cuda",
+        count=4,
+        name="NVIDIA H200",
+        memory_bytes=machine.card.memory_bytes,
+        packages={"flashinfer": "0.6"},
+    )
+    found = score(run.records, machine, probe, estimate.published(), every=100)
+    (one, *_) = found.loads
+    assert len(one.measured) > 1
+    assert one.measured.keys() == one.forecast.keys()
+    assert all(len(errors) >= len(one.measured) for errors in one.latency_errors.values())
+    assert one.name.startswith("deepseek-v3, ")
+    assert f"{8 << 30} bytes of KV" in one.name
