@@ -344,7 +344,8 @@ class TestTokenizer:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         """A tokenizer of 100 words, of which "w7" is token 7."""
-        tokenizers = pytest.importorskip("tokenizers")
+        import tokenizers
+
         made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(100)}, "w0"))
         made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         made.save(str(tmp_path / "tokenizer.json"))

@@ -26,6 +26,8 @@ from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
 from dcpbench.dashboard import finding
 from dcpbench.exports import FORMATS as EXPORTS
+from dcpbench.hangs import beats
+from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
@@ -56,7 +58,14 @@ from tests.unit import (
 )
 from tests.unit import test_replay_point as replayed
 from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
-from tests.unit.test_hangs import recorded
+from tests.unit.test_hangs import HALF, X, merges, recorded
+from tests.unit.test_hangs import Job as Beating
+from tests.unit.test_reports_floors import FAR, NEAR
+from tests.unit.test_reports_instances import RATE
+from tests.unit.test_reports_instances import served as split
+from tests.unit.test_reports_marks import LOWERED
+from tests.unit.test_reports_marks import ok as marked
+from tests.unit.test_reports_stalls import served as stalling
 from tests.unit.test_top_shown import GPU
 
 if TYPE_CHECKING:
@@ -87,8 +96,10 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def hold(name: str, text: str, tmp_path: Path) -> None:
-    """That a text is the one that is kept, but for where it lies."""
-    text = text.replace(str(tmp_path), "FOLDER").replace(str(ROOT), "ROOT")
+    """That a text is the one that is kept, but for where it lies, and lines of tests."""
+    text = re.sub(
+        r"(tests/\w+/\w+\.py):\d+", r"\1:LINE", text.replace(str(tmp_path), "FOLDER").replace(str(ROOT), "ROOT")
+    )
     text = "".join(f"{line.rstrip()}\n" for line in text.split("\n")).rstrip() + "\n"
     path = SAID / name
     if os.environ.get("SAID") == "write":
@@ -121,7 +132,30 @@ RUNS: dict[str, Callable[[], list[Record]]] = {
     "decode": decoded,
     "serve": lambda: serve_record_builder.run()[::2],
     "cpu": record_builder.cpu_sweep,
+    "instances": lambda: [
+        split("1:1", 30, busy={"prefill": 0.2, "decode": 0.95}, **RATE),
+        split("1:2", 28, **RATE),
+        split("2", 25, itl=80),
+        split("1:1", 30, 32, **RATE),
+        split("1:2", 40, 32, busy={"prefill": 0.97, "decode": 0.5}, **RATE),
+        split("3", 31, 32),
+        split("", 20),
+    ],
+    "stalls": lambda: [
+        stalling((70, 480), 120, chunk=8192),
+        stalling((80, 130), 100, chunk=1024),
+        stalling((80, 180), 90, chunk=1024, layout=DCP),
+        stalling((60, 140), 95, chunk=2048, layout=DP, preemptions=3),
+    ],
+    "floors": lambda: [
+        FAR,
+        NEAR,
+        marked(TP, "throttled", gpu=LOWERED, concurrency=32),
+        marked(DCP, "throttled", "noisy", "drift", gpu=LOWERED, concurrency=32),
+        marked(DCP, concurrency=48),
+    ],
 }
+"""The last three with what few runs have: instances apart, chunks that stall decodes, floors, and marks."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -242,6 +276,135 @@ def test_an_import(engine: str, tmp_path: Path, typed: Callable[..., str]) -> No
     told = json.loads(record)
     told["environment"] = {k: v for k, v in (told.get("environment") or {}).items() if k in ("device", "device_count")}
     hold(f"import-{engine}.txt", f"{text}\n{json.dumps(told, indent=1)}", tmp_path)
+
+
+def test_a_report_of_other_engines_results_beside_ours(tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Of all three, of which one has several layouts; and the answer alone where nothing of ours is beside them."""
+    several = [engine_files_builder.inferencex(conc=n, tp=tp) for n in (4, 8) for tp in (4, 8)]
+    for engine, results in (
+        ("vllm", [engine_files_builder.vllm()]),
+        ("sglang", [engine_files_builder.sglang()]),
+        ("inferencex", several),
+    ):
+        (tmp_path / engine).mkdir()
+        engine_files_builder.file(tmp_path / engine, *results)
+        words = ("--tp", "4") if engine == "vllm" else ()
+        typed("import", f"{engine}/result.json", "--from", engine, *words, "-o", f"runs/{engine}")
+    record_builder.write(tmp_path / "ours", [serve_record_builder.served(serve_record_builder.point(TP))])
+    said = []
+    for name, runs in (
+        ("all", ["runs/vllm", "runs/sglang", "runs/inferencex", "ours"]),
+        ("theirs", ["runs/inferencex"]),
+    ):
+        read = frames.load([tmp_path / run for run in runs])
+        said.append(markdown.render(name, sections.report(read, []), tmp_path))
+    hold("report-imported.md", "\n".join(said), tmp_path)
+
+
+@pytest.mark.parametrize("as_repeats", [False, True])
+def test_a_report_of_several_runs(as_repeats: bool, tmp_path: Path) -> None:
+    """Three passes over one grid, each a little slower: side by side, or as repeats of one run."""
+    folders = [
+        record_builder.write(
+            tmp_path / name,
+            [
+                record_builder.ok(
+                    p, median_ms=slower * record_builder.step_ms(p.layout, 4_000, p.concurrency), steps=64
+                )
+                for p in (record_builder.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 48))
+            ],
+        )
+        for name, slower in (("monday", 1.0), ("tuesday", 1.02), ("friday", 1.2))
+    ]
+    read = frames.load(folders, as_repeats=as_repeats)
+    text = markdown.render("title", sections.report(read, []), tmp_path)
+    hold(f"report-{'repeats' if as_repeats else 'runs'}.md", text, tmp_path)
+
+
+def test_a_comparison_of_served_runs(tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Latencies of requests, throughput and failures, as A and B wrote them; B is A's own slower half."""
+    found = serve_record_builder.run()
+    record_builder.write(tmp_path / "a", found)
+    slower = [serve_record_builder.served(r.point, faster=0.9) if r.serve else r for r in found]
+    record_builder.write(tmp_path / "b", slower)
+    text = typed("compare", "a", "b", "--all", "--fail-on", "ttft_p50:5%,itl_p50:+1,undecided", "-o", "out")
+    hold("compare-served.txt", f"{text}\n{(tmp_path / 'out' / 'compare.md').read_text()}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["decode", "serve"])
+def test_a_recommendation_in_json(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    text = typed(*ADVICE[name].split(), "--json")
+    head, _, told = text.partition("\n")
+    hold(f"recommend-{name}.json", f"{head}\n{json.dumps(rounded(json.loads(told)), indent=1)}", tmp_path)
+
+
+def _order(job: Beating) -> None:
+    job.steps()
+    job.does(0, "all_gather", "merge", 0, hangs=True)
+    job.does(1, "all_reduce", "attn_reduce", 0, hangs=True)
+    job.does(2, "all_reduce", "attn_reduce", 0, hangs=True)
+
+
+def _shape(job: Beating) -> None:
+    job.steps()
+    for rank in range(3):
+        job.does(rank, "all_reduce", "attn_reduce", 0, x=HALF if rank == 1 else X, hangs=True)
+
+
+def _behind(job: Beating) -> None:
+    job.steps()
+    for rank in (0, 1):
+        job.does(rank, "all_reduce", "mlp_reduce", 1, hangs=True)
+    job.ranks[2].phase("moe")
+    seen = [Seen(rank=2, pid=7, state="S", cpu=0.01), Seen(rank=0, pid=8, state="R", cpu=0.99)]
+    (job.folder / "ranks.json").write_bytes(msgspec.json.encode(seen))
+    stack = (
+        'Current thread 0x00007f00 (most recent call first):\n  File "/a/dcpbench/engine/model.py", line 7 in experts\n'
+    )
+    (job.folder / "stacks-2.txt").write_text(f'{stack}  File "/a/w.py", line 1 in <module>\n')
+    (job.folder / "log-2.txt").write_text("the last line\n")
+
+
+def _gone(job: Beating) -> None:
+    job.steps()
+    for rank in (0, 1):
+        job.does(rank, "all_reduce", "moe", 0, hangs=True)
+    (job.folder / "ranks.json").write_bytes(msgspec.json.encode([Seen(rank=2, ended="ended with exit code 3")]))
+
+
+def _together(job: Beating) -> None:
+    for rank in range(3):
+        job.does(rank, "all_reduce", "moe", 0, hangs=True)
+
+
+def _devices(job: Beating) -> None:
+    for rank, norm in enumerate((37, 35, 37)):
+        job.ranks[rank].step(beats.REPLAY)
+        (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+
+
+def _signals(job: Beating) -> None:
+    for rank, (ended, heard) in enumerate(((69, {1: 69, 2: 70}), (70, {0: 70, 2: 70}), (70, {0: 70, 1: 70}))):
+        job.ranks[rank].step(beats.REPLAY)
+        told = merges(rank, 3, ended, heard)
+        (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=3)))
+        (job.folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
+
+
+@pytest.mark.parametrize(
+    "kind", [_order, _shape, _behind, _gone, _together, _devices, _signals], ids=lambda f: f.__name__[1:]
+)
+def test_who_keeps_three_ranks_waiting(
+    kind: Callable[[Beating], None], tmp_path: Path, typed: Callable[..., str]
+) -> None:
+    """Each way in which ranks can stand still, as it is told."""
+    (tmp_path / "dump").mkdir()
+    kind(Beating(tmp_path / "dump", 3, waits=kind not in (_devices, _signals)))
+    hold(
+        f"hang-{kind.__name__[1:]}.txt",
+        typed("hang", "explain", "dump") + typed("hang", "explain", "dump", "--json"),
+        tmp_path,
+    )
 
 
 def test_the_work_of_steps(tmp_path: Path) -> None:
