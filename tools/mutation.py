@@ -80,8 +80,8 @@ LIBRARIES = (
 """Imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
-MOST_S = 20
-"""Of a mutant's tests those are asked that took so long together when they were covered."""
+MOST_S, LONG_S = 20, 1
+"""Of a mutant's tests those are asked that took so long together when they were covered; who took long alone comes last."""
 START_S, TEST_S, TIMES = 120, 20, 10
 """A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
 SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
@@ -342,7 +342,7 @@ class Covered:
         in_turn = []
         for name in sorted(known, key=order):
             place[file := name.split("::", maxsplit=1)[0]] += 1
-            in_turn.append((place[file], *order(name)))
+            in_turn.append((self._seconds[name] > LONG_S, place[file], *order(name)))
         chosen, left_s = [], float(MOST_S)
         for *_, name in sorted(in_turn):
             if self._seconds[name] <= left_s:

@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.reports import frames
-from dcpbench.reports.page.points import FIELDS, brief, page_data, points_of
+from dcpbench.reports.page.points import brief, page_data, points_of
 from dcpbench.reports.page.render import charts_of
 from dcpbench.reports.plots import Picture
 from tests.unit import record_builder, serve_record_builder
@@ -107,8 +107,3 @@ def test_pictures_of_one_chart_share_it_and_keep_what_they_say(tmp_path: Path) -
 def test_a_long_string_is_cut_and_says_by_how_much() -> None:
     assert brief("x" * 10, 4) == "xxxx… (6 more characters)"
     assert brief("x" * 4, 4) == "xxxx"
-
-
-def test_of_three_numbers_the_page_has_the_ends_of_their_intervals() -> None:
-    """Those of which points differ by chance within a run, and what is made of two of them."""
-    assert {field["name"] for field in FIELDS if field["range"]} == {"output_tok_s", "step_ms", "dcp_ratio"}
