@@ -243,6 +243,15 @@ PLANS = {
     "sweep": "sweep --gpu H200 --gpus 8 --tp 4,8 --dcp 1,4,8 --dp 1,8 --context 4000,128000 --concurrency 8,64 --model deepseek-v3",
     "sweep-fp8": "sweep --gpu B200 --gpus 8 --tp 8 --dcp 1,8 --dtype fp8 --context 32000 --concurrency 32 --model kimi-k2",
     "serve": "serve --gpu H200 --gpus 8 --tp 8 --dcp 8 --concurrency 8,64 --slo ttft=5000,itl=60",
+    "hosts": "sweep --gpu H100 --gpus 8 --nnodes 2 --rdzv-endpoint 10.0.0.1:29500 --tp 8,16 --dp 1,2 --dcp 1,2 --context 8000,1000000 "
+    "--concurrency 4,256 --model deepseek-v2,kimi-k2",
+    "ways": "sweep --gpu H200 --gpus 4 --tp 4 --dcp 1,4 --exchange ag_rs,a2a,symm --backend triton,flashinfer,reference --kv-dtype bf16,fp8 "
+    "--context 4000 --concurrency 8",
+    "open": "serve --gpu H200 --gpus 8 --tp 4 --dp 1,4 --request-rate 0.5,2 --burstiness 0.25 --input-tokens uniform:100-9000 "
+    "--output-tokens lognormal:300:0.8 --num-requests 50 --prefix-share 0.3 --prefix-groups 4 --chunk 1024,8192",
+    "apart": "serve --gpu H200 --gpus 8 --tp 2 --dcp 2 --mode replay --disaggregate 1:2,3 --transfer-gb-s 50 --concurrency 16 --turns 3 "
+    "--turn-tokens 200 --think-time 2 --input-tokens 4000 --output-tokens 100 --model deepseek-v2",
+    "emulated": "sweep --emulate H200 --gpu H200 --gpus 1 --tp 8 --dcp 1,8 --exchange a2a --context 32000 --concurrency 16 --model deepseek-v2",
 }
 
 
@@ -254,6 +263,10 @@ def test_a_plan(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
 ADVICE = {
     "decode": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 8 --context 4000,128000",
     "price": "recommend --machine B200 --gpus 8 --model kimi-k2 --concurrency 32 --context 32000 --price 4",
+    "hosts": "recommend --machine H200+rdma-400 --gpus 8,16 --model deepseek-v3 --concurrency 8,256 --context 128000 --weights-dtype fp8",
+    "tight": "recommend --machine H100 --gpus 4 --model kimi-k2 --concurrency 8 --context 4000",
+    "slo": "recommend --machine H200 --gpus 4 --model deepseek-v2 --request-rate 0.5,2 --input-tokens 2000 --output-tokens 30 --num-requests 24 "
+    "--slo ttft=400,itl=20 --price 2.5",
     "serve": "recommend --machine H200 --gpus 4 --model deepseek-v2 --concurrency 16 --input-tokens 1000 --output-tokens 50",
 }
 
