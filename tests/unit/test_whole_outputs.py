@@ -67,6 +67,7 @@ from tests.unit.test_reports_marks import LOWERED
 from tests.unit.test_reports_marks import ok as marked
 from tests.unit.test_reports_stalls import served as stalling
 from tests.unit.test_top_shown import GPU
+from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -612,6 +613,54 @@ def test_a_trace_that_is_scanned(tmp_path: Path) -> None:
     """Of an H200: all sites with their stacks, waits and bubbles."""
     report = scan([ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"], root=ROOT)
     hold("scan.txt", json.dumps(rounded(msgspec.to_builtins(report)), indent=1), tmp_path)
+
+
+def mixed() -> Trace:
+    """Three steps of an engine, each with every kind of call that blocks, on two threads and two streams."""
+    trace = Trace().work()
+    for step in range(3):
+        t = 10_000.0 * step
+        trace.range(f"ProfilerStep#{step}", t, t + 9_900)
+        trace.frame("engine/step.py(10): step", t + 1, t + 9_800)
+        trace.range("decode", t + 2, t + 5_000)
+        for n in range(6):
+            trace.kernel(t + 10 + 40 * n, t + 20 + 40 * n, t + 55 + 40 * n, stream=7 + n % 2)
+        trace.frame("engine/sample.py(20): sample", t + 300, t + 1_400)
+        trace.item(t + 310, t + 500)
+        trace.item(t + 600, t + 700, name=PAGEABLE)
+        trace.op("aten::to", t + 800, t + 900)
+        trace.copy(TO_GPU, (t + 810, t + 890), (t + 820, t + 880), size=1 << 20)
+        trace.op("aten::nonzero", t + 1_000, t + 1_300)
+        trace.copy(PINNED, (t + 1_010, t + 1_020), (t + 1_100, t + 1_110))
+        trace.call("cudaStreamSynchronize", t + 1_030, t + 1_250)
+        trace.kernel(t + 1_500, t + 1_520, t + 2_500)
+        trace.call("cudaEventSynchronize", t + 1_600, t + 2_510)
+        trace.call("cudaMalloc", t + 2_600, t + 2_700)
+        trace.call("cudaFree", t + 2_800, t + 3_300)
+        trace.call("cudaHostAlloc", t + 3_400, t + 3_900)
+        trace.frame("engine/log.py(5): log", t + 5_100, t + 6_000)
+        trace.call("cudaDeviceSynchronize", t + 5_200, t + 5_900)
+        trace.add(
+            "cuda_sync", "Context Synchronize", t + 5_200, t + 5_900, pid=0, tid=7, correlation=10_000 + step, stream=-1
+        )
+        trace.call("cuStreamSynchronize", t + 6_100, t + 6_300, cat="cuda_driver")
+        trace.op("aten::item", t + 6_050, t + 6_400)
+        trace.kernel(t + 6_500, t + 6_600, t + 9_000, tid=HOST + 1)
+        trace.op("aten::_local_scalar_dense", t + 7_000, t + 9_100, tid=HOST + 1)
+        trace.copy(PINNED, (t + 7_010, t + 7_020), (t + 9_001, t + 9_010), tid=HOST + 1)
+        trace.call("cudaStreamSynchronize", t + 7_030, t + 9_050, tid=HOST + 1)
+    return trace
+
+
+@pytest.mark.parametrize("form", ["json", "markdown", "table"])
+def test_a_trace_with_every_kind_of_wait(form: str, tmp_path: Path) -> None:
+    """As scan finds, prices and tells them, without a verdict and with a limit on calls and bubbles."""
+    report = mixed().scan(tmp_path)
+    report.verdict = judge_syncs(report, Gate(root=tmp_path, max_per_step=3.0, max_bubble_us=50.0))
+    text = render(report, form, root=tmp_path)
+    if form == "json":
+        text = json.dumps(rounded(json.loads(text)), indent=1)
+    hold(f"scan-mixed-{form}.txt", text, tmp_path)
 
 
 def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
