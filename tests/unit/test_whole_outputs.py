@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -25,11 +26,13 @@ from dcpbench import cli
 from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
 from dcpbench.dashboard import finding
+from dcpbench.errors import UsageError
 from dcpbench.exports import FORMATS as EXPORTS
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
 from dcpbench.points.layout import Layout
+from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
@@ -548,6 +551,14 @@ REPLAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Settings]] = {
     "prefix": ({"prefix_share": 0.5, "prefix_groups": 3, "chunk": 4096}, {}, Settings()),
     "pressure": ({"output_tokens": "lognormal:300:0.8"}, {"concurrency": 12}, Settings(kv_memory_bytes=256 << 20)),
     "sessions": ({"turns": "uniform:2-4", "turn_tokens": "50", "think_time": 0.5}, {}, Settings()),
+    "apart": ({"output_tokens": "lognormal:100:0.8"}, {"disaggregate": "1:2", "transfer_gb_s": 2.0}, Settings()),
+    "several": ({"arrival": "gamma", "request_rate": 3.0, "burstiness": 1.0}, {"disaggregate": "3"}, Settings()),
+    "first": (
+        {"policy": "prefill-first", "chunk": 2048, "output_tokens": "uniform:5-200"},
+        {"concurrency": 20},
+        Settings(),
+    ),
+    "uncached": ({"turns": "3", "turn_tokens": "50", "prefix_cache": False}, {}, Settings(limit_seconds=20.0)),
 }
 
 
@@ -567,6 +578,24 @@ def test_a_replay(name: str, tmp_path: Path) -> None:
     each = read_samples(tmp_path / record.serve.samples_file)[:6]
     lines = [json.dumps(rounded(dataclasses.asdict(row))) for row in each]
     hold(f"replay-{name}.txt", "\n".join([json.dumps(told, indent=1), *lines]), tmp_path)
+
+
+def test_calls_between_ranks_take_as_long_as_machines_let_them(tmp_path: Path) -> None:
+    """µs of each kind of call, in a host and over a link, of few bytes and many, alone and inside a step: mean, and both ends."""
+    lines = []
+    for name in ("H200", "H100", "B200", "H200+rdma-400"):
+        wire = described(name).wire
+        for what, ranks, size in itertools.product(wire.calls, (2, 4, 8, 16), (1_000, 100_000, 50_000_000)):
+            said = []
+            for of in (wire, wire.in_step(ranks)):
+                try:
+                    took = of.seconds(what, ranks, size, 2)
+                except UsageError as e:
+                    said.append(str(e))
+                else:
+                    said.append(" ".join(f"{1e6 * s:.4g}" for s in (took.mean, took.low, took.high)))
+            lines.append(f"{name} {what} {ranks} × {size:,}: {' | '.join(dict.fromkeys(said))}")
+    hold("wire.txt", "\n".join(lines), tmp_path)
 
 
 EXTENTS = {
