@@ -401,7 +401,7 @@ class TestComments:
             assert self.allowed(root, self.site(10, CALL, file)) is None
 
 
-@pytest.mark.parametrize(("size", "read"), [(4 << 20, True), ((4 << 20) + 1, False)])
+@pytest.mark.parametrize(("size", "read"), [(4 << 20, True), (comments.LARGEST + 1, False)])
 def test_a_source_of_more_than_4_mib_was_made_by_a_program(size: int, read: bool, tmp_path: Path) -> None:
     line = b"x.item()  # dcpbench: allow-sync (made)\n"
     (tmp_path / "made.py").write_bytes(line + b"#" * (size - len(line)))

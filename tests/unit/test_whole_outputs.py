@@ -295,6 +295,67 @@ def test_an_import(engine: str, tmp_path: Path, typed: Callable[..., str]) -> No
     hold(f"import-{engine}.txt", f"{text}\n{json.dumps(told, indent=1)}", tmp_path)
 
 
+IMPORTS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "real-vllm": lambda _: (
+        "vllm",
+        str(ROOT / "tests/data/imports/glm-4.7_1k1k"),
+        "--gpu",
+        "Gaudi 3",
+        "--dtype",
+        "bf16",
+    ),
+    "real-inferencex": lambda _: ("inferencex", str(ROOT / "tests/data/imports/inferencex-tpu-sweep.json")),
+    "swept": lambda folder: (
+        "vllm",
+        *(
+            str(
+                engine_files_builder.sweep(
+                    folder, {"max_num_seqs": n, "tensor_parallel_size": 4}, {"max_concurrency": 3}
+                )
+            )
+            for n in (64, 128)
+        ),
+    ),
+    "summary": lambda folder: (
+        "sglang",
+        str(
+            engine_files_builder.file(
+                folder, engine_files_builder.without_details(engine_files_builder.sglang()), name="tp8_2k1k.jsonl"
+            )
+        ),
+        "--input-len",
+        "100",
+    ),
+    "named": lambda folder: (
+        "vllm",
+        str(
+            engine_files_builder.file(
+                folder,
+                engine_files_builder.vllm(gpu="h200", precision="FP8", isl="100", osl="4", request_rate=0.5),
+                engine_files_builder.vllm(max_concurrency=7, request_rate="inf", num_prompts=4, failed=1),
+                name="llama-tp4-dp2-ep8-100_4.json",
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_what_becomes_of_results_as_people_keep_them(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Folders of sweeps, summaries alone, names that say what files do not: points, loads, metrics and marks."""
+    engine, *words = IMPORTS[name](tmp_path)
+    lines = [typed("import", "--from", engine, *words, "-o", "out")]
+    for row in map(json.loads, (tmp_path / "out" / "records.jsonl").read_text().splitlines()):
+        point = {
+            k: v
+            for k, v in row["point"].items()
+            if k in ("model", "tp", "dp", "dcp", "ep", "concurrency", "context", "load")
+        }
+        serve = {k: v for k, v in (row.get("serve") or {}).items() if k != "samples_file" and v not in (None, {})}
+        lines += [json.dumps(rounded(told)) for told in (point, row.get("marks"), row.get("reason"), serve)]
+    hold(f"imported-{name}.txt", "\n".join(lines), tmp_path)
+
+
 def test_a_report_of_other_engines_results_beside_ours(tmp_path: Path, typed: Callable[..., str]) -> None:
     """Of all three, of which one has several layouts; and the answer alone where nothing of ours is beside them."""
     several = [engine_files_builder.inferencex(conc=n, tp=tp) for n in (4, 8) for tp in (4, 8)]
