@@ -37,6 +37,7 @@ from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.reports import export, frames, markdown, plots, sections
+from dcpbench.reports.page.points import page_data
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
@@ -171,6 +172,18 @@ def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
     text = markdown.render("title", sections.report(read, []), tmp_path)
     export.write_csv(read, tmp_path / "points.csv")
     hold(f"report-{name}{'-slo' if slo else ''}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cpu", "instances", "stalls", "floors"])
+def test_what_the_scripts_of_a_page_read(name: str, tmp_path: Path) -> None:
+    """Columns that say anything, each with how many values it has and what they are; looks of series; names of everything."""
+    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
+    told = rounded(page_data(read))
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in told.items() if key != "columns"]
+    for key, values in told["columns"].items():
+        if any(value is not None for value in values):
+            lines.append(f"{key} = {' | '.join(json.dumps(value, ensure_ascii=False) for value in values)}")
+    hold(f"page-{name}.txt", "\n".join(lines), tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNS)
