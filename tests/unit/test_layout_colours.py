@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import pandas as pd
 import pytest
 
 from dcpbench.imports import Told, import_files
@@ -160,3 +161,14 @@ def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> No
 
     assert legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
     assert legend(DCP4) == ["tp4·dcp4", "concurrency 8"]
+
+
+def test_a_phase_has_a_bar_however_short_it_is() -> None:
+    """0.4 ms of attention in all; what took no time at all has none, and what is not known by name is the rest."""
+    table = pd.DataFrame(
+        {"phase_attention_us": [300.0, 100.0], "phase_moe_us": [0.0, 0.0], "phase_strange_us": [5.0, None]}
+    )
+    found = figures.phases_in_ms(table)
+    assert found.columns.tolist() == ["attention", "rest"]
+    assert found["attention"].tolist() == [0.3, 0.1]
+    assert found["rest"].tolist()[0] == 0.005
