@@ -182,3 +182,8 @@ def test_a_comma_in_a_name_is_two_names_and_in_a_path_a_comma(
             reproduce._option(name, value)
     else:
         assert reproduce._option(name, value) == words
+
+
+def test_a_weights_folder_is_no_list_of_names() -> None:
+    assert {"model", "exchange", "backend"} <= {*reproduce.LISTS}
+    assert "weights" not in reproduce.LISTS
