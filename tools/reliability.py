@@ -141,13 +141,14 @@ def mutants(folder: Path) -> str:
         + table(("seed", *SCORE), lines)
     )
     later = rows(sorted(folder.glob("mutants-again-*.jsonl")))
-    found |= {_which(row): row for row in later}
+    tried = {_which(row): row for row in later}
+    found |= tried
     rooms: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found.values():
         rooms[row["path"].split("/")[1]][row["what"]] += 1
     rooms = dict(sorted(rooms.items())) | {"all": sum(rooms.values(), collections.Counter())}
     text += (
-        f"\nThe same mutants by room, with {len(later)} of them tried again after further tests had been written; what became seen by that "
+        f"\nThe same mutants by room, with {len(tried)} of them tried again after further tests had been written; what became seen by that "
         "says nothing of lines that were not drawn: for those the last round above is the better guess.\n\n"
     )
     return text + table(("room", *SCORE), [(room, *_score(c)) for room, c in rooms.items()])
