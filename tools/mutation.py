@@ -11,7 +11,7 @@ a fork of a process that has nothing of ours. Where a test fails for the first t
 it counts where the same tests in the same order pass without the change; else that test is not asked again.
 Tests that start processes of their own (marks `long`, `distributed`, `browser`) are not among them, so what
 only they run counts as not seen. A mutant listed in tools/mutation_equivalents.txt, which nobody could see, counts for
-nothing. `--again` tries the mutants of a file with the tests and lines of today; those whose line is no more are gone.
+nothing; nor does one that is gone: `--again` tries the mutants of a file with the tests and lines of today, of which some are no more.
 Ends with 1 where fewer than 90 % of the others were seen.
 """
 
@@ -80,11 +80,11 @@ LIBRARIES = (
 """Imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
-MOST_S = 20
-"""Of a mutant's tests those are asked that took so long together when they were covered."""
+MOST_S, LONG_S = 20, 1
+"""Of a mutant's tests those are asked that took so long together when they were covered; who took long alone comes last."""
 START_S, TEST_S, TIMES = 120, 20, 10
 """A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
-SEEN, SURVIVED, EQUIVALENT, NOT_REACHED = "seen", "survived", "equivalent", "not reached"
+SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
 GOOD = 0.9
 PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
     "passed",
@@ -109,6 +109,8 @@ class Mutant:
     line: int
     was: str
     now: str
+    first: int | None = None
+    """`occurrence` when it was first tried, where lines that came since may have moved it."""
 
     @property
     def name(self) -> str:
@@ -194,16 +196,18 @@ def at_random(seed: int, only: str, kept: Path) -> Iterator[Mutant]:
 
 
 def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
-    """The mutants of files that `run` wrote, where their lines now are."""
+    """The mutants of files that `run` wrote, where their lines now are; line 0 where they are no more."""
     here = files()
     for row in rows(paths):
-        old = Mutant(**{field.name: row[field.name] for field in dataclasses.fields(Mutant)})
+        known: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(Mutant)}
+        old = Mutant(**known)
+        old = dataclasses.replace(old, first=old.occurrence if old.first is None else old.first)
         same = [place for place in places({old.path} & set(here), kept) if place[1] == old.operator]
         new = [m for m in mutants(same) if (m.was, m.now) == (old.was, old.now)]
         if new:
-            yield min(new, key=lambda m: abs(m.line - old.line))
+            yield dataclasses.replace(min(new, key=lambda m: abs(m.line - old.line)), first=old.first)
         else:
-            print(f"gone: line {old.line} of {old.name}", flush=True)
+            yield dataclasses.replace(old, line=0)
 
 
 def rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -338,7 +342,7 @@ class Covered:
         in_turn = []
         for name in sorted(known, key=order):
             place[file := name.split("::", maxsplit=1)[0]] += 1
-            in_turn.append((place[file], *order(name)))
+            in_turn.append((self._seconds[name] > LONG_S, place[file], *order(name)))
         chosen, left_s = [], float(MOST_S)
         for *_, name in sorted(in_turn):
             if self._seconds[name] <= left_s:
@@ -605,6 +609,8 @@ class Tries:
 
     def of(self, mutant: Mutant, tests: list[str], equivalents: set[str]) -> tuple[str, str]:
         """(what became of a mutant, how)."""
+        if not mutant.line:
+            return GONE, ""
         if mutant.name in equivalents:
             return EQUIVALENT, ""
         if not tests:
@@ -642,7 +648,7 @@ def run(asked: argparse.Namespace) -> int:
             start = time.monotonic()
             if _identity(dataclasses.asdict(mutant)) in before:
                 continue
-            what, how = tries.of(mutant, covered.tests(mutant), equivalents)
+            what, how = tries.of(mutant, covered.tests(mutant) if mutant.line else [], equivalents)
             counts[what] += 1
             if what != SEEN:
                 print(f"{what}: line {mutant.line} of {mutant.name} ({how})", flush=True)
@@ -650,7 +656,7 @@ def run(asked: argparse.Namespace) -> int:
             if asked.out:
                 with asked.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-    counted = counts.total() - counts[EQUIVALENT]
+    counted = counts.total() - counts[EQUIVALENT] - counts[GONE]
     score = counts[SEEN] / counted if counted else 0.0
     each = (time.monotonic() - began) / max(counts.total() - len(done), 1)
     print(f"{counts.total()} mutants: {dict(counts)}; {100 * score:.1f} % of {counted} seen; {each:.1f} s each")
@@ -659,7 +665,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _identity(row: dict[str, Any]) -> tuple[object, ...]:
     """What tells mutants apart, as long as no line is added or taken away."""
-    return row["path"], row["operator"], row["occurrence"], row["now"]
+    return row["path"], row["operator"], row["occurrence"], row["now"], row["line"] == 0
 
 
 def main(arguments: list[str] | None = None) -> int:

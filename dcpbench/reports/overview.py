@@ -62,7 +62,7 @@ def hardware(frames: Frames) -> str:
 
 def hardware_of(table: pd.DataFrame) -> str:
     """The same of some points."""
-    devices = [name for name in words.unique(table["device"]) if name not in ("None", UNKNOWN)]
+    devices = [name for name in words.unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _few(devices, "devices")
     sizes = sorted({int(n) for n in table["gpus"] if not missing(n) and n})

@@ -216,3 +216,18 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
     said = json.loads(capsys.readouterr().out)
     assert said["verdict"] == AGREE
     assert [c["context"] for c in said["contexts"]] == [16, 32]
+
+
+def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
+    """Else differences would be those of two tokenizers."""
+
+    async def main() -> tuple[list[object], list[object]]:
+        async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
+            targets = [Target.at(one.url), Target.at(other.url)]
+            await ask_all(targets, contexts=[16], prompts=1, tokens=4, repeats=2, seed=0, endpoint="completions")
+            of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
+            return of_one, of_other
+
+    one, other = asyncio.run(main())
+    assert isinstance(one[-1], str)
+    assert one[-1] == other[-1]

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from dcpbench.dashboard import data as data_files
-from dcpbench.dashboard import finding, lines, pages, site
+from dcpbench.dashboard import finding, lines, pages, running, site
 from dcpbench.dashboard.changes import Change
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.launch.jobs import Progress
 from dcpbench.points.layout import Layout
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
@@ -529,3 +530,21 @@ class TestWhoseFolder:
         (tmp_path / "file").write_text("")
         with pytest.raises(OutputError, match="give another folder with -o"):
             site.build(runs, tmp_path / "file" / "site")
+
+
+def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = dashboard_builder.history(tmp_path / "runs", runs=1).iterdir()
+    size = (run / "records.jsonl").stat().st_size
+    monkeypatch.setattr(finding, "MOST_BYTES", size)
+    assert len(finding.find(tmp_path / "runs", {}, lambda _: None).runs) == 1
+    monkeypatch.setattr(finding, "MOST_BYTES", size - 1)
+    skipped = finding.find(tmp_path / "runs", {}, lambda _: None).skipped
+    assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
+
+
+@pytest.mark.parametrize(("size", "events"), [(16 << 20, 1), ((16 << 20) + 1, 0)])
+def test_progress_of_more_than_16_mib_is_no_jobs(tmp_path: Path, size: int, events: int) -> None:
+    """A line has 300 bytes: that would be 50,000 events."""
+    line = msgspec.json.encode(Progress(stage="measure"))
+    (tmp_path / "progress").write_bytes(line.ljust(size - 1) + b"\n")
+    assert len(running._events(tmp_path / "progress")) == events

@@ -244,6 +244,21 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
     assert why in " ".join(found.why)
 
 
+def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> None:
+    own = Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0]))
+    own.step(beats.REPLAY)
+    (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
+    found = find(evidence.of_files([tmp_path]))
+    assert found.said == "devices stand still in a step handed over as replay: rank 0 in attention of layer 3"
+
+
+@pytest.mark.parametrize("bad", [b"{", b'{"norm": "\xff"}', b'{"norm": -1.5}'], ids=["cut", "no text", "no number"])
+def test_what_a_rank_wrote_that_is_no_json_of_ours_is_named(tmp_path: Path, bad: bytes) -> None:
+    (tmp_path / "device-0.json").write_bytes(bad)
+    with pytest.raises(RecordsError, match=r"device-0\.json cannot be read: "):
+        evidence.of_files([tmp_path])
+
+
 def test_of_replayed_steps_without_marks_nothing_is_claimed(tmp_path: Path) -> None:
     Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).step(beats.REPLAY)
     assert find(evidence.of_files([tmp_path])).kind == "unknown"

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import pandas as pd
 import pytest
 
 from dcpbench.imports import Told, import_files
@@ -145,3 +146,29 @@ def lab(colour: str) -> tuple[float, float, float]:
         1.9779984951 * long - 2.4285922050 * medium + 0.4505937099 * short,
         0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
     )
+
+
+def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> None:
+    """Along the x axis runs the context. Of several layouts those are named instead."""
+
+    def legend(*layouts: Layout) -> list[str]:
+        grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
+        run = tmp_path / str(len(layouts))
+        points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
+        read = frames.load([build.write(run, points)])
+        (found,) = figures.draw_break_even(read.findings.ratios, Style.of(read.points), "title").legends
+        return [text.get_text() for text in found.get_texts()]
+
+    assert legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
+    assert legend(DCP4) == ["tp4·dcp4", "concurrency 8"]
+
+
+def test_a_phase_has_a_bar_however_short_it_is() -> None:
+    """0.4 ms of attention in all; what took no time at all has none, and what is not known by name is the rest."""
+    table = pd.DataFrame(
+        {"phase_attention_us": [300.0, 100.0], "phase_moe_us": [0.0, 0.0], "phase_strange_us": [5.0, None]}
+    )
+    found = figures.phases_in_ms(table)
+    assert found.columns.tolist() == ["attention", "rest"]
+    assert found["attention"].tolist() == [0.3, 0.1]
+    assert found["rest"].tolist()[0] == 0.005

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench.imports import Told, import_files
@@ -392,3 +393,19 @@ class TestNoRoom:
 def test_the_title_names_model_layouts_and_hardware(crossing: frames.Frames) -> None:
     title = overview.title(crossing)
     assert "tp4, tp4·dcp4 · 4 ×" in title
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (["NVIDIA H200", None], "4–8 × NVIDIA H200"),
+        (["NVIDIA H200", float("nan")], "4–8 × NVIDIA H200"),
+        (["NVIDIA H200", "?"], "4–8 × NVIDIA H200, ?"),
+        ([None, None], ""),
+        (["NVIDIA H200", "NVIDIA H100"], "4–8 × NVIDIA H200, NVIDIA H100"),
+    ],
+)
+def test_results_that_do_not_name_their_gpu_add_nothing_to_the_hardware(devices: list[object], said: str) -> None:
+    """Beside others that do; in a table the missing name may be a number that is none."""
+    table = pd.DataFrame({"device": pd.Series(devices, dtype=object), "cpu": False, "gpus": [4, 8]})
+    assert overview.hardware_of(table) == said

@@ -15,6 +15,7 @@ from dcpbench.plan.spec import make_spec
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
+from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.reports.findings import BASELINE_OF
@@ -658,3 +659,17 @@ def test_kv_in_fp8_is_read_by_what_can_where_no_backend_is_typed(
     machine = msgspec.structs.replace(H200X4, packages=packages, capability=capability)
     found = grid.expand(make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "kv_dtype": kv}, machine), machine)
     assert {(c.point.backend, c.error) for c in found} == {(backend, None)}
+
+
+def test_where_points_cannot_run_for_several_reasons_the_error_is_of_the_first_kind() -> None:
+    """So is the exit code; all reasons are told."""
+    points = [
+        grid.Candidate(
+            point=Point(model="tiny", tp=1, concurrency=1, context=n, backend="reference", dtype="fp32"), error=error
+        )
+        for n, error in enumerate((CapacityError("no room"), UsageError("no such layout")), 1)
+    ]
+    with pytest.raises(CapacityError, match="no room\nno such layout"):
+        grid.check_any(points)
+    with pytest.raises(UsageError, match="no such layout\nno room"):
+        grid.check_any(points[::-1])

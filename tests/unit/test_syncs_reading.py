@@ -163,6 +163,7 @@ class TestBrokenText:
         coverage = report.traces[0].coverage
         assert not coverage.complete
         assert any("repaired" in note for note in coverage.notes)
+        assert coverage.unreadable_events == 0
 
     def test_a_name_that_was_repaired_is_shown(self, tmp_path: Path) -> None:
         """Bit 7 of the S of cudaStreamSynchronize."""
