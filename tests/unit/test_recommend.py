@@ -422,7 +422,7 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     tp4 = [Layout(4)]
     served = load(**given)
     return advise._choice(
-        asked, advise.Known(times={"times.json": times}), steps, [], tp4, concurrency, context, served
+        asked, advise.Known(times={"times.json": times}), steps, [], tp4, lambda _: None, concurrency, context, served
     )
 
 
