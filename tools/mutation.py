@@ -234,6 +234,10 @@ def changed_functions(mutant: Mutant) -> list[tuple[CodeType, CodeType]] | None:
     return _differing(old, new)
 
 
+AT_ONCE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Functions that run where they stand: of a module and a class at import."""
+
+
 def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] | None:
     inner = [[c for c in code.co_consts if isinstance(c, types.CodeType)] for code in (old, new)]
     function = bool(old.co_flags & 1)  # optimised: neither a module nor the body of a class
@@ -243,7 +247,7 @@ def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] 
     found: list[tuple[CodeType, CodeType]] = []
     for pair in zip(*inner, strict=True):
         differ = _differing(*pair)
-        if differ is None:
+        if differ is None or (differ and pair[0].co_name in AT_ONCE and not function):
             return own if function else None
         found += differ
     return own + found if found and function else found

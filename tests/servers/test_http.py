@@ -27,6 +27,7 @@ ANSWERS: dict[str, tuple[bytes, int, bytes, bool]] = {
     ),
     "close": (b"HTTP/1.1 500 No\r\nConnection: Close\r\nContent-Length: 2\r\n\r\nno", 500, b"no", False),
     "old": (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok", 200, b"ok", False),
+    "no reason": (b"HTTP/1.1 200\r\nContent-Length: 2\r\n\r\nok", 200, b"ok", True),
     "empty": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 200, b"", True),
     "no content": (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", True),
 }

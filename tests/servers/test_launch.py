@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dcpbench import cli
@@ -367,3 +368,27 @@ def test_processes_below_one_are_found_however_deep() -> None:
         os.kill(found[0], signal.SIGKILL)
         shell.wait()
     assert guard.descendants(shell.pid) == []
+
+
+def test_of_several_errors_the_last_is_why_a_server_ended() -> None:
+    """Earlier ones it went on from."""
+    log = b"ValueError: no such cache\nretrying\nRuntimeError: out of memory\nbye\n"
+    assert reason_in(log) == "RuntimeError: out of memory"
+
+
+def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> None:
+    """And only one that the engine has."""
+    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
+    of = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
+    for dcp, exchange, said in ((4, "a2a", True), (1, "a2a", False), (4, "symm", False), (4, "none", False)):
+        point = engine_point(
+            model="m",
+            layout={"tp": 4, "dp": 1, "dcp": dcp},
+            backend="x",
+            load=load,
+            concurrency=1,
+            context=2,
+            precision={"dtype": "unknown"},
+        )
+        point = msgspec.structs.replace(point, exchange=exchange)
+        assert ("--exchange a2a" in " ".join(of.words(point, {}, "m", 7))) is said

@@ -548,3 +548,15 @@ def test_progress_of_more_than_16_mib_is_no_jobs(tmp_path: Path, size: int, even
     line = msgspec.json.encode(Progress(stage="measure"))
     (tmp_path / "progress").write_bytes(line.ljust(size - 1) + b"\n")
     assert len(running._events(tmp_path / "progress")) == events
+
+
+def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
+    """And where nothing was built yet it is noted alone."""
+    (run,) = finding.find(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
+    site._note(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
+    site.note_page(tmp_path, run)
+    assert site.index(tmp_path) == "data/index.json"
+    assert site.made(tmp_path) == {"other": "key", run.slug: pages.key(run)}
+    (tmp_path / "new").mkdir()
+    site.note_page(tmp_path / "new", run)
+    assert (site.index(tmp_path / "new"), [*site.made(tmp_path / "new")]) == ("", [run.slug])

@@ -294,6 +294,9 @@ def test_a_fault_of_the_system_is_told_with_its_remedy(check: str, tmp_path: Pat
     system, nnodes, level, said = HOST_FAULTS[check]
     wrong = [f for f in looked(tmp_path, system=system, nnodes=nnodes).findings if f.level != OK]
     assert {(f.check, f.level) for f in wrong} == {(check, level)}
+    if check in ("shared memory", "disk"):
+        need = {"shared memory": 1, "disk": 10}[check]
+        assert wrong[0].what.endswith(f"GiB are free, of the {need} GiB that a long run should have.")
     assert said in wrong[0].what
     assert all(f.remedy for f in wrong)
 

@@ -594,3 +594,12 @@ def test_whatever_ranks_have_left_something_is_said(
             assert not {*found.ranks} & {*found.waiting}
         (hang,) = said.explained([job.folder])
         assert said.as_text(hang)
+
+
+@pytest.mark.parametrize(("out", "kind"), [(1, "behind"), (2, "unknown"), (3, "unknown")])
+def test_by_stacks_alone_only_few_are_behind_many(out: int, kind: str, tmp_path: Path) -> None:
+    """Of four processes: where half are elsewhere, nobody knows who waits for whom."""
+    for rank in range(4):
+        frames = ELSEWHERE if rank < out else IN_REDUCE
+        (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
+    assert find(evidence.of_files([tmp_path])).kind == kind

@@ -531,3 +531,23 @@ def test_another_node_tells_that_its_ranks_failed_once_and_how_they_ended(
 def test_what_is_no_job_is_a_sentence_on_another_node(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerError, match=r"node 0 sent what is no job .*; install the same dcpbench on all"):
         serve(launched, monkeypatch, Node0(b"{}", None))
+
+
+def test_others_have_five_seconds_once_one_has_failed_and_silence_counts_from_what_was_heard_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At five seconds they still have them; who has failed is not silent."""
+    clock = Clock()
+    monkeypatch.setattr(launcher, "time", clock)
+    dog = launcher.Watchdog()
+    clock.now += 60
+    assert (dog.silent(60), dog.silent(59.9)) == (False, True)
+    dog.hear()
+    assert not dog.silent(1)
+    assert not dog.past_grace(lambda: False)
+    assert not dog.past_grace(lambda: True)
+    clock.now += launcher.GRACE_S
+    assert not dog.past_grace(lambda: False)
+    assert not dog.silent(1)
+    clock.now += 0.1
+    assert dog.past_grace(lambda: False)

@@ -506,3 +506,11 @@ def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() ->
     assert all(len(errors) >= len(one.measured) for errors in one.latency_errors.values())
     assert one.name.startswith("deepseek-v3, ")
     assert f"{8 << 30} bytes of KV" in one.name
+
+
+def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> None:
+    """10 % below one and 10 % above the other: 21 %; two records by no less than repeats differ."""
+    seen, expected = forecast(100, "measured"), forecast(90)
+    assert advise.margin(seen, expected) == pytest.approx(0.21)
+    exact = dataclasses.replace(seen, low=100.0, high=100.0)
+    assert advise.margin(exact, exact) == advise.REPEATS_AGREE_WITHIN

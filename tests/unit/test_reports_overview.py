@@ -409,3 +409,16 @@ def test_results_that_do_not_name_their_gpu_add_nothing_to_the_hardware(devices:
     """Beside others that do; in a table the missing name may be a number that is none."""
     table = pd.DataFrame({"device": pd.Series(devices, dtype=object), "cpu": False, "gpus": [4, 8]})
     assert overview.hardware_of(table) == said
+
+
+@pytest.mark.parametrize(
+    ("context", "mode", "said"),
+    [(4000, "decode", " of 4,000 tokens"), (4000, "live", " of up to 4,000 tokens"), (0, "live", "")],
+)
+def test_points_without_room_are_said_by_the_fewest_requests_of_each_length(
+    monkeypatch: pytest.MonkeyPatch, context: int, mode: str, said: str
+) -> None:
+    """A length that nobody knows is not said."""
+    rows = [{"context": context, "mode": mode, "layout": f"tp{tp}", "concurrency": n} for tp in (4, 8) for n in (48, 8)]
+    monkeypatch.setattr(overview, "no_room", lambda _: pd.DataFrame(rows))
+    assert overview._full(None) == f"No room in memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]

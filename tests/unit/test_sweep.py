@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -535,7 +536,12 @@ def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
     """8 ranks have 512 MiB each; a token takes 3·48·4 = 576 B, so 4,001 of them 2.3 MB: over 200 requests."""
     (refused,) = expand(CPU, tp="8", dcp="1", context=4000, concurrency=500, baseline=False)
     text = str(refused.error)
+    needs = re.search(r"needs ([\d.]+) GiB of weights and ([\d.]+) GiB of KV cache over its 8 ranks", text)
+    assert needs is not None
+    weights, kv = needs.groups()
     assert "over its 8 ranks, and a CPU run may take 4 GiB" in text
+    assert float(kv) == pytest.approx(8 * 500 * 4001 * 576 / 2**30, abs=0.1)
+    assert 0 <= float(weights) < 1
     most = int(text.partition("fits is ")[2].partition(".")[0])
     assert 200 < most <= (512 << 20) // (4001 * 576)
     edge = expand(CPU, tp="8", dcp="1", context=4000, concurrency=f"{most},{most + 1}", baseline=False)

@@ -543,6 +543,7 @@ def test_a_doctors_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("dcpbench.doctor.gpus.os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("dcpbench.doctor.gpus.os.cpu_count", lambda: 64)
     monkeypatch.setattr("dcpbench.doctor.gpus._command", lambda _: "python")
+    monkeypatch.setattr("dcpbench.doctor.host.tempfile.gettempdir", lambda: "/tmp")  # noqa: S108 -- a name
     wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
     sick = looked(
         tmp_path, env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}, system=System(load=60.0, limit=256), **wrong
@@ -763,7 +764,8 @@ def mixed() -> Trace:
 
 @pytest.mark.parametrize("form", ["json", "markdown", "table"])
 def test_a_trace_with_every_kind_of_wait(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As scan finds, prices and tells them, without a verdict and with a limit on calls and bubbles."""
+    """As scan finds, prices and tells them, held against limits on calls and bubbles."""
+    monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.chdir(tmp_path)  # lines break by how long a path is
     report = mixed().scan(Path())
     report.verdict = judge_syncs(report, Gate(root=tmp_path, max_per_step=3.0, max_bubble_us=50.0))

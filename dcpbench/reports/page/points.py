@@ -235,7 +235,7 @@ def _exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
-    return brief(value, LONGEST_NAME) if isinstance(value, str) and len(value) > LONGEST_NAME else value
+    return brief(value, LONGEST_NAME) if isinstance(value, str) else value
 
 
 def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
