@@ -129,6 +129,7 @@ def test_names_that_fill_a_phone_come_after_their_chart(visit: Visit, tmp_path: 
         assert legend
         assert (chart["y"] < legend["y"]) is after
         assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert "copy" not in page.locator("#every-point").inner_text(), "no command of ours measures it again"
 
 
 def test_what_had_no_room_is_said_below_all_marks(visit: Visit, tmp_path: Path) -> None:

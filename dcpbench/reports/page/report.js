@@ -145,6 +145,8 @@
   const served = () => store.choices("workload").includes("serve");
   const shared = () => ["model", ...(served() ? ["mode"] : [])].filter((name) => store.choices(name).length === 1).map((name) => store.brief(String(store.choices(name)[0])));
 
+  const repeatable = store.all.some((point) => point.command); // an import is not
+
   /** What a reader sorts the points by, each with the command that measures it again. */
   function columnsOfTable() {
     const several = (name) => store.choices(name).length > 1;
@@ -166,7 +168,7 @@
       type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
       click: (event) => { dcp.copy(point.command, event.currentTarget); },
     }, "copy") : "");
-    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
+    return [...(repeatable ? [{ label: "again", class: "no-print", cell: again }] : []), ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
   }
 
   function pointsTable(root) {
@@ -184,7 +186,7 @@
     function fill() {
       table(current, 0, shown);
       const left = Math.max(current.length - shown, 0);
-      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}${alike ? `, all ${alike}` : ""}. A header sorts; “copy” takes the command that measures a point again, alone.`;
+      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}${alike ? `, all ${alike}` : ""}. A header sorts${repeatable ? "; “copy” takes the command that measures a point again, alone" : ""}.`;
       more.hidden = left === 0;
       more.textContent = `Show ${dcp.number(Math.min(STEP, left))} more`;
     }
