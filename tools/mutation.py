@@ -81,7 +81,8 @@ LIBRARIES = (
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
 MOST_S, LONG_S = 20, 1
-"""Of a mutant's tests those are asked that took so long together when they were covered; who took long alone comes last."""
+"""Of a mutant's tests those are asked that took so long together when they were covered: for half of that the quick and
+specific, of which who took long alone comes last, and for half those that run most lines of the file for their time."""
 START_S, TEST_S, TIMES = 120, 20, 10
 """A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
 SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
@@ -348,12 +349,16 @@ class Covered:
             far, cost, _ = order(name)
             place[file := name.split("::", maxsplit=1)[0]] += 1
             in_turn.append((far > 0, self._seconds[name] > LONG_S, place[file], far, cost, name))
-        chosen, left_s = [], float(MOST_S)
-        for *_, name in sorted(in_turn):
-            if self._seconds[name] <= left_s:
-                chosen.append(name)
-                left_s -= self._seconds[name]
-        first, rest = chosen[:FIRST], chosen[FIRST:]
+        specific = [name for *_, name in sorted(in_turn)]
+        broad = sorted(known, key=lambda name: (-size[name] / (self._seconds[name] + 0.1), name))
+        chosen: dict[str, None] = {}
+        for names in (specific, broad):
+            left_s = MOST_S / 2
+            for name in names:
+                if name not in chosen and self._seconds[name] <= left_s:
+                    chosen[name] = None
+                    left_s -= self._seconds[name]
+        first, rest = [*chosen][:FIRST], [*chosen][FIRST:]
         turn = {file: i for i, file in reversed(list(enumerate(name.split("::")[0] for name in rest)))}
         return first + sorted(rest, key=lambda name: turn[name.split("::")[0]])
 
