@@ -882,7 +882,7 @@ def test_fields_of_both_engines_are_read_by_one_reader_each() -> None:
 @pytest.mark.parametrize(
     ("tokens", "nominal", "requests", "off"),
     [
-        (1050, 100, 10, False),
+        (1049, 100, 10, False),
         (1060, 100, 10, True),
         (940, 100, 10, True),
         (960, 100, 10, False),
