@@ -81,7 +81,8 @@ LIBRARIES = (
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
 MOST_S, LONG_S = 20, 1
-"""Of a mutant's tests those are asked that took so long together when they were covered; who took long alone comes last."""
+"""Of a mutant's tests those are asked that took so long together when they were covered: for half of that the quick and
+specific, of which who took long alone comes last, and for half those that run most lines of the file for their time."""
 START_S, TEST_S, TIMES = 120, 20, 10
 """A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
 SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
@@ -329,30 +330,35 @@ class Covered:
         size = collections.Counter(name for names in lines.values() for name in names)
         ran = set(lines.get(mutant.line, ()))
         made = made_at_import(mutant.source, mutant.line)
-        said: set[str] = set()
+        said: dict[str, set[str]] = {}
         if made:
             words = re.compile(rf"\b({'|'.join(made)})\b")
             ran |= {name for path in self._files for name in self._on(path, words)} or set(size)
-            said = {
-                str(f.relative_to(ROOT)) for f in (ROOT / "tests").rglob("test_*.py") if words.search(f.read_text())
-            }
+            said = naming(words)
             ran |= {name for name in self._seconds if name.split("::", maxsplit=1)[0] in said or name.startswith(HOUSE)}
         known = [name for name in ran if name in self._seconds]
 
-        def order(name: str) -> tuple[bool, float, str]:
-            return name.split("::", maxsplit=1)[0] not in said, (self._seconds[name] + 0.1) * (size[name] or 1000), name
+        def order(name: str) -> tuple[int, float, str]:
+            file, *_, function = name.partition("[")[0].split("::")
+            far = 0 if function in said.get(file, ()) or name.startswith(HOUSE) else 1 if file in said else 2
+            return far, (self._seconds[name] + 0.1) * (size[name] or 1000), name
 
         place: collections.Counter[str] = collections.Counter()
-        in_turn = []
+        in_turn: list[tuple[bool, bool, int, int, float, str]] = []
         for name in sorted(known, key=order):
+            far, cost, _ = order(name)
             place[file := name.split("::", maxsplit=1)[0]] += 1
-            in_turn.append((self._seconds[name] > LONG_S, place[file], *order(name)))
-        chosen, left_s = [], float(MOST_S)
-        for *_, name in sorted(in_turn):
-            if self._seconds[name] <= left_s:
-                chosen.append(name)
-                left_s -= self._seconds[name]
-        first, rest = chosen[:FIRST], chosen[FIRST:]
+            in_turn.append((far > 0, self._seconds[name] > LONG_S, place[file], far, cost, name))
+        specific = [name for *_, name in sorted(in_turn)]
+        broad = sorted(known, key=lambda name: (-size[name] / (self._seconds[name] + 0.1), name))
+        chosen: dict[str, None] = {}
+        for names in (specific, broad):
+            left_s = MOST_S / 2
+            for name in names:
+                if name not in chosen and self._seconds[name] <= left_s:
+                    chosen[name] = None
+                    left_s -= self._seconds[name]
+        first, rest = [*chosen][:FIRST], [*chosen][FIRST:]
         turn = {file: i for i, file in reversed(list(enumerate(name.split("::")[0] for name in rest)))}
         return first + sorted(rest, key=lambda name: turn[name.split("::")[0]])
 
@@ -372,6 +378,22 @@ HOUSE = "tests/unit/test_house.py::test_values"
 """Tests that look at what all modules make at import."""
 FIRST = 12
 """So many tests go first one by one; the others by their files, which may start something once."""
+
+
+def naming(words: re.Pattern[str]) -> dict[str, set[str]]:
+    """Files of tests that have one of these words, and which of their tests do."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if not words.search(text):
+            continue
+        lines = text.splitlines()
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        spans = [(f, min([f.lineno, *(d.lineno for d in f.decorator_list)]), f.end_lineno) for f in functions]
+        found[str(path.relative_to(ROOT))] = {
+            f.name for f, first, last in spans if words.search("\n".join(lines[first - 1 : last]))
+        }
+    return found
 
 
 def made_at_import(source: str, line: int) -> list[str]:

@@ -231,3 +231,13 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
     one, other = asyncio.run(main())
     assert isinstance(one[-1], str)
     assert one[-1] == other[-1]
+
+
+def test_the_shortest_prompts_at_which_a_server_differs_from_itself_are_named() -> None:
+    """Of three lengths the second and third are too noisy to say anything."""
+    rng = np.random.default_rng(1)
+    found = [compared(rng, 100), compared(rng, 200), compared(rng, 400)]
+    noisy = [replace(f, differ_within=within) for f, within in zip(found, (0.0, 0.6, 0.7), strict=True)]
+    _, verdict, said = judge(noisy)
+    assert verdict == UNDECIDED
+    assert "at prompts of 200 tokens 60% of a server's own answers differ" in said

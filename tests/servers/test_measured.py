@@ -390,3 +390,14 @@ def test_words_are_as_many_as_the_server_counts_tokens() -> None:
     assert len(words(np.arange(100)).split()) == 64
     assert len(words(np.arange(3)).split()) == 1
     assert words(np.arange(100)) != words(np.arange(1, 101))
+
+
+@pytest.mark.parametrize(("ended", "asked", "counted"), [(True, 20, 3), (False, 20, 20), (False, 3, 4), (False, 2, 4)])
+def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, asked: int, counted: int) -> None:
+    """Of three tokens that came; one that finished said what it had to."""
+    request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=asked)
+    sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
+    answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
+    outcome = Outcome(Call(0, b"", asked), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
+    sample = measure._sample(outcome, sent)  # type: ignore[arg-type]
+    assert (sample.request.output_tokens, sample.token_s) == (counted, [1.0, 2.0, 3.0])

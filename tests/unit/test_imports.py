@@ -17,6 +17,7 @@ from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
 from dcpbench.imports.documents import Document
+from dcpbench.imports.result import _Side
 from dcpbench.launch.folders import locked
 from dcpbench.records.file import read_records
 from dcpbench.reports import answer, frames, sections
@@ -945,3 +946,20 @@ def test_what_goes_out_as_vllms_file_comes_back_with_the_same_metrics(
 def test_fields_of_both_engines_are_read_by_one_reader_each() -> None:
     assert vllm.read(Document("a", files.vllm())).model == "deepseek-ai/DeepSeek-V3"
     assert sglang.read(Document("a", files.sglang())).model == "deepseek-ai/DeepSeek-V3"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nominal", "requests", "off"),
+    [
+        (1049, 100, 10, False),
+        (1060, 100, 10, True),
+        (940, 100, 10, True),
+        (960, 100, 10, False),
+        (1060, None, 10, False),
+        (0, 100, 0, False),
+    ],
+)
+def test_lengths_are_off_where_they_are_more_than_a_twentieth_from_those_asked_for(
+    tokens: int, nominal: int | None, requests: int, off: bool
+) -> None:
+    assert _Side(said=None, nominal=nominal, tokens=tokens, requests=requests).is_off() is off

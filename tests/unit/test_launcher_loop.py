@@ -230,7 +230,9 @@ def test_a_point_of_which_nothing_is_heard_is_hung_after_its_timeout(launched: L
     assert (launched.folder / "hangs" / "tp2-0-0" / "finding.json").exists()
     assert launched.clock.now == pytest.approx(1060, abs=2 * launcher.POLL_S)
     assert launched.stages()[0] == ("hung", 100)
-    assert launched.jobs[0].killed
+    assert [job.killed for job in launched.jobs] == [[5.0, 5.0], [5.0]], (
+        "as soon as it is given up, and as each is left"
+    )
 
 
 def test_a_point_that_is_being_built_has_five_minutes_however_short_the_timeout(launched: Launched) -> None:

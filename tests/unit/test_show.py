@@ -261,3 +261,11 @@ def test_a_line_of_progress_is_wiped_off_a_terminal_if_there_was_any(
         for message in messages:
             line(message)
     assert err.getvalue() == written
+
+
+@pytest.mark.parametrize(
+    ("limit", "end"),
+    [(12, "/data/runs/a"), (11, "…/runs/a"), (8, "…/runs/a"), (7, "…/a"), (3, "…/a"), (2, "…a")],
+)
+def test_of_a_path_that_is_too_long_whole_folders_are_left_out(limit: int, end: str) -> None:
+    assert path_end("/data/runs/a", limit) == end

@@ -32,7 +32,7 @@ from dcpbench.exports import FORMATS as EXPORTS
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
-from dcpbench.points.layout import Layout
+from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -44,6 +44,7 @@ from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_times import engine_path, write_step_times
 from dcpbench.show import terminal
+from dcpbench.show.layouts import colours, place_of_marker
 from dcpbench.syncs.formats import FORMATS as SYNCS
 from dcpbench.syncs.formats import render
 from dcpbench.syncs.gating.config import Allow
@@ -766,7 +767,7 @@ def mixed() -> Trace:
 def test_a_trace_with_every_kind_of_wait(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As scan finds, prices and tells them, held against limits on calls and bubbles."""
     monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.chdir(tmp_path)  # lines break by how long a path is
+    monkeypatch.chdir(tmp_path)  # where paths are short, and lines break as they do
     report = mixed().scan(Path())
     report.verdict = judge_syncs(report, Gate(root=tmp_path, max_per_step=3.0, max_bubble_us=50.0))
     text = render(report, form, root=tmp_path)
@@ -790,3 +791,10 @@ def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], m
     typed("compare", "a", "b", "-o", "out")
     typed(*ADVICE["price"].split(), "-o", "advice")
     hold("pictures.txt", "\n".join(said), tmp_path)
+
+
+def test_colours_of_layouts(tmp_path: Path) -> None:
+    """On light and on dark, with the place of the marker: of all layouts of up to 32 GPUs, and of names without degrees."""
+    names = [str(layout) for tp in (1, 2, 4, 8, 16, 32) for layout in valid_layouts(SHAPES["deepseek-v3"], tp)]
+    lines = [f"{name}: {' '.join(colours(name))} {place_of_marker(name)}" for name in (*names, "sglang", "tp4 1P2D")]
+    hold("colours.txt", "\n".join(lines), tmp_path)
