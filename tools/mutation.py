@@ -11,7 +11,7 @@ a fork of a process that has nothing of ours. Where a test fails for the first t
 it counts where the same tests in the same order pass without the change; else that test is not asked again.
 Tests that start processes of their own (marks `long`, `distributed`, `browser`) are not among them, so what
 only they run counts as not seen. A mutant listed in tools/mutation_equivalents.txt, which nobody could see, counts for
-nothing. `--again` tries the mutants of a file with the tests and lines of today; those whose line is no more are gone.
+nothing; nor does one that is gone: `--again` tries the mutants of a file with the tests and lines of today, of which some are no more.
 Ends with 1 where fewer than 90 % of the others were seen.
 """
 
@@ -80,11 +80,12 @@ LIBRARIES = (
 """Imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
-MOST_S = 20
-"""Of a mutant's tests those are asked that took so long together when they were covered."""
+MOST_S, LONG_S = 20, 1
+"""Of a mutant's tests those are asked that took so long together when they were covered: for half of that the quick and
+specific, of which who took long alone comes last, and for half those that run most lines of the file for their time."""
 START_S, TEST_S, TIMES = 120, 20, 10
 """A try takes too long where it is not at its first test by then, or in a test for so long or so many times as long as it took."""
-SEEN, SURVIVED, EQUIVALENT, NOT_REACHED = "seen", "survived", "equivalent", "not reached"
+SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
 GOOD = 0.9
 PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
     "passed",
@@ -109,6 +110,8 @@ class Mutant:
     line: int
     was: str
     now: str
+    first: int | None = None
+    """`occurrence` when it was first tried, where lines that came since may have moved it."""
 
     @property
     def name(self) -> str:
@@ -194,16 +197,18 @@ def at_random(seed: int, only: str, kept: Path) -> Iterator[Mutant]:
 
 
 def again(paths: Iterable[Path], kept: Path) -> Iterator[Mutant]:
-    """The mutants of files that `run` wrote, where their lines now are."""
+    """The mutants of files that `run` wrote, where their lines now are; line 0 where they are no more."""
     here = files()
     for row in rows(paths):
-        old = Mutant(**{field.name: row[field.name] for field in dataclasses.fields(Mutant)})
+        known: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(Mutant)}
+        old = Mutant(**known)
+        old = dataclasses.replace(old, first=old.occurrence if old.first is None else old.first)
         same = [place for place in places({old.path} & set(here), kept) if place[1] == old.operator]
         new = [m for m in mutants(same) if (m.was, m.now) == (old.was, old.now)]
         if new:
-            yield min(new, key=lambda m: abs(m.line - old.line))
+            yield dataclasses.replace(min(new, key=lambda m: abs(m.line - old.line)), first=old.first)
         else:
-            print(f"gone: line {old.line} of {old.name}", flush=True)
+            yield dataclasses.replace(old, line=0)
 
 
 def rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -230,6 +235,10 @@ def changed_functions(mutant: Mutant) -> list[tuple[CodeType, CodeType]] | None:
     return _differing(old, new)
 
 
+AT_ONCE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Functions that run where they stand: of a module and a class at import."""
+
+
 def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] | None:
     inner = [[c for c in code.co_consts if isinstance(c, types.CodeType)] for code in (old, new)]
     function = bool(old.co_flags & 1)  # optimised: neither a module nor the body of a class
@@ -239,7 +248,7 @@ def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] 
     found: list[tuple[CodeType, CodeType]] = []
     for pair in zip(*inner, strict=True):
         differ = _differing(*pair)
-        if differ is None:
+        if differ is None or (differ and pair[0].co_name in AT_ONCE and not function):
             return own if function else None
         found += differ
     return own + found if found and function else found
@@ -321,30 +330,35 @@ class Covered:
         size = collections.Counter(name for names in lines.values() for name in names)
         ran = set(lines.get(mutant.line, ()))
         made = made_at_import(mutant.source, mutant.line)
-        said: set[str] = set()
+        said: dict[str, set[str]] = {}
         if made:
             words = re.compile(rf"\b({'|'.join(made)})\b")
             ran |= {name for path in self._files for name in self._on(path, words)} or set(size)
-            said = {
-                str(f.relative_to(ROOT)) for f in (ROOT / "tests").rglob("test_*.py") if words.search(f.read_text())
-            }
+            said = naming(words)
             ran |= {name for name in self._seconds if name.split("::", maxsplit=1)[0] in said or name.startswith(HOUSE)}
         known = [name for name in ran if name in self._seconds]
 
-        def order(name: str) -> tuple[bool, float, str]:
-            return name.split("::", maxsplit=1)[0] not in said, (self._seconds[name] + 0.1) * (size[name] or 1000), name
+        def order(name: str) -> tuple[int, float, str]:
+            file, *_, function = name.partition("[")[0].split("::")
+            far = 0 if function in said.get(file, ()) or name.startswith(HOUSE) else 1 if file in said else 2
+            return far, (self._seconds[name] + 0.1) * (size[name] or 1000), name
 
         place: collections.Counter[str] = collections.Counter()
-        in_turn = []
+        in_turn: list[tuple[bool, bool, int, int, float, str]] = []
         for name in sorted(known, key=order):
+            far, cost, _ = order(name)
             place[file := name.split("::", maxsplit=1)[0]] += 1
-            in_turn.append((place[file], *order(name)))
-        chosen, left_s = [], float(MOST_S)
-        for *_, name in sorted(in_turn):
-            if self._seconds[name] <= left_s:
-                chosen.append(name)
-                left_s -= self._seconds[name]
-        first, rest = chosen[:FIRST], chosen[FIRST:]
+            in_turn.append((far > 0, self._seconds[name] > LONG_S, place[file], far, cost, name))
+        specific = [name for *_, name in sorted(in_turn)]
+        broad = sorted(known, key=lambda name: (-size[name] / (self._seconds[name] + 0.1), name))
+        chosen: dict[str, None] = {}
+        for names in (specific, broad):
+            left_s = MOST_S / 2
+            for name in names:
+                if name not in chosen and self._seconds[name] <= left_s:
+                    chosen[name] = None
+                    left_s -= self._seconds[name]
+        first, rest = [*chosen][:FIRST], [*chosen][FIRST:]
         turn = {file: i for i, file in reversed(list(enumerate(name.split("::")[0] for name in rest)))}
         return first + sorted(rest, key=lambda name: turn[name.split("::")[0]])
 
@@ -364,6 +378,22 @@ HOUSE = "tests/unit/test_house.py::test_values"
 """Tests that look at what all modules make at import."""
 FIRST = 12
 """So many tests go first one by one; the others by their files, which may start something once."""
+
+
+def naming(words: re.Pattern[str]) -> dict[str, set[str]]:
+    """Files of tests that have one of these words, and which of their tests do."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if not words.search(text):
+            continue
+        lines = text.splitlines()
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        spans = [(f, min([f.lineno, *(d.lineno for d in f.decorator_list)]), f.end_lineno) for f in functions]
+        found[str(path.relative_to(ROOT))] = {
+            f.name for f, first, last in spans if words.search("\n".join(lines[first - 1 : last]))
+        }
+    return found
 
 
 def made_at_import(source: str, line: int) -> list[str]:
@@ -605,6 +635,8 @@ class Tries:
 
     def of(self, mutant: Mutant, tests: list[str], equivalents: set[str]) -> tuple[str, str]:
         """(what became of a mutant, how)."""
+        if not mutant.line:
+            return GONE, ""
         if mutant.name in equivalents:
             return EQUIVALENT, ""
         if not tests:
@@ -642,7 +674,7 @@ def run(asked: argparse.Namespace) -> int:
             start = time.monotonic()
             if _identity(dataclasses.asdict(mutant)) in before:
                 continue
-            what, how = tries.of(mutant, covered.tests(mutant), equivalents)
+            what, how = tries.of(mutant, covered.tests(mutant) if mutant.line else [], equivalents)
             counts[what] += 1
             if what != SEEN:
                 print(f"{what}: line {mutant.line} of {mutant.name} ({how})", flush=True)
@@ -650,7 +682,7 @@ def run(asked: argparse.Namespace) -> int:
             if asked.out:
                 with asked.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-    counted = counts.total() - counts[EQUIVALENT]
+    counted = counts.total() - counts[EQUIVALENT] - counts[GONE]
     score = counts[SEEN] / counted if counted else 0.0
     each = (time.monotonic() - began) / max(counts.total() - len(done), 1)
     print(f"{counts.total()} mutants: {dict(counts)}; {100 * score:.1f} % of {counted} seen; {each:.1f} s each")
@@ -659,7 +691,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _identity(row: dict[str, Any]) -> tuple[object, ...]:
     """What tells mutants apart, as long as no line is added or taken away."""
-    return row["path"], row["operator"], row["occurrence"], row["now"]
+    return row["path"], row["operator"], row["occurrence"], row["now"], row["line"] == 0
 
 
 def main(arguments: list[str] | None = None) -> int:

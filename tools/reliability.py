@@ -124,7 +124,9 @@ def mutants(folder: Path) -> str:
     text = (
         "\n## Changed lines\n\n`python -m tools.mutation run`: lines of the rooms without a GPU, changed at random by cosmic-ray's operators; a "
         "change is seen where a test fails that passes without it. Tests that start processes of their own are not asked, so that what only "
-        "they run counts as not reached; of a line that many tests run, those that take 20 s together are. The aim is 500 mutants and 90 %.\n\n"
+        "they run counts as not reached; of a line that many tests run, those that take 20 s together are. Equivalent are changes that nobody could "
+        "see, each listed with its reason in tools/mutation_equivalents.txt; gone are those of lines that are no more. The aim "
+        "is 500 mutants and 90 %.\n\n"
     )
     if not firsts:
         return text + ABSENT
@@ -139,30 +141,31 @@ def mutants(folder: Path) -> str:
         + table(("seed", *SCORE), lines)
     )
     later = rows(sorted(folder.glob("mutants-again-*.jsonl")))
-    found |= {_which(row): row for row in later}
+    tried = {_which(row): row for row in later}
+    found |= tried
     rooms: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in found.values():
         rooms[row["path"].split("/")[1]][row["what"]] += 1
     rooms = dict(sorted(rooms.items())) | {"all": sum(rooms.values(), collections.Counter())}
     text += (
-        f"\nThe same mutants by room, with {len(later)} of them tried again after further tests had been written; what became seen by that "
+        f"\nThe same mutants by room, with {len(tried)} of them tried again after further tests had been written; what became seen by that "
         "says nothing of lines that were not drawn: for those the last round above is the better guess.\n\n"
     )
     return text + table(("room", *SCORE), [(room, *_score(c)) for room, c in rooms.items()])
 
 
-SCORE = ("mutants", "seen", "survived", "not reached", "equivalent", "seen of the others")
+SCORE = ("mutants", "seen", "survived", "not reached", "equivalent", "gone", "seen of the others")
 
 
 def _score(c: collections.Counter[str]) -> tuple[object, ...]:
-    counted = c.total() - c["equivalent"]
+    counted = c.total() - c["equivalent"] - c["gone"]
     score = f"{100 * c['seen'] / counted:.0f} %" if counted else "–"
-    return c.total(), c["seen"], c["survived"], c["not reached"], c["equivalent"], score
+    return c.total(), c["seen"], c["survived"], c["not reached"], c["equivalent"], c["gone"], score
 
 
 def _which(row: dict[str, Any]) -> tuple[object, ...]:
-    """What tells mutants apart."""
-    return row["path"], row["operator"], row["occurrence"], row["now"]
+    """What tells mutants apart, however lines have moved since."""
+    return row["path"], row["operator"], row["occurrence"] if row.get("first") is None else row["first"], row["now"]
 
 
 def main(arguments: list[str]) -> int:

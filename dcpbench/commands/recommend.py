@@ -9,7 +9,7 @@ import typer
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
-from dcpbench.show.terminal import console
+from dcpbench.show.terminal import ProgressLine, console
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
@@ -101,7 +101,8 @@ def recommend(
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
     if output is not None and output.exists() and not output.is_dir():
         raise OutputError(f"{output} is no folder; name another one with -o.")
-    choices, notes = advise(ask, known, steps)
+    with ProgressLine() as line:
+        choices, notes = advise(ask, known, steps, line)
     launched = {
         f.who: presets.launched(f.point, -(-f.point.tp // ask.machine.gpus_per_host))
         for f in answer.recommended(choices)
@@ -272,7 +273,8 @@ def _score(run: Path, wanted: Wanted) -> int:
     steps = published()
     machine = described(wanted.machine or steps.machine)
     records = [r for r in read_run(run).records if r.outcome == "ok" and not functional(r)]
-    found = score(records, machine, planned(machine.gpu, machine.gpus_per_host), steps)
+    with ProgressLine() as line:
+        found = score(records, machine, planned(machine.gpu, machine.gpus_per_host), steps, watch=line)
     if not found.loads:
         raise UsageError(f"{run} has no load that two layouts ran on a GPU; name a run with several layouts.")
     terminal = console()

@@ -20,6 +20,7 @@ import msgspec
 
 from dcpbench.dashboard import changes, lines
 from dcpbench.points.layout import DEGREES
+from dcpbench.points.names import BACKENDS
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
 from dcpbench.reports import uncollected
@@ -105,6 +106,7 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
         "measures": measures,
         "latest": _latest(histories, [str(measure["id"]) for measure in measures]),
         "least": changes.LEAST_RUNS,
+        "backends": BACKENDS,
         "shards": [path for _, path in shards],
         "first": measures[0]["id"] if measures else "",
     }

@@ -12,7 +12,8 @@ import msgspec
 from dcpbench.points import axes
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.memory import GIB
-from dcpbench.points.point import LOAD_AXES
+from dcpbench.points.names import UNKNOWN
+from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records import metrics
 from dcpbench.records.record import CPU, hardware
 from dcpbench.reports import words
@@ -33,6 +34,8 @@ SEPARATOR = ", "
 """Between conditions."""
 WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Variables that images and torchrun set: a version, which histories are over, and what happens after an error."""
+PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")
+"""Fields of a point that its precision is made of."""
 WORST = ("hung", "failed", "rejected")
 
 
@@ -123,7 +126,12 @@ def _experts(point: Point) -> list[str]:
 
 
 def _computed(point: Point) -> list[str]:
-    return [word for word in point.words(COMPUTES, but=Role.EXCHANGE) if word != point.ep_label]
+    """With the precision of weights and KV as one word, in place of those it is made of: `bf16` alone, beside `fp8 weights`
+    of other rows, would be taken for theirs, too.
+    """
+    made_of = {axis.text(getattr(point, axis.name)) for axis in AXES if axis.name in PRECISIONS}
+    said = [word for word in point.words(COMPUTES, but=Role.EXCHANGE) if word not in {*made_of, point.ep_label}]
+    return [*said, *([point.precision] if point.precision != UNKNOWN else [])]
 
 
 def shared(rows: list[dict[str, str | int]]) -> list[str]:

@@ -133,17 +133,29 @@ class Cut:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """As Model.step gives it: rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk. Collective."""
-        used = (decodes.batch.size if decodes else 0) + (prefill.tokens if prefill else 0)
+        room, model = self.room, self.model
+        first = decodes.batch.size if decodes else 0
+        rows = slice(first, first + (prefill.tokens if prefill else 0))
+        q_BhX = model.own(model.heads_of(room.q)) if room.own is None else room.own
+        key_BhX, value_BhW = self.pieces.prefiller.decompressed(len(room.positions))
+        chunk = q_BhX[rows], key_BhX[rows], value_BhW[rows]
+        out_ThV = room.values[rows]
 
         def begin(residual_BD: torch.Tensor) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
-            room = self.room
             room.positions.copy_(batch.positions)
             room.locs.copy_(batch.locs)
             room.residual.copy_(residual_BD)
-            room.values[used:] = 0
+            room.values[rows.stop :] = 0
             return self.run
 
-        return self.model.walk(batch, begin, lambda index, *_: self.attend(index, decodes, prefill), meanwhile)
+        def attend(index: int, *_: torch.Tensor) -> torch.Tensor:
+            if decodes is not None:
+                decodes.run(index)
+            if prefill is not None:
+                prefill.attend(*chunk, model.weights.layer(index).attention, index, out_ThV)
+            return room.values
+
+        return model.walk(batch, begin, attend, meanwhile)
 
     def run(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See Model.piece; y is in the room, and what it gives, too."""
@@ -151,20 +163,6 @@ class Cut:
             return self._piece(index, y_BhV)
         self.graphs[index].replay()
         return self.left[index]
-
-    def attend(self, index: int, decodes: Decodes | None, prefill: PrefillPlan | None) -> torch.Tensor:
-        """Values [B, h, V] of all rows of a layer whose piece has run. Collective."""
-        room, first = self.room, 0
-        if decodes is not None:
-            decodes.run(index)
-            first = decodes.batch.size
-        if prefill is not None:
-            rows = slice(first, first + prefill.tokens)
-            key_BhX, value_BhW = self.pieces.prefiller.decompressed(len(room.positions))
-            q_BhX = self.model.own(self.model.heads_of(room.q)) if room.own is None else room.own
-            w = self.model.weights.layer(index).attention
-            prefill.attend(q_BhX[rows], key_BhX[rows], value_BhW[rows], w, index, room.values[rows])
-        return room.values
 
     def _piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         model, room = self.model, self.room

@@ -120,13 +120,14 @@ def _completed(
     several = len({Path(document.file).parent for document in kept}) > 1
     for result, document in zip(results, kept, strict=True):
         name = said.of_name(document.file)
-        changes: dict[str, object] = {"device": told.gpu or result.device}
+        changes: dict[str, object] = {"device": said.device(told.gpu) if told.gpu else result.device}
         if told.dtype:
             changes["precision"] = {**result.precision, "weights_dtype": told.dtype}
         asked = (told.input_len or result.nominal[0], told.output_len or result.nominal[1])
-        if (told.input_len or told.output_len) and not result.plausible(asked):
+        if (told.input_len or told.output_len) and (means := result.means()) and not result.plausible(asked):
             raise UsageError(
-                f"{result.where}: requests had {_means(result)}, which is not what --input-len and --output-len say."
+                f"{result.where}: requests had {means[0]:,.0f} tokens in and {means[1]:,.0f} out on average, which is not "
+                "what --input-len and --output-len say."
             )
         if not any((*asked, *result.lengths)) and any(name.lengths) and result.plausible(name.lengths):
             asked = name.lengths
@@ -144,11 +145,6 @@ def _completed(
         found.append(dataclasses.replace(result, **changes))  # type: ignore[arg-type]
     read = "; ".join(f"{what} ({len(files):,} of {len(results):,})" for what, files in from_names.items())
     return found, [f"Read from names of files and folders: {read}."] if read else []
-
-
-def _means(result: Result) -> str:
-    prompts, answers = result.means() or (0, 0)
-    return f"{prompts:,.0f} tokens in and {answers:,.0f} out on average"
 
 
 def _named_layout(name: said.Name, engine: str) -> dict[str, int]:

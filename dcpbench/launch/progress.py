@@ -138,7 +138,10 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     for name in ("model", "layout", "in vLLM's words", "attention"):
         table.add_column(name, no_wrap=name != "attention")
     served = any(r["workload"] == "serve" for r in rows)
-    for name in ("load" if served else "requests × tokens", "KV pool/rank", "weights/rank", "layers held"):
+    table.add_column(
+        "load" if served else "requests × tokens", justify="left" if served else "right", no_wrap=not served
+    )
+    for name in ("KV pool/rank", "weights/rank", "layers held"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
         if r["reason"]:

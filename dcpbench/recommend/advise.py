@@ -27,7 +27,7 @@ from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.points.layout import Layout
     from dcpbench.points.machine import Probe
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
     from dcpbench.serving.step_times import StepTimes
+
+    Watch = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,8 +153,8 @@ def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
     return at(of.tok_s), at(of.high), at(of.low)
 
 
-def advise(ask: Ask, known: Known, steps: Steps) -> tuple[list[Choice], list[str]]:
-    """A choice for each load, and what was left out of what is known, in sentences.
+def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) -> tuple[list[Choice], list[str]]:
+    """A choice for each load, and what was left out of what is known, in sentences. `watch` hears what is at work.
 
     Raises UsageError where no layout can be at all.
     """
@@ -164,7 +166,10 @@ def advise(ask: Ask, known: Known, steps: Steps) -> tuple[list[Choice], list[str
         if not found:
             raise UsageError(f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; name another number with --gpus.")
         layouts += found
-    return [_choice(ask, known, steps, records, layouts, *load) for load in ask.loads], notes
+    count = len(ask.loads)
+    watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]
+    named = zip(ask.loads, watched, strict=True)
+    return [_choice(ask, known, steps, records, layouts, tell, *load) for load, tell in named], notes
 
 
 def _choice(
@@ -173,13 +178,16 @@ def _choice(
     steps: Steps,
     records: Sequence[tuple[Record, str]],
     layouts: Sequence[Layout],
+    watch: Watch,
     concurrency: int,
     context: int,
     load: Load | None,
 ) -> Choice:
+    name = _name(concurrency, context, load)
     best: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
-    for layout in layouts:
+    for number, layout in enumerate(layouts, 1):
+        watch(f"{name}: {layout}, layout {number} of {len(layouts)}")
         found: list[Forecast] = []
         exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
         points = [_point(ask, layout, exchange, concurrency, context, load) for exchange in exchanges]
@@ -201,7 +209,6 @@ def _choice(
     best = _anchored(ask, best, steps)
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
-    name = _name(concurrency, context, load)
     return Choice(name=name, concurrency=concurrency, forecasts=ordered, misses=misses, refused=refused)
 
 

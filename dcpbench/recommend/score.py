@@ -14,7 +14,7 @@ from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
@@ -103,18 +103,28 @@ class Score:
         )
 
 
-def score(records: Iterable[Record], machine: Machine, probe: Probe, steps: Steps, *, every: int = 1) -> Score:
+def score(
+    records: Iterable[Record],
+    machine: Machine,
+    probe: Probe,
+    steps: Steps,
+    *,
+    every: int = 1,
+    watch: Callable[[str], None] = lambda _: None,
+) -> Score:
     """Forecast each load that at least two layouts ran, by estimates whose shares have not seen the model where `steps` can.
 
-    A layout that ran in several variants counts with its best one. `every`: only each n-th load.
+    A layout that ran in several variants counts with its best one. `every`: only each n-th load. `watch` hears what is
+    at work.
     """
     groups: dict[str, list[Record]] = collections.defaultdict(list)
     for record in records:
         if record.outcome == "ok" and not record.point.emulate and (record.metrics or record.serve):
             groups[_load(record)].append(record)
     loads = []
-    several = [(name, of) for name, of in groups.items() if len({r.point.layout_name for r in of}) > 1]
-    for name, of in several[::every]:
+    several = [(name, of) for name, of in groups.items() if len({r.point.layout_name for r in of}) > 1][::every]
+    for number, (name, of) in enumerate(several, 1):
+        watch(f"load {number} of {len(several)}, {name}")
         measured: dict[str, float] = {}
         expected: dict[str, float] = {}
         latency: dict[str, list[float]] = {"ttft": [], "itl": []}

@@ -219,7 +219,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:
-        begins = f"{loosely}, {one or 'DCP'} is ahead in output tok/s"
+        begins = f"{loosely}: where {one or 'DCP'} is ahead in output tok/s"
     if one:
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):

@@ -146,7 +146,7 @@ def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], ce
 
 def _best_cell(row: pd.Series[Any]) -> str:
     if not row["meets"]:
-        return f"none; nearest {row['label']}: {str(row['slo_said']).removeprefix('misses ').removeprefix('misses: ')}"
+        return f"none; nearest {row['label']}"  # what it misses is said of each load further down
     value = f"{number(row['output_tok_s'], 3)}"
     if missing(row["next"]):
         return f"only {row['label']}: {value}"

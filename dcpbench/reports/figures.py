@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,10 @@ IDLE = "idle"
 """What no phase takes, at the end of each bar."""
 LABEL_WIDTH = 30
 """Letters of a bar's label on a line; a longer one takes two."""
+ASIDE = 0.05
+"""From one point to the next where they stand beside their load, as a share of it."""
+LEGEND_WIDTH, LONGEST_NAME = 64, 160
+"""Letters of a name in a legend on a line, and of all of it: names of a server's settings differ at their ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +224,8 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     one = len(others) == 1
     alike = not one and ratios["layout"].nunique() < len(labels)
     split = len(labels) > 1 and (alike or len(labels) * len(others) > MOST_CURVES)
-    names = ratios["model"].str.cat(ratios["label"], sep=": ") if split else ratios["model"]
+    names = sides(ratios)
+    names = names.str.cat(ratios["label"], sep=": ") if split else names
     table = ratios.assign(cpu=False, panel=names)
     figure, drawn = _panels(table, title, by="panel", order="panel")
     for ax, panel in drawn:
@@ -249,10 +255,17 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     looks = [style.look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
     bare = {} if one else {"linestyle": "-", "marker": ""}
     layouts = [
-        Line2D([], [], markersize=5, label=plain(name), **look | bare) for name, look in zip(labels, looks, strict=True)
+        Line2D([], [], markersize=5, label=_in_legend(name), **look | bare)
+        for name, look in zip(labels, looks, strict=True)
     ]
     legend_below(figure, curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)])
     return figure
+
+
+def sides(points: pd.DataFrame) -> pd.Series[str]:
+    """What each point is set against others within: its model, and its run where there are several."""
+    names: pd.Series[str] = points["model"].astype(str)
+    return names.str.cat(points["run"].astype(str), sep=", ") if len(set(points["run"])) > 1 else names
 
 
 def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
@@ -271,24 +284,28 @@ def _share(values: list[Any], value: object) -> float:
 
 
 def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFrame) -> Figure:
-    """Each layout's output over that of the best other one (Findings.against_others): models down, lengths across.
+    """Each layout's output over that of the best other one (Findings.against_others): models down, with each run of its
+    own where there are several, lengths across.
 
     The band is where no layout is clearly ahead. Hollow marks miss the SLO. `lost` says for which loads there was no
     room; a line down marks the concurrency from which on a layout with DCP is ahead of all without it.
     """
-    models = list(dict.fromkeys(rows["model"]))
+    there = set(zip(rows["model"], rows["run"], strict=True))
+    sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
+    several = len(set(rows["run"])) > 1
     rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
     short = words.short_shapes(rests)
-    size = (max(len(rests) * 2.7, 6.0) + 0.6, len(models) * 2.3 + 1.2)
+    size = (max(len(rests) * 2.7, 6.0) + 0.6, len(sides) * 2.3 + 1.2)
     figure = Figure(figsize=size, layout="constrained")
     headline(figure, title)
-    grid = figure.subplots(len(models), len(rests), sharex=True, sharey=True, squeeze=False)
-    for (i, model), (j, rest) in itertools.product(enumerate(models), enumerate(rests)):
+    grid = figure.subplots(len(sides), len(rests), sharex=True, sharey=True, squeeze=False)
+    for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
-        panel = rows[(rows["model"] == model) & (rows["rest"] == rest)]
+        panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
+        name = f"{model}, {run}" if several else model
         ax.axhspan(1 - REPEATS_AGREE_WITHIN, 1 + REPEATS_AGREE_WITHIN, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
-        ax.set_title(textwrap.fill(plain(f"{model}, {short[rest]}", 2 * TITLE_WIDTH), TITLE_WIDTH - 8), fontsize=9)
+        ax.set_title(textwrap.fill(plain(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), TITLE_WIDTH - 8), fontsize=9)
         for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
             variant = "" if who == layout else str(line["variant"].iloc[0])
             look = _alone(style, str(layout), variant)
@@ -301,11 +318,13 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         paying = _first_ahead(panel)
         if paying is not None:
             ax.axvline(paying, color=GREY, linestyle=":", linewidth=1.4)
+            left = paying < rows["concurrency"].median()  # where there is more room for what is said beside the line
             ax.text(
                 paying,
                 0.99,
-                f" DCP ahead from {count(paying)}",
+                f" DCP ahead from {count(paying)} ",
                 transform=ax.get_xaxis_transform(),
+                ha="left" if left else "right",
                 va="top",
                 fontsize=8,
             )
@@ -315,7 +334,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
             said = f"{layout!s}: no room from {count(own['concurrency'].min())}"
             ax.text(0.98, 0.03 + 0.1 * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color)
         measured_ticks(ax, rows["concurrency"])
-        ax.tick_params(labelleft=j == 0, labelbottom=i == len(models) - 1)
+        ax.tick_params(labelleft=j == 0, labelbottom=i == len(sides) - 1)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     for ax in grid[-1]:
         ax.set_xlabel(DECODE.label, fontsize=9)
@@ -328,7 +347,7 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
     handles = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
         variant = "" if who == layout else str(line["variant"].iloc[0])
-        handles.append(Line2D([], [], label=plain(who), markersize=5, **_alone(style, str(layout), variant)))
+        handles.append(Line2D([], [], label=_in_legend(str(who)), markersize=5, **_alone(style, str(layout), variant)))
     if not rows["meets"].all():
         hollow = {"marker": "o", "markerfacecolor": "white", "linestyle": ""}
         handles.append(Line2D([], [], color=GREY, label="hollow: misses the SLO", **hollow))
@@ -353,7 +372,8 @@ def _of_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
     if lost.empty or panel.empty:
         return lost.head(0)
     first = panel.iloc[0]
-    own: pd.DataFrame = lost[(lost["model"] == first["model"]) & (lost["mode"] == first["mode"])]
+    same = [lost[name] == first[name] for name in ("model", "mode", "run")]
+    own: pd.DataFrame = lost[functools.reduce(operator.and_, same)]
     if first["mode"] == "decode":
         keep = [bool(n == first["context"]) for n in own["context"]]
         return own[keep]
@@ -394,7 +414,7 @@ def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
 
 def layouts(points: pd.DataFrame) -> str:
     """The names of all that is shown."""
-    return ", ".join(plain(label) for label in dict.fromkeys(map(str, points["label"])))
+    return ", ".join(plain(label, LONGEST_NAME) for label in dict.fromkeys(map(str, points["label"])))
 
 
 def cpu_aside(points: pd.DataFrame) -> str:
@@ -450,10 +470,18 @@ def _grid(
 
 
 def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
-    """The points of each layout, variant and run with the look of their line."""
-    for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
+    """The points of each layout, variant and run with the look of their line.
+
+    Where there is one load, lines of a layout are points that would hide each other: they stand beside it.
+    """
+    lines = list(panel.groupby(["layout", "variant", "run"], sort=False))
+    alone = len(set(panel[along])) == 1
+    for (layout, variant, run), line in lines:
+        own = [key for key, _ in lines if key[0] == layout]
+        place = own.index((layout, variant, run)) - (len(own) - 1) / 2
+        aside = line.assign(**{along: line[along] * (1 + ASIDE * place)}) if alone else line
         look = style.look(str(layout), str(variant), str(run)) | {"markersize": 5, "linewidth": 1.6}
-        yield line.sort_values(along), look | _marked(panel, look)
+        yield aside.sort_values(along), look | _marked(panel, look)
 
 
 def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
@@ -462,17 +490,35 @@ def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
 
 
 def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
-    """Below the panels: each layout with its variant, markers of runs where there are several, and `more`."""
-    shown = set(zip(points["layout"].astype(str), points["variant"].astype(str), strict=True))
+    """Below the panels: each layout with its variant, markers of runs where there are several, and `more`.
+
+    Where there are both several runs and several variants a dash says which of each it is: then each line stands there.
+    """
+    named = [points[name].astype(str) for name in ("layout", "variant", "run")]
+    shown = set(zip(*named[:2], strict=True))
+    if len(style.runs) > 1 and len(set(named[1])) > 1:
+        drawn = set(zip(*named, strict=True))
+        lines = [(*line, run) for line in style.lines for run in style.runs if (*line, run) in drawn]
+        every = [
+            (f"{layout} {variant}".strip() + f", {run}", style.look(layout, variant, run))
+            for layout, variant, run in lines
+        ]
+        handles = [Line2D([], [], markersize=5, label=_in_legend(name), **look) for name, look in every]
+        legend_below(figure, [*handles, *more])
+        return
     runs = [name for name in style.runs if name in set(points["run"])] if len(style.runs) > 1 else []
     handles = []
     for layout, variant in [line for line in style.lines if line in shown]:
         look = style.look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
-        handles.append(Line2D([], [], markersize=5, label=plain(f"{layout} {variant}".strip()), **look))
+        handles.append(Line2D([], [], markersize=5, label=_in_legend(f"{layout} {variant}".strip()), **look))
     for name in runs:
         look = style.look("", "", name) | {"color": GREY}
         handles.append(Line2D([], [], markersize=5, label=f"run {plain(name, 24)}", **look))
     legend_below(figure, [*handles, *more])
+
+
+def _in_legend(name: str) -> str:
+    return textwrap.fill(plain(name, LONGEST_NAME), LEGEND_WIDTH)
 
 
 def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.reports.sections import FOLDED
+from dcpbench.reports.tables import MANY_ROWS
 from dcpbench.show.text import markdown
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from dcpbench.reports.sections import Section
     from dcpbench.reports.tables import Table
 
-FOLD_ABOVE = 12
-"""Rows of a table that is shown without a click."""
 MOST_CHARACTERS = 900_000
 """GitHub shows no Markdown file above 1 MB; of longer reports, the last rows of long tables are left out."""
 
@@ -57,7 +56,7 @@ def _rows_that_fit(sections: list[Section]) -> int:
     sizes = [sum(map(len, row)) + 4 * len(row) for table in tables for row in table.rows]
     if sum(sizes) < MOST_CHARACTERS:
         return max((len(table.rows) for table in tables), default=0)
-    return max(FOLD_ABOVE, int(MOST_CHARACTERS / len(tables) / (sum(sizes) / len(sizes))))
+    return max(MANY_ROWS, int(MOST_CHARACTERS / len(tables) / (sum(sizes) / len(sizes))))
 
 
 def _table(table: Table, most: int) -> str:
@@ -67,7 +66,6 @@ def _table(table: Table, most: int) -> str:
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     if len(shown) < len(table.rows):
         text += f"\n\n{len(table.rows) - len(shown):,} rows more in points.csv."
-    if not table.fold and len(table.rows) <= FOLD_ABOVE:
+    if not table.fold and len(table.rows) <= MANY_ROWS:
         return f"**{markdown(table.title)}**\n\n{text}"
-    rows = "" if table.fold and len(table.rows) <= FOLD_ABOVE else f" ({len(table.rows):,} rows)"
-    return f"<details><summary>{markdown(table.title)}{rows}</summary>\n\n{text}\n\n</details>"
+    return f"<details><summary>{markdown(table.summary)}</summary>\n\n{text}\n\n</details>"

@@ -43,8 +43,16 @@ def title(frames: Frames) -> str:
         _few(words.unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
         _dates(frames),
         rule.forecast(table),
+        _imports(table),
     ]
     return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
+
+
+def _imports(table: pd.DataFrame) -> str:
+    """`imported from vllm bench serve`; with points of ours beside, that some are."""
+    theirs = [name for name in words.unique(table["origin"]) if of_a_file(name)]
+    some = "" if table["origin"].map(of_a_file).all() else "some "
+    return f"{some}imported from {listed([TOOLS.get(name, name) for name in theirs])}" if theirs else ""
 
 
 def hardware(frames: Frames) -> str:
@@ -54,7 +62,7 @@ def hardware(frames: Frames) -> str:
 
 def hardware_of(table: pd.DataFrame) -> str:
     """The same of some points."""
-    devices = [name for name in words.unique(table["device"]) if name not in ("None", UNKNOWN)]
+    devices = [name for name in words.unique(table["device"].dropna()) if name != UNKNOWN]
     if table["cpu"].all() or not devices:
         return _few(devices, "devices")
     sizes = sorted({int(n) for n in table["gpus"] if not missing(n) and n})
@@ -173,7 +181,12 @@ def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
     """What other tools' files measured, and whether they say which layout to take."""
     table = frames.everything
     theirs = table[table["origin"].map(of_a_file)]
-    whose = listed([f"{counted(int((theirs['origin'] == n).sum()), 'result')} of {TOOLS.get(n, n)}" for n in foreign])
+    whose = listed(
+        [
+            f"{counted(int(theirs['repeats'][theirs['origin'] == n].sum()), 'result')} of {TOOLS.get(n, n)}"
+            for n in foreign
+        ]
+    )
     machine = hardware_of(theirs)
     text = f"These figures are what the imported files measured: {whose}{f' on {machine}' if machine else ''}"
     tops = theirs.sort_values("output_tok_s", kind="stable").dropna(subset=["output_tok_s"])

@@ -117,8 +117,7 @@ def _draw_overview(read: Frames, studio: Studio) -> None:
     rows, lost = read.findings.against_others, overview.no_room(read)
     draw = functools.partial(figures.draw_overview, lost=lost)
     for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
-        models = first_of(found, "model", MOST_LENGTHS)
-        group, note = thinned(found[found["model"].isin(models)], rate="ratio")
+        group, note = thinned(_some_sides(found), rate="ratio")
         told = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
         studio.add(OVERVIEW, told, group, draw, figures.alt_overview(told, group))
 
@@ -127,11 +126,16 @@ def _draw_break_even(read: Frames, studio: Studio) -> None:
     """DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
-    models = first_of(loops, "model", MOST_LENGTHS)
-    for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
-        group, note = thinned(found, rate="ratio")
+    for mode, found in loops.groupby("mode", sort=False) if len(loops) else ():
+        group, note = thinned(_some_sides(found), rate="ratio")
         told = f"Output tok/s with DCP over the same layout without it, {mode}{findings.slo_aside(group)}{note}"
         studio.add(BREAK_EVEN, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
+
+
+def _some_sides(found: pd.DataFrame) -> pd.DataFrame:
+    """Of the models that have the most points, and of their runs, as many as a figure has rows or panels for."""
+    named = found.assign(side=figures.sides(found))
+    return found[named["side"].isin(first_of(named, "side", MOST_LENGTHS))]
 
 
 @dataclasses.dataclass

@@ -45,7 +45,7 @@ def words(rows: pd.DataFrame) -> str:
 
 def where(rows: pd.DataFrame) -> str:
     """`on 4 × H200 (3–7 of 61 layers held and cycled), `: the GPUs, and what changes how all is read."""
-    devices = [n.removeprefix("NVIDIA ") for n in unique(rows["device"]) if n not in ("None", UNKNOWN)]
+    devices = [n.removeprefix("NVIDIA ") for n in unique(rows["device"].dropna()) if n != UNKNOWN]
     sizes = sorted({int(n) for n in rows["gpus"] if not missing(n) and n})
     basis = f" ({'; '.join(found)})" if (found := _rests_on(rows)) else ""
     if not sizes:

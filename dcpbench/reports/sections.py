@@ -97,7 +97,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         ),
         Section(
             slug="throughput",
-            title="Throughput against concurrency",
+            title="Output throughput against load",
             pictures=drawn("throughput"),
             tables=[defined("output throughput", "per GPU", "steady", "goodput")],
         ),

@@ -34,6 +34,9 @@ IDLE_COLOUR = "#DDDDDD"
 FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}
 """Seen on each of these."""
 
+UNLIKE = 3
+"""Places in figures.MARKERS from a variant's marker to the next one's: neighbours there are much alike when small."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Style:
@@ -69,7 +72,7 @@ class Style:
         """Of a line's dash and of its marker, in figures.LINES and figures.MARKERS."""
         turn, of_run = self._turns.get(_split(layout, variant)[1], 0), self.runs.index(run)
         turns = max(self._turns.values()) + 1
-        sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + turn
+        sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + UNLIKE * turn
         return (turn + turns * of_run) % len(LINES), sign % len(MARKERS)
 
     def look(self, layout: str, variant: str, run: str) -> dict[str, Any]:

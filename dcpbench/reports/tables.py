@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 FOLD_ABOVE = 24
 """Tables with more rows than this begin folded where they only support a figure."""
+MANY_ROWS = 12
+"""Of a table that is shown without a click in Markdown, and of a folded one whose summary does not count them."""
 MOST_ROWS = 2_000
 MOST_LETTERS = 1_000
 """Rows of a table, and letters of a cell: no one long name blows it up, and points.csv has more of it."""
@@ -47,6 +49,11 @@ class Table:
     text_columns: int = 1
     """How many leading columns hold words; the others are numbers and go to the right."""
     fold: bool = False
+
+    @property
+    def summary(self) -> str:
+        """What is clicked on where it is folded: its title, and how many rows there are where they are many."""
+        return self.title + (f" ({len(self.rows):,} rows)" if len(self.rows) > MANY_ROWS else "")
 
 
 def whole(value: float | None) -> str:
@@ -203,7 +210,8 @@ def others(found: pd.DataFrame) -> Table:
         rows.append(dict(zip(same, key, strict=True)) | row)
     shown = named("model", "layout", "outcome", load, "reason", "detail")
     title = "Failed, hung and rejected points"
-    return make_table(title, pd.DataFrame(rows), shown, text_columns=6, optional=("detail",))
+    folded = len(rows) > FOLD_ABOVE // 4
+    return make_table(title, pd.DataFrame(rows), shown, text_columns=6, optional=("detail",), fold=folded)
 
 
 def repeats(found: pd.DataFrame) -> Table:
@@ -227,7 +235,8 @@ def _disagreeing(what: str, found: pd.DataFrame, shown: list[Column], text_colum
 
 
 def honesty(found: pd.DataFrame) -> Table:
-    """What stood behind the numbers, per layout."""
+    """What stood behind the numbers, per layout; of imports nothing is known."""
+    found = found[found["origin"] == OURS] if len(found) else found
     rows, busiest = [], "busiest_rank_experts"  # of which tables of old records have no column
     groups: Iterable[Any] = found.groupby(["run", "model", "label"], sort=False) if len(found) else ()
     for (run, model, label), group in itertools.islice(groups, MOST_ROWS):
@@ -283,6 +292,8 @@ def environment(frames: Frames) -> Table:
                 if shown not in columns.values():
                     columns[run.name if run.name not in columns else f"{run.name} ({len(columns) + 1})"] = shown
     names = list(next(iter(columns.values()), {}))
+    if all(column["dcpbench"] == ABSENT for column in columns.values()):  # imports, which say little of it
+        names = [name for name in names if any(column[name] != ABSENT for column in columns.values())]
     rows = [[name, *(column[name] for column in columns.values())] for name in names]
     return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
 
@@ -320,7 +331,12 @@ def make_table(
         found = found.head(MOST_ROWS)
     told = [[text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in found.to_dict("records")]
     rows = [[cut(cell, MOST_LETTERS) for cell in row] for row in told]
-    keep = [i for i, (name, _) in enumerate(columns) if name not in optional or any(r[i] != ABSENT for r in rows)]
+    theirs = "origin" in found and OURS not in set(found["origin"])  # a column of which no file says anything is none
+    keep = [
+        i
+        for i, (name, _) in enumerate(columns)
+        if not (theirs or name in optional) or any(r[i] != ABSENT for r in rows)
+    ]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
 

@@ -134,7 +134,7 @@ def read_completion(data: bytes) -> Completion:
     try:
         found = _completion.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise StreamError(f"it sent what is no completion ({str(e)[:100]}): {_shown(data)}") from e
+        raise StreamError(f"it sent what is no completion ({e}): {_shown(data)}") from e
     if found.error is not None:
         raise StreamError(f"it broke off with an error: {error_in(data)}")
     if found.object == "error":

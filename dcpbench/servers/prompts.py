@@ -226,6 +226,10 @@ class Words:
         return " ".join([WORDS[i] for i in (found % len(WORDS)).tolist()])
 
 
+TRIES = 16
+"""Times that a text is cut or prolonged; one or two do, but where most ids decode to nothing."""
+
+
 class Tokenized:
     """Text of a tokenizer that the user names."""
 
@@ -252,15 +256,14 @@ class Tokenized:
     def __call__(self, ids: np.ndarray) -> str:
         """See Text. The text is tokenized again, and cut or prolonged until it has as many tokens."""
         wanted = max(len(ids) - round(self.beside), 1)
-        found = np.resize(ids, wanted).tolist()
-        for _ in range(4):
+        found, more = np.resize(ids, wanted).tolist(), itertools.cycle(ids.tolist())
+        for _ in range(TRIES):
             text = self._tokenizer.decode(found, skip_special_tokens=True)
             again = self._tokenizer.encode(text, add_special_tokens=False).ids
             if len(again) == wanted:
                 break
-            found = (again + list(itertools.islice(itertools.cycle(ids.tolist()), max(wanted - len(again), 0))))[
-                :wanted
-            ]
+            # On from where the last try ended: a token that the text does not show helps no time.
+            found = (again + list(itertools.islice(more, max(wanted - len(again), 0))))[:wanted]
         return text
 
 

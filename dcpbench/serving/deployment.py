@@ -160,7 +160,7 @@ class Decodes(Scheduler):
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(dataclasses.replace(config, prefix_cache=False))
+        super().__init__(config)
         self.arriving: list[list[Sequence]] = [[] for _ in self.replicas]
         """By replica."""
         self.lost: list[Sequence] = []

@@ -125,9 +125,10 @@ LEGEND_LINE_INCHES = 0.2
 
 def legend_below(figure: Figure, handles: list[Any]) -> None:
     """A legend outside the panels, in as many columns as the figure is wide, which grows with a long one."""
-    longest = max(len(str(handle.get_label())) for handle in handles)
+    labels = [str(handle.get_label()).splitlines() for handle in handles]
+    longest = max(len(line) for lines in labels for line in lines)
     columns = max(1, min(int(figure.get_figwidth() * 72 / (longest * 5.4 + 48)), len(handles)))
-    more = max(0, -(-len(handles) // columns) - LEGEND_LINES)
+    more = max(0, -(-len(handles) // columns) * max(map(len, labels)) - LEGEND_LINES)
     figure.set_figheight(figure.get_figheight() + more * LEGEND_LINE_INCHES)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
 

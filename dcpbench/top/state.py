@@ -42,8 +42,8 @@ WRONG, SOME_FAILED, INTERRUPTED = 1, WorkerError.exit_code, 130
 """Exit codes of commands that measure."""
 LEAST = 3
 """Finished points from which on a range is said."""
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""97.5 % quantile of Student's t for 1, 2, … degrees of freedom."""
+T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""97.5 % quantile of Student's t for LEAST points and more, which have one degree of freedom less than points."""
 T_95_MORE = 2.2
 """For more: 2.20 at 11, 1.96 at infinity."""
 
@@ -189,7 +189,7 @@ def estimate(durations: Sequence[float], left: int, spent: float = 0.0) -> Estim
     seconds = max(left * mean - had, 0.0)
     if n < LEAST:
         return Estimate(seconds=seconds, points=n)
-    t = T_95[n - 2] if n - 2 < len(T_95) else T_95_MORE
+    t = T_95[n - LEAST] if n - LEAST < len(T_95) else T_95_MORE
     half = t * statistics.stdev(durations) * math.sqrt(left + left**2 / n)
     return Estimate(seconds=seconds, low=max(seconds - half, 0.0), high=seconds + half, points=n)
 

@@ -17,7 +17,7 @@ from dcpbench.dashboard import pages, server, site, watching
 from dcpbench.points.layout import Layout, experts_placed
 from dcpbench.points.names import BY_LAYOUT
 from tests.browser.pointer import point_at
-from tests.unit import dashboard_builder, record_builder
+from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -252,6 +252,50 @@ class TestSharedSettings:
         assert said[1:] == ["Unless a decode row says otherwise: ep 1 · page 64 · NCCL_NVLS_ENABLE=0"]
         how = page.locator("#table tbody td:last-child").all_inner_texts()
         assert sorted(how) == [""] * 4 + ["ep 4", "ep 4", "not NCCL_NVLS_ENABLE=0", "page 32"]
+
+    def test_of_bf16_beside_fp8_each_row_says_its_own_and_no_row_what_it_is_not(
+        self, visit: Visit, tmp_path: Path
+    ) -> None:
+        """Eight points of decode, of which one has fp8 weights, another another kernel."""
+        found = []
+        for i, of in enumerate(dashboard_builder.points(8)):
+            fp8 = {"weights_dtype": "fp8"} if i == 0 else {}
+            point = msgspec.structs.replace(of, dtype="bf16", backend="triton" if i == 1 else "flashinfer", **fp8)
+            found.append(msgspec.structs.replace(dashboard_builder.record(of, 0), point=point))
+        record_builder.write(tmp_path / "runs" / "a", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        said = page.locator("#shared").inner_text().splitlines()
+        assert "bf16" not in said[0]
+        assert said[1] == "Unless a decode row says otherwise: flashinfer · bf16"
+        how = page.locator("#table tbody td:last-child").all_inner_texts()
+        own = [[word for word in row.split(" · ") if not word.startswith("ep ")] for row in how]
+        assert sorted(filter(any, own)) == [["fp8 weights, bf16 KV"], ["triton"]]
+
+    def test_a_row_without_the_objectives_of_the_others_says_so_once(self, visit: Visit, tmp_path: Path) -> None:
+        """Four served points, of which three have two objectives."""
+        found = [serve_record_builder.served(serve_record_builder.point(concurrency=n)) for n in (2, 4, 8, 16)]
+        assert found[0].serve
+        assert len(found[0].serve.slo_ms) > 1
+        found[0] = msgspec.structs.replace(found[0], serve=msgspec.structs.replace(found[0].serve, slo_ms={}))
+        record_builder.write(tmp_path / "runs" / "a", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        how = page.locator("#table tbody td:last-child").all_inner_texts()
+        assert ["no SLO" in row for row in how] == [True, False, False, False]
+        assert "not " not in how[0]
+
+    def test_tables_are_no_wider_than_the_page(self, visit: Visit, tmp_path: Path) -> None:
+        """With a run, a GPU and a load of long names; what is cut off at the right nobody reads."""
+        where = dashboard_builder.environment(0, device="NVIDIA H100 80GB HBM3")
+        served = serve_record_builder.served(serve_record_builder.point(model="deepseek-v2-lite"), environment=where)
+        plain = [dashboard_builder.record(of, 0, environment=where) for of in dashboard_builder.points(8)]
+        name = "replay-against-live_H100_2026-11-25/live-deepseek-v2-lite-closed"
+        record_builder.write(tmp_path / "runs" / name, [served, *plain])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        for box in page.locator("main .scroll").all():
+            assert box.evaluate("(one) => one.scrollWidth <= one.clientWidth")
 
     def test_what_a_record_does_not_say_is_a_dash(self, visit: Visit, tmp_path: Path) -> None:
         """An import without a context and a date: neither is 0."""

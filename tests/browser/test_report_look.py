@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from dcpbench.imports import Told, import_files
 from dcpbench.points.layout import Layout
 from dcpbench.reports import write_report
 from dcpbench.reports.page import render
 from tests.browser import pages
 from tests.browser.test_report import ROWS, drawn, hover
-from tests.unit import record_builder, serve_record_builder
+from tests.unit import engine_files_builder, record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +76,71 @@ def test_nothing_is_wider_than_the_screen_and_all_text_has_contrast(
     assert poor == []
     paper = page.evaluate("document.querySelector('#chart-throughput .chart')._fullLayout.paper_bgcolor")
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 29)"}[theme]
+
+
+@pytest.mark.parametrize("width", [700, 1400])
+def test_every_section_can_be_seen_in_the_navigation(width: int, both: Path, visit: Visit) -> None:
+    """Cut off at the right it would say "Whe"; on a phone the row is scrolled, so that the first chart is in sight."""
+    page = visit(both, viewport={"width": width, "height": 800})
+    drawn(page, "throughput")
+    links = page.locator("nav li:visible")
+    assert links.count() == page.locator("main section:visible").count()
+    assert page.locator("nav ul").evaluate("(row) => row.scrollWidth <= row.clientWidth")
+
+
+def test_no_line_ends_between_a_number_and_what_belongs_to_it() -> None:
+    told = render.tied("up to 25 % more on 4 × H200 (TTFT ≤ 2,000 ms, ITL ≤ 150 ms): 8 of 9 loads")
+    assert told == "up to 25~% more on 4~×~H200 (TTFT~≤~2,000~ms, ITL~≤~150~ms): 8 of 9 loads".replace(
+        "~", render.NO_BREAK
+    )
+
+
+def test_series_of_a_layout_at_one_load_stand_beside_each_other(visit: Visit, tmp_path: Path) -> None:
+    """Two exchanges at 8 and 32 requests: each mark and its interval can be seen, and the load stands between them."""
+    points = [
+        record_builder.point(Layout(4, 1, 4), concurrency=n, exchange=x) for n in (8, 32) for x in ("ag_rs", "symm")
+    ]
+    plain = [record_builder.point(Layout(4), concurrency=n) for n in (8, 32)]
+    page = visit(pages.page(tmp_path, [*map(record_builder.ok, (*points, *plain))]))
+    chart = drawn(page, "throughput").first
+    at = chart.evaluate("(one) => one.data.map((trace) => trace.x)")
+    assert sorted(at)[1] == [8, 32], "the one of tp4 is where it was measured"
+    low, _, high = sorted(x[0] for x in at)
+    assert low * high == pytest.approx(64)
+    assert 0.9 * 8 < low < 8 < high
+    boxes = [mark.bounding_box() for mark in chart.locator(".point").all()]
+    assert len(boxes) == 6
+    assert all(box and box["width"] > 0 for box in boxes)
+
+
+def test_names_that_fill_a_phone_come_after_their_chart(visit: Visit, tmp_path: Path) -> None:
+    """Settings of four servers above it would leave no room for the chart on the first screen."""
+    for share in (0.85, 0.9, 0.95):
+        for seqs in (128, 256):
+            server = {"gpu_memory_utilization": share, "max_num_batched_tokens": 4096 + seqs, "max_num_seqs": seqs}
+            engine_files_builder.sweep(tmp_path / "sweep", server, {"max_concurrency": 8}, runs=1)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    path = pages.page_of(tmp_path, tmp_path / "run")
+    for width, after in ((400, True), (1400, False)):
+        page = visit(path, viewport={"width": width, "height": 800})
+        chart = drawn(page, "throughput-serve-live").first.bounding_box()
+        legend = page.locator("#chart-throughput-serve-live .legend").bounding_box()
+        assert chart
+        assert legend
+        assert (chart["y"] < legend["y"]) is after
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert "copy" not in page.locator("#every-point").inner_text(), "no command of ours measures it again"
+
+
+def test_what_had_no_room_is_said_below_all_marks(visit: Visit, tmp_path: Path) -> None:
+    points = [record_builder.point(layout, concurrency=8) for layout in (Layout(4), Layout(4, 1, 4))]
+    lost = [record_builder.rejected(record_builder.point(x, concurrency=32)) for x in (Layout(4), Layout(4, 1, 2))]
+    path = pages.page_of(tmp_path, record_builder.write(tmp_path / "run", [*map(record_builder.ok, points), *lost]))
+    chart = drawn(visit(path), "overview").first
+    said = [text.bounding_box() for text in chart.locator(".annotation-text-g").all()]
+    marks = [mark.bounding_box() for mark in chart.locator(".point").all()]
+    assert len(said) == 2
+    assert all(m and s and m["y"] + m["height"] <= s["y"] for m in marks for s in said)
 
 
 def test_the_theme_is_switched_by_hand_and_charts_follow(both: Path, visit: Visit) -> None:

@@ -1,8 +1,9 @@
-"""The pages of `make results`, of a CPU run and of another tool's files: each chart has a mark for all that it shows."""
+"""The pages of `make results`, of a CPU run and of other tools' files: each chart has a mark for all that it shows."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from dcpbench.imports import Told, import_files
 from dcpbench.reports import frames, plots, sections
 from dcpbench.reports.page import render
-from tests.unit import record_builder
+from tests.unit import engine_files_builder, record_builder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,10 +72,27 @@ def imported(tmp_path: Path) -> frames.Frames:
     return frames.load([tmp_path / "run"])
 
 
+def of_sglang(tmp_path: Path) -> frames.Frames:
+    """Rates of one data set and of another, appended to one file."""
+    chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
+    lines = [*map(engine_files_builder.sglang_of_2024, (1, 2, 4)), engine_files_builder.sglang_of_2024(4, **chat)]
+    import_files([engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Told(model="llama", tp=2))
+    return frames.load([tmp_path / "run"])
+
+
+def of_a_sweep(tmp_path: Path) -> frames.Frames:
+    """Four servers at two rates, three runs each."""
+    for share, seqs, rate in itertools.product((0.9, 0.95), (128, 256), (8, 16)):
+        server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
+        engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8))
+    return frames.load([tmp_path / "run"])
+
+
 PAGES: dict[str, Callable[[Path], frames.Frames]] = {
     f"{folder} {shlex.split(typed)[-1]}": lambda _, typed=typed, folder=folder: report(typed, folder)
     for folder, typed in REPORTS
-} | {"cpu": cpu, "imported": imported}
+} | {"cpu": cpu, "imported": imported, "of sglang": of_sglang, "of a sweep": of_a_sweep}
 """By folder and the report's own name in it, as in several folders it is `report`."""
 
 

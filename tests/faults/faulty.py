@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import fake_worker
 
 from dcpbench.launch import jobs
+from dcpbench.launch.child import PARENT
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 
@@ -46,7 +47,8 @@ MOMENT, WHICH, WHOM, WHAT = os.environ[FAULT].split(":")
 
 def commit(folder: Path) -> None:
     """Do it."""
-    (folder / DONE).touch(exist_ok=False)
+    with (folder / DONE).open("x") as done:
+        done.write(os.environ[PARENT])
     if WHAT in RAISED:
         raise RAISED[WHAT]
     if WHAT.startswith("exit-"):
@@ -71,11 +73,16 @@ def _whom() -> int:
     raise ValueError(WHOM)
 
 
+def _was_another_job(done: Path) -> bool:
+    """Whether it has happened, and not in this job, of which another rank may have come first."""
+    return done.exists() and done.read_text() not in ("", os.environ[PARENT])
+
+
 class Rank:
     """The fake worker's steps with a fault between them, which the other rank waits for as in a collective."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.over = folder, (folder / DONE).exists()
+        self.folder, self.over = folder, _was_another_job(folder / DONE)
         self.build, self.answer, self.end = fake_worker.build, fake_worker.answer, fake_worker.wait_for_the_end
         self.append = RecordFile.append
 
@@ -87,6 +94,13 @@ class Rank:
         """Do it, if this is the rank and the moment."""
         if self.at(moment, point) and int(WHICH) == fake_worker.RANK:
             commit(self.folder)
+
+    def importing(self) -> None:
+        """Do it, or wait for what comes of it: no rank goes on before all have come."""
+        if self.at("importing"):
+            self.pass_by("importing")
+            while True:
+                time.sleep(0.05)
 
     def meet(self, job: jobs.Job, moment: str, point: Point) -> None:
         """Do it, or wait for what comes of it."""
@@ -126,7 +140,7 @@ def main() -> None:
     """As the fake worker."""
     if sys.argv[1] != "--probe":
         rank = Rank(Path(jobs.read_job(Path(sys.argv[1])).folder))
-        rank.pass_by("importing")
+        rank.importing()
         fake_worker.build, fake_worker.answer, fake_worker.wait_for_the_end = rank.building, rank.answering, rank.ending
         RecordFile.append = lambda of, record: rank.appending(of, record)  # noqa: PLW0108 -- becomes a method
     fake_worker.main()

@@ -55,6 +55,7 @@ FAULTS = (
     "no-usage-no-tokens",
     "crlf",
     "slow-bytes",
+    "continue",
 )
 MIDDLE = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
 """Faults in place of the second chunk."""
@@ -506,6 +507,8 @@ class FakeServer:
         asked_for = (asked.get("stream_options") or {}) if script.usage == "asked" else {}
         end = b"\r\n\r\n" if fault == "crlf" else b"\n\n"
         head = {"id": f"cmpl-{sent.number}", "object": "text_completion", "model": self.model.name}
+        if fault == "continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         if chat:
             first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}

@@ -216,3 +216,28 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
     said = json.loads(capsys.readouterr().out)
     assert said["verdict"] == AGREE
     assert [c["context"] for c in said["contexts"]] == [16, 32]
+
+
+def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
+    """Else differences would be those of two tokenizers."""
+
+    async def main() -> tuple[list[object], list[object]]:
+        async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
+            targets = [Target.at(one.url), Target.at(other.url)]
+            await ask_all(targets, contexts=[16], prompts=1, tokens=4, repeats=2, seed=0, endpoint="completions")
+            of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
+            return of_one, of_other
+
+    one, other = asyncio.run(main())
+    assert isinstance(one[-1], str)
+    assert one[-1] == other[-1]
+
+
+def test_the_shortest_prompts_at_which_a_server_differs_from_itself_are_named() -> None:
+    """Of three lengths the second and third are too noisy to say anything."""
+    rng = np.random.default_rng(1)
+    found = [compared(rng, 100), compared(rng, 200), compared(rng, 400)]
+    noisy = [replace(f, differ_within=within) for f, within in zip(found, (0.0, 0.6, 0.7), strict=True)]
+    _, verdict, said = judge(noisy)
+    assert verdict == UNDECIDED
+    assert "at prompts of 200 tokens 60% of a server's own answers differ" in said

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dcpbench.servers.answers import BY_IDS, BY_USAGE, SPARE_CHUNKS, Streamed
+from dcpbench.servers.client import RequestError
 from dcpbench.servers.events import StreamError
 
 
@@ -63,3 +64,31 @@ def test_tokens_of_chunks_add_up_to_what_the_server_counted(
     assert answer.chunk_tokens() == counts
     assert answer.counted_by == by
     assert answer.chunk_s == [float(n) for n in range(len(counts))]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "pieces", "said"),
+    [
+        (200, b"text/html", [b"<html>", b"Sign in"], "text/html in place of a stream: <html>Sign in"),
+        (200, b"text/html", [b"x" * 300, b"y" * 300, b"z"], "text/html in place of a stream: xxx"),
+        (500, b"text/plain", [b"x" * 600, b" told at its end"], "told at its end"),
+    ],
+    ids=["short", "long enough", "error"],
+)
+def test_what_is_no_stream_is_read_until_it_tells_enough(
+    status: int, kind: bytes, pieces: list[bytes], said: str
+) -> None:
+    """512 bytes of a page; of an error all there is, as its message may come last."""
+    answer = Streamed(4)
+    answer.head(status, {b"content-type": kind})
+
+    def come() -> None:
+        for piece in pieces:
+            answer.body(piece, 0.0)
+        answer.end()
+
+    with pytest.raises(RequestError) as error:
+        come()
+    data = answer._body
+    assert len(data) == (600 if len(pieces) == 3 else sum(map(len, pieces))), "not the third of the long ones"
+    assert said in error.value.sentence or status == 500

@@ -39,7 +39,7 @@ SAID = {
     "comments": ("time-out", "nothing came for 1 s"),
     "redirect": ("HTTP 301", "sends elsewhere (HTTP 301): http://elsewhere.invalid/v1"),
 }
-HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes")
+HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes", "continue")
 
 
 def call(target: Target, number: int = 0, tokens: int = 10) -> Call:
@@ -78,7 +78,7 @@ def test_a_fault_is_a_failed_request_with_a_sentence(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", HARMLESS)
 def test_what_is_only_unusual_is_read(fault: str) -> None:
-    """Other line ends, single bytes, and answers that say nothing of tokens."""
+    """Other line ends, single bytes, answers that say nothing of tokens, and a head before the head."""
     (outcome,) = asyncio.run(answered(Script(ttft_ms=2, gap_ms=1, fault=fault)))
     assert outcome.error is None
     assert outcome.answer is not None

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.runs import read_run
+from dcpbench.servers import guard
 from dcpbench.servers.launch import Server, ServerError, free_port, reason_in
 from dcpbench.servers.presets import PRESETS, Engine, engine
 
@@ -296,3 +299,96 @@ def test_flags_are_axes() -> None:
     """Every combination of lists; others are the same for all."""
     made = Engine(name="x", command="x {port}", flags={"a": [1, 2], "b": ["x", "y"], "c": 3})
     assert made.servers() == [{"a": a, "b": b} for a in ("1", "2") for b in ("x", "y")]
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (signal.SIGKILL, 137)])
+def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its exit code, or as a shell would tell its signal; what it left behind is ended first."""
+    ended: list[float] = []
+    waits = iter([(0, 0), (77, status)])
+    monkeypatch.setattr(guard.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(guard.os, "fork", lambda: 77)
+    monkeypatch.setattr(guard.os, "waitpid", lambda *_: next(waits))
+    monkeypatch.setattr(guard.time, "sleep", lambda _: None)
+    monkeypatch.setattr(guard, "_end_all", ended.append)
+    assert guard.main(os.getppid(), 5.0, ["serve"]) == code
+    assert ended == [5.0]
+    assert guard.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
+
+
+class Below:
+    """Processes below a guard that end so many looks after a signal; one that begins another as it ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lives: dict[int, tuple[int, int]]) -> None:
+        """`lives`: looks that a process is there behind SIGTERM, and behind SIGKILL."""
+        self.lives, self.got, self.now = lives, list[tuple[int, int]](), 0.0
+        self.left: dict[int, int] = dict.fromkeys(lives, 1 << 30)
+        monkeypatch.setattr(guard, "descendants", lambda _: [pid for pid, left in self.left.items() if left > 0])
+        monkeypatch.setattr(guard, "_reap", lambda: None)
+        monkeypatch.setattr(guard.os, "kill", self.kill)
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(guard, "time", clock)
+
+    def kill(self, pid: int, number: int) -> None:
+        self.got.append((pid, number))
+        behind = self.lives[pid][number == signal.SIGKILL]
+        self.left[pid] = min(self.left[pid], behind)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.left = {pid: left - (left < 1 << 30) for pid, left in self.left.items()}
+
+
+def test_all_processes_below_a_guard_are_asked_to_end_and_killed_where_they_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """7 ends when it is asked, and 8 never does: it is killed after its grace."""
+    below = Below(monkeypatch, {7: (2, 1), 8: (1 << 30, 1)})
+    guard._end_all(1.0)
+    assert below.got[:2] == [(7, signal.SIGTERM), (8, signal.SIGTERM)]
+    assert set(below.got[2:]) == {(8, signal.SIGKILL)}
+    assert below.now == pytest.approx(1.0 + guard.REST_S, abs=2 * guard.REST_S)
+
+
+def test_where_all_end_when_they_are_asked_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = Below(monkeypatch, {7: (2, 1), 8: (4, 1)})
+    guard._end_all(60.0)
+    assert [number for _, number in below.got] == [signal.SIGTERM] * 2
+    assert below.now == pytest.approx(4 * guard.REST_S)
+
+
+def test_processes_below_one_are_found_however_deep() -> None:
+    """A shell, and what it waits for."""
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
+        while not (found := guard.descendants(shell.pid)):
+            time.sleep(0.01)
+        assert shell.pid in guard.descendants(os.getpid())
+        assert set(found) <= set(guard.descendants(os.getpid()))
+        os.kill(found[0], signal.SIGKILL)
+        shell.wait()
+    assert guard.descendants(shell.pid) == []
+
+
+def test_of_several_errors_the_last_is_why_a_server_ended() -> None:
+    """Earlier ones it went on from."""
+    log = b"ValueError: no such cache\nretrying\nRuntimeError: out of memory\nbye\n"
+    assert reason_in(log) == "RuntimeError: out of memory"
+
+
+def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> None:
+    """And only one that the engine has."""
+    load = engine_load(requests=1, input_tokens="1", output_tokens="1")
+    of = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
+    for dcp, exchange, said in ((4, "a2a", True), (1, "a2a", False), (4, "symm", False), (4, "none", False)):
+        point = engine_point(
+            model="m",
+            layout={"tp": 4, "dp": 1, "dcp": dcp},
+            backend="x",
+            load=load,
+            concurrency=1,
+            context=2,
+            precision={"dtype": "unknown"},
+        )
+        point = msgspec.structs.replace(point, exchange=exchange)
+        assert ("--exchange a2a" in " ".join(of.words(point, {}, "m", 7))) is said

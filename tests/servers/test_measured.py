@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import re
+import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
 import pytest
 
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.records.file import read_records
 from dcpbench.records.record import ClientLoad
-from dcpbench.servers.client import RequestError
+from dcpbench.servers import info, measure, null_server, overhead
+from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.load import Call, Outcome, Pace, Run, may_retry
 from dcpbench.servers.measure import _client_bound, _client_load, _not_as_asked
+from dcpbench.servers.prompts import Tokenized, Words, find_manner
 from dcpbench.servers.sweep import _log
+from dcpbench.serving.outcome import in_short
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.traffic import Sample
+from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dcpbench.launch.jobs import Progress
 
 
 @pytest.mark.parametrize(
@@ -132,3 +144,261 @@ def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, toke
         Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
     assert _not_as_asked(came, asked) is nominal
+
+
+@pytest.mark.parametrize(("blocks", "tokens"), [("100", 1600), ("None", None), ("", None)])
+def test_a_cache_whose_size_a_server_does_not_say_has_none(blocks: str, tokens: int | None) -> None:
+    """As vLLM's metrics have it, of two engines where it is said; 16 tokens to a block."""
+    said = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}",engine="0"}} 1.0'
+    found = info._of_metrics(info.ServerInfo(), info.read_metrics(said))
+    assert (found["engine"], found["kv_capacity_tokens"]) == ("vllm", tokens)
+
+
+def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
+    async def main() -> Run:
+        load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await load.run(time.perf_counter() + 1000)
+        return load
+
+    assert asyncio.run(main()).pace.wall_s == 0.0
+
+
+def test_a_load_took_the_time_from_its_start_to_its_end() -> None:
+    """No more than has passed for who looks at the same clock."""
+
+    async def main() -> Run:
+        load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
+        await load.run(began - 2.0)
+        return load
+
+    began = time.perf_counter()
+    took = asyncio.run(main()).pace.wall_s
+    assert 2.0 <= took <= time.perf_counter() - began + 2.0
+
+
+def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = serve_record_builder.run()[0]
+    bad = record_builder.failed(good.point)
+    records = iter([(good, None), (bad, None), (bad, KeyboardInterrupt())])
+    monkeypatch.setattr(measure, "measure", lambda *_: next(records))
+    seen: list[Progress] = []
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure_points([good.point] * 3, *[None] * 4, tmp_path, seen.append)  # type: ignore[call-arg,arg-type]
+    assert good.serve is not None
+    assert [(e.stage, e.note, e.index, e.of) for e in seen] == [
+        ("done", in_short(good.serve), 0, 3),
+        ("failed", bad.reason, 1, 3),
+    ]
+    assert [r.outcome for r in read_records(tmp_path)] == ["ok", "failed", "failed"]
+
+
+def test_what_the_client_adds_is_told_by_a_server_whose_gaps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams of 40 chunks: first ones after 3 and 5 ms, gaps 1 ms longer than the server's, 1 s of two cores."""
+    gap = null_server.GAP_S + 1e-3
+
+    class Sent:
+        paces = (Pace(cpu_s=0.5), Pace(cpu_s=0.5))
+        outcomes: list[Outcome]
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.outcomes = [
+                Outcome(
+                    Call(n, b"", 40), 1.0, answer=SimpleNamespace(chunk_s=[1.0 + first + i * gap for i in range(40)])
+                )  # type: ignore[arg-type]
+                for n, first in enumerate((3e-3, 5e-3))
+            ]
+
+        async def __aenter__(self) -> Self:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def prepare(self, streams: int) -> None:
+            assert streams == 2
+
+        async def run(self) -> None:
+            pass
+
+    nobody = contextlib.nullcontext(Target.at("http://127.0.0.1:9"))
+    monkeypatch.setattr(overhead, "null", lambda: nobody)
+    monkeypatch.setattr(overhead, "sending", Sent)
+    told = asyncio.run(overhead.overhead(2, 1))
+    assert told == {
+        "null_streams": 2,
+        "null_event_us": pytest.approx(1e6 / 80),
+        "null_ttft_p50_ms": pytest.approx(4.0),
+        "null_lag_p99_ms": pytest.approx(1.0),
+    }
+
+
+def test_of_all_that_a_server_refused_the_last_is_told() -> None:
+    """What was asked last is the plainest request there is."""
+
+    class Refuses:
+        target = Target.at("http://127.0.0.1:9")
+        asked = 0
+
+        async def exchange(self, *_: object) -> None:
+            self.asked += 1
+            raise RequestError("HTTP 400", f"HTTP 400: number {self.asked}", status=400)
+
+    client = Refuses()
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(find_manner(client, "fake", "completions"))  # type: ignore[arg-type]
+    assert client.asked > 4
+    assert (
+        str(error.value) == f"http://127.0.0.1:9 takes no request of /v1/completions: HTTP 400: number {client.asked}"
+    )
+
+
+def asked(answers: dict[str, object]) -> info.ServerInfo:
+    """What a server is that answers these paths; a number is a status, text as it is, all else as JSON."""
+
+    class Asked:
+        target = Target.at("http://127.0.0.1:9")
+
+        async def get(self, path: str, _: float) -> SimpleNamespace:
+            said = answers.get(path, 404)
+            if isinstance(said, RequestError):
+                raise said
+            status = said if isinstance(said, int) else 200
+            data = (
+                b"" if isinstance(said, int) else said.encode() if isinstance(said, str) else msgspec.json.encode(said)
+            )
+            return SimpleNamespace(status=status, headers={}, data=data)
+
+    return asyncio.run(info.ask(Asked()))  # type: ignore[arg-type]
+
+
+CARDS = {"data": [{"id": "v3", "max_model_len": 4096}]}
+
+
+def test_a_server_is_what_it_says_of_itself() -> None:
+    """vLLM by /version and metrics of its replicas; SGLang by what it serves; else one of OpenAI's API."""
+    metrics = "\n".join(
+        f'vllm:cache_config_info{{block_size="16",cache_dtype="fp8",engine="{n}",num_gpu_blocks="100"}} 1.0'
+        for n in (0, 1)
+    )
+    vllm = asked({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
+    assert (vllm.engine, vllm.version, vllm.kv_capacity_tokens) == ("vllm", "0.32.0", 3200)
+    assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
+    assert vllm.model(None).max_model_len == 4096
+    (path,) = info.SGLANG_INFO[:1]
+    states = [{"max_total_num_tokens": 5000}]
+    sglang = asked({"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}})
+    assert (sglang.engine, sglang.version, sglang.kv_capacity_tokens) == ("sglang", "0.5", 5000)
+    own = asked({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
+    assert (own.kv_capacity_tokens, own.version) == (7000, "")
+    odd = asked(
+        {"/v1/models": CARDS, path: {"max_total_num_tokens": True, "internal_states": []}, "/version": {"version": 5}}
+    )
+    assert (odd.engine, odd.kv_capacity_tokens) == ("sglang", None)
+    plain = asked({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
+    assert (plain.engine, plain.version, plain.kv_capacity_tokens, plain.facts) == ("openai", "", None, {})
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "said"),
+    [
+        ([], None, "the server names no model; say with --model which is meant."),
+        (["a", "b"], None, "the server serves a and b; say with --model"),
+        (["a", "b"], "c", "--model c: the server serves a and b; leave --model out, or name one of these."),
+        (["a", "b"], "b", None),
+        (["a"], None, None),
+        ([], "c", None),
+    ],
+)
+def test_a_model_is_the_one_that_is_named_or_the_only_one(
+    models: list[str], name: str | None, said: str | None
+) -> None:
+    """A server without /v1/models takes any name."""
+    served = asked({"/v1/models": {"data": [{"id": one} for one in models]} if models else 404})
+    if said:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            served.model(name)
+    else:
+        assert served.model(name).id == (name or models[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (401, "HTTP 401: nothing more. Put its API key into the environment variable that --api-key-env names"),
+        (500, "cannot be measured: the server answered HTTP 500"),
+        (RequestError("refused", "nobody listens."), "cannot be measured: nobody listens."),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_a_sentence(answer: object, said: str) -> None:
+    with pytest.raises(WorkerError, match=re.escape(said)):
+        asked({"/v1/models": answer})
+
+
+class TestTokenizer:
+    """Words that are tokens, as a model's tokenizer would have them."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """A tokenizer of 100 words, of which "w7" is token 7."""
+        import tokenizers
+
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(100)}, "w0"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path
+
+    def test_a_prompt_is_text_of_as_many_tokens(self, folder: Path) -> None:
+        """Less what stands beside it, such as a chat's template; one at least."""
+        for place in (folder, folder / "tokenizer.json"):
+            of = Tokenized(place)
+            assert of.vocab == 100
+            assert of(np.array([5, 7, 9])) == "w5 w7 w9"
+        assert Tokenized(folder, beside=2.0)(np.array([5, 7, 9])) == "w5"
+        assert Tokenized(folder, beside=9.0)(np.array([5, 7, 9])) == "w5"
+
+    def test_text_that_makes_other_tokens_is_cut_or_prolonged(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ids that decode to nothing leave too few: the prompt's own are put behind."""
+        of = Tokenized(folder)
+        real = of._tokenizer
+
+        class Drops:
+            """Leaves out token 5 wherever it stands."""
+
+            def decode(self, ids: list[int], **_: object) -> str:
+                return " ".join(f"w{n}" for n in ids if n != 5)
+
+            def encode(self, text: str, **options: bool) -> object:
+                return real.encode(text, **options)
+
+        monkeypatch.setattr(of, "_tokenizer", Drops())
+        for ids in ([7, 5, 9, 7], [5, 7, 9, 7], [5, 5, 9]):
+            assert len(of(np.array(ids)).split()) == len(ids), "also where the first one is nothing"
+
+    def test_what_is_no_tokenizer_is_a_sentence(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"no tokenizer could be read from tokenizer\.json .*; name the folder"):
+            Tokenized(tmp_path)
+
+
+def test_words_are_as_many_as_the_server_counts_tokens() -> None:
+    """1.5 tokens a word and 4 beside: of 100 tokens 64 words; one at least."""
+    words = Words(1.5, 4.0)
+    assert len(words(np.arange(100)).split()) == 64
+    assert len(words(np.arange(3)).split()) == 1
+    assert words(np.arange(100)) != words(np.arange(1, 101))
+
+
+@pytest.mark.parametrize(("ended", "asked", "counted"), [(True, 20, 3), (False, 20, 20), (False, 3, 4), (False, 2, 4)])
+def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, asked: int, counted: int) -> None:
+    """Of three tokens that came; one that finished said what it had to."""
+    request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=asked)
+    sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
+    answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
+    outcome = Outcome(Call(0, b"", asked), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
+    sample = measure._sample(outcome, sent)  # type: ignore[arg-type]
+    assert (sample.request.output_tokens, sample.token_s) == (counted, [1.0, 2.0, 3.0])

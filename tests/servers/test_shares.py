@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,11 +17,13 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import WorkerError
 from dcpbench.records.runs import read_run
+from dcpbench.servers import null_server
+from dcpbench.servers import shares as sharing
 from dcpbench.servers.client import Target
-from dcpbench.servers.load import Call
+from dcpbench.servers.load import Call, Outcome, Pace
 from dcpbench.servers.measure import CHUNKS_EACH, processes_for
 from dcpbench.servers.prompts import EXACT, Manner
-from dcpbench.servers.shares import Shares, deal, divided, sending
+from dcpbench.servers.shares import DONE, READY, STOP, TOLD, Shares, deal, divided, sending
 from dcpbench.serving.requests import ServeRequest
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
@@ -241,3 +244,73 @@ def test_processes_of_an_open_loop_follow_from_its_requests(monkeypatch: pytest.
     prompt = np.arange(3, dtype=np.int32)
     due = [ServeRequest(number=n, prompt=prompt, output_tokens=2000, arrival_s=n / 10) for n in range(11)]
     assert processes_for(point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+def test_a_server_that_does_nothing_streams_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 tokens in a request that comes in two pieces, one where nothing says how many; of who has gone nothing is left."""
+    monkeypatch.setattr(null_server, "GAP_S", 1e-3)
+
+    async def main() -> tuple[list[bytes], int]:
+        streams = null_server.Streams()
+        wires = [Wire() for _ in range(4)]
+        ends = [null_server.Null(streams) for _ in wires]
+        for end, wire in zip(ends, wires, strict=True):
+            end.connection_made(wire)  # type: ignore[arg-type]
+        body = b'{"max_tokens": 3}'
+        whole = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        ends[0].data_received(whole[:50])
+        assert wires[0].data == b""
+        ends[0].data_received(whole[50:])
+        ends[1].data_received(b"GET / HTTP/1.1\r\n\r\n")
+        ends[2].data_received(whole)
+        ends[3].data_received(whole)
+        ends[3].connection_lost(None)
+        while streams.left:  # noqa: ASYNC110 -- nobody tells it
+            await asyncio.sleep(0)
+        ends[0].data_received(whole)
+        return [wire.data for wire in wires], len(streams.left)
+
+    (three, one, also, gone), left = asyncio.run(main())
+    head, chunk, end = null_server.HEAD, null_server.CHUNK, null_server.END
+    assert three == head + 3 * chunk + end + head + chunk, "asked again, it begins again"
+    assert (one, also, gone, left) == (head + chunk + end, head + 3 * chunk + end, head + chunk, 1)
+
+
+@pytest.mark.parametrize("told", ["to run", "to stop before", "to stop meanwhile"])
+def test_a_process_sends_its_share_when_it_is_told_and_says_what_came_of_it(told: str) -> None:
+    """Five tokens each of three requests by one client; what it was stopped in has not ended. Bytes of requests stay there."""
+
+    async def main() -> tuple[list[Outcome], Pace]:
+        gap_ms = 5000 if told == "to stop meanwhile" else 1
+        async with Running(Script(gap_ms=gap_ms), Model()) as server:
+            target = Target.at(server.url)
+            (share,) = deal(target, calls_to(target, 3), 1, 1)
+            ours, theirs = multiprocessing.Pipe()
+            working = asyncio.create_task(sharing._work(theirs, share))
+            assert await asyncio.to_thread(ours.recv) == (READY, None)
+            ours.send(STOP if told == "to stop before" else time.perf_counter())
+            if told == "to stop meanwhile":
+                while not any(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- likewise
+                    await asyncio.sleep(0.01)
+                ours.send(STOP)
+            while (said := await asyncio.to_thread(ours.recv))[0] != DONE:
+                assert said[0] == TOLD
+            await working
+            outcomes, pace = said[1]
+            return outcomes, pace
+
+    outcomes, pace = asyncio.run(main())
+    ended = [outcome.ended for outcome in outcomes]
+    assert ended == {"to run": [True] * 3, "to stop before": [], "to stop meanwhile": [False]}[told]
+    assert {outcome.call.data for outcome in outcomes} <= {b""}
+    assert (pace.wall_s > 0) == (told != "to stop before")

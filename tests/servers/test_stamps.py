@@ -87,3 +87,21 @@ def test_a_client_that_goes_first_is_ordinary_again_afterwards() -> None:
     assert os.sched_getscheduler(0) == before
     with first_in_line(wanted=False) as allowed:
         assert not allowed
+
+
+@pytest.mark.parametrize("lets", [True, False])
+def test_whoever_goes_first_is_this_thread_and_none_that_it_starts(monkeypatch: pytest.MonkeyPatch, lets: bool) -> None:
+    """0 is the caller; what it forks is ordinary. Afterwards it is what it was, if it was anything else."""
+    asked: list[tuple[int, int]] = []
+
+    def schedule(pid: int, policy: int, _: object) -> None:
+        asked.append((pid, policy))
+        if not lets:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", schedule)
+    before = os.sched_getscheduler(0)
+    with first_in_line() as allowed:
+        assert allowed is lets
+    first = (0, os.SCHED_RR | os.SCHED_RESET_ON_FORK)
+    assert asked == ([first, (0, before)] if lets else [first])

@@ -118,6 +118,30 @@ def sglang(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def sglang_of_2024(rate: float = float("inf"), **changes: Any) -> dict[str, Any]:
+    """A line of a file that SGLang wrote in December 2024: no server, no model, three medians and no percentile."""
+    return {
+        "backend": "sglang",
+        "dataset_name": "random",
+        "request_rate": rate,
+        "max_concurrency": None,
+        "total_input_tokens": 152_000,
+        "total_output_tokens": 160_000,
+        "total_output_tokens_retokenized": 159_900,
+        "mean_e2e_latency_ms": 7800.0,
+        "median_e2e_latency_ms": 7800.0,
+        "median_ttft_ms": 85.0,
+        "median_itl_ms": 14.0,
+        "output_throughput": 533.3,
+        "sharegpt_output_len": None,
+        "random_input_len": 1024,
+        "random_output_len": 1024,
+        "random_range_ratio": 0.0,
+        "duration": 300.0,
+        "completed": 300,
+    } | changes
+
+
 def inferencex(**changes: Any) -> dict[str, Any]:
     """A row as InferenceX's `process_result.py` writes it, on one node."""
     return {

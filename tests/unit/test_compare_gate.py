@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,3 +25,21 @@ def test_a_rule_that_guards_nothing_is_undecided_and_never_passes(tmp_path: Path
     assert [f.rule for f in found.findings] == ["ttft_p99:5%"]
     assert found.findings[0].status == ("fails" if fails else "undecided")
     assert bool(found.fails) is fails
+
+
+@pytest.mark.parametrize(
+    ("rule", "a", "higher", "limit"),
+    [
+        ("tok_s:2%", 100.0, True, math.log(1.02)),
+        ("tok_s:+10", 100.0, True, math.log(100 / 90)),
+        ("tok_s:+100", 100.0, True, math.inf),
+        ("itl_p50:+10", 100.0, False, math.log(1.1)),
+    ],
+)
+def test_a_rate_is_as_much_worse_as_what_it_counts_takes_longer(
+    rule: str, a: float, higher: bool, limit: float
+) -> None:
+    """100 tok/s that become 90 take 100 / 90 of the time; 100 ms that become 110 take 1.1 of it."""
+    (one,) = gate.read_rules(rule)
+    row = SimpleNamespace(a=a, higher_is_better=higher)
+    assert gate._limit(row, one) == pytest.approx(limit)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,12 +15,13 @@ import pytest
 import yaml
 
 from dcpbench import cli
-from dcpbench.compare import ci, gate, markdown, picture, sides, table
+from dcpbench.compare import ci, gate, judging, markdown, picture, rounds, sides, table
 from dcpbench.compare.judging import Options, judge
-from dcpbench.compare.model import Comparison
+from dcpbench.compare.model import Comparison, Difference
 from dcpbench.compare.samples import requests_of
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
+from dcpbench.records.metrics import METRIC
 from dcpbench.records.runs import Run
 from dcpbench.serving.outcome import FINISHED, Row
 from dcpbench.serving.samples import write_samples
@@ -313,3 +315,38 @@ class TestHostileRecords:
         assert code == 2
         assert "schema_version 99" in err
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("count", "last"), [(20, "  setting 19: 1 | 2"), (21, "  and 1 more"), (25, "  and 5 more")])
+def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str) -> None:
+    found = [Difference(what=f"setting {n}", a="1", b="2") for n in range(count)]
+    shown = table._differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
+    assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
+
+
+def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
+    """It has no logarithm; counts can be 0."""
+    record = build.ok(build.point())
+    assert record.metrics is not None
+    none = msgspec.structs.replace(record.metrics.step_ms, median=0.0)
+    record = msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_ms=none))
+    run = Run("a", tmp_path, [record])
+    assert judging._estimate(METRIC["step_ms"], "steps", run, [record], {}) is None
+
+
+@pytest.mark.parametrize(
+    ("faster", "said"),
+    [
+        ([1.25], "step time 10 → 8.001 ms, B/A 0.800"),
+        ([1.25, 0.5, 1.0], "step time B/A 0.800 to 2.000 in 3 points, median 1.000"),
+        ([1e-4], "step time 10 → 100,010 ms, B/A 1e+04"),
+        ([1.25, None], "step time 10 → 8.001 ms, B/A 0.800; 1 point did not run in B"),
+        ([None], "nothing ran on both sides; 1 point did not run in B"),
+    ],
+)
+def test_a_round_of_ab_is_a_line(tmp_path: Path, faster: list[float | None], said: str) -> None:
+    """A takes 10 ms a step; so many times as fast is B, or did not run. Medians are those of made-up samples."""
+    points = [build.point(context=1000 * (n + 1)) for n in range(len(faster))]
+    a = [build.ok(p, median_ms=10.0) for p in points]
+    b = [build.ok(p, median_ms=10.0 / x) if x else build.failed(p) for p, x in zip(points, faster, strict=True)]
+    assert rounds.in_short(Run("a", tmp_path, a), Run("b", tmp_path, b)) == said

@@ -334,3 +334,9 @@ class TestGuarantees:
             a, b = (side(name, rng, 5, "normal", cv=0.002) for name in "ab")
             same += judge(a, b, Options(metrics=("step_time",))).counts.get("SAME", 0)
         assert same >= 0.95 * 400
+
+
+@pytest.mark.parametrize(("requests", "together"), [(4, 1), (16, 4), (64, 8), (1000, 20)])
+def test_neighbouring_requests_are_drawn_together_but_at_least_four_times(requests: int, together: int) -> None:
+    """2 · 1000^⅓ = 20, 2 · 64^⅓ = 8; of 16 it would be 5, which is over a fourth, and of 4 no more than 1."""
+    assert resampling.request_blocks(requests) == together

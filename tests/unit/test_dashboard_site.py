@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from dcpbench.dashboard import data as data_files
-from dcpbench.dashboard import finding, lines, pages, site
+from dcpbench.dashboard import finding, lines, pages, running, site
 from dcpbench.dashboard.changes import Change
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.launch.jobs import Progress
 from dcpbench.points.layout import Layout
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
@@ -158,6 +159,20 @@ class TestWhatIsOneLine:
         said = lines.described(line)
         assert (said["how"], said["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
         assert said["hardware"] == "not recorded"
+
+    @pytest.mark.parametrize(
+        ("precision", "said"),
+        [
+            ({}, "bf16"),
+            ({"weights_dtype": "fp8"}, "fp8 weights, bf16 KV"),
+            ({"weights_dtype": "fp8", "kv_dtype": "fp8"}, "fp8 weights and KV"),
+        ],
+    )
+    def test_a_precision_is_one_word_of_how_a_point_ran(self, precision: dict[str, str], said: str) -> None:
+        """What is computed with, alone, is what the rows of both would share: `bf16` above a table with fp8 weights."""
+        of = record_builder.point(**({"dtype": "bf16"} | precision))
+        (line,) = lines.of_run([dashboard_builder.record(of, 0)])
+        assert str(lines.described(line)["how"]).split(" · ")[-1] == said
 
     def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
         rows: list[dict[str, str | int]] = [
@@ -515,3 +530,33 @@ class TestWhoseFolder:
         (tmp_path / "file").write_text("")
         with pytest.raises(OutputError, match="give another folder with -o"):
             site.build(runs, tmp_path / "file" / "site")
+
+
+def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = dashboard_builder.history(tmp_path / "runs", runs=1).iterdir()
+    size = (run / "records.jsonl").stat().st_size
+    monkeypatch.setattr(finding, "MOST_BYTES", size)
+    assert len(finding.find(tmp_path / "runs", {}, lambda _: None).runs) == 1
+    monkeypatch.setattr(finding, "MOST_BYTES", size - 1)
+    skipped = finding.find(tmp_path / "runs", {}, lambda _: None).skipped
+    assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
+
+
+@pytest.mark.parametrize(("size", "events"), [(16 << 20, 1), ((16 << 20) + 1, 0)])
+def test_progress_of_more_than_16_mib_is_no_jobs(tmp_path: Path, size: int, events: int) -> None:
+    """A line has 300 bytes: that would be 50,000 events."""
+    line = msgspec.json.encode(Progress(stage="measure"))
+    (tmp_path / "progress").write_bytes(line.ljust(size - 1) + b"\n")
+    assert len(running._events(tmp_path / "progress")) == events
+
+
+def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
+    """And where nothing was built yet it is noted alone."""
+    (run,) = finding.find(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
+    site._note(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
+    site.note_page(tmp_path, run)
+    assert site.index(tmp_path) == "data/index.json"
+    assert site.made(tmp_path) == {"other": "key", run.slug: pages.key(run)}
+    (tmp_path / "new").mkdir()
+    site.note_page(tmp_path / "new", run)
+    assert (site.index(tmp_path / "new"), [*site.made(tmp_path / "new")]) == ("", [run.slug])

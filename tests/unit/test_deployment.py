@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dcpbench.serving.deployment import Deployment, Disaggregated, Link
+from dcpbench.serving.deployment import Decodes, Deployment, Disaggregated, Link
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.outcome import rows
 from dcpbench.serving.replay import Replayed, replay
+from dcpbench.serving.requests import Sequence
 from dcpbench.serving.scheduler import Scheduler
 from tests.unit import virtual_serving
 from tests.unit.serving_builder import config, request
@@ -194,6 +195,77 @@ class TestRoom:
     def test_what_can_never_fit_is_rejected(self) -> None:
         found = split([request(0, 9999, 2), request(1, 3, 2)], 1)
         assert [bool(s.rejected) for s in found.traffic.samples] == [True, False]
+
+
+def known(order: int, tokens: int = 4) -> Sequence:
+    """The prompt of a request is stored; its first token is sampled."""
+    return Sequence(request(order, tokens, 9), order, computed=tokens, generated=1)
+
+
+class TestOneAlone:
+    """Instances by themselves."""
+
+    def test_prompts_may_take_every_page_of_an_instance_that_prefills(self) -> None:
+        """Four pages, 16 tokens: two prompts of 8 in one step, which ends at 10 + 2 · 16 ms. Nothing there grows."""
+        found = split([request(0, 8, 2), request(1, 8, 2)], 2, pages=5, chunk=16)
+        assert [ms[0] for ms in token_ms(found)] == [42, 42]
+
+    def test_who_arrives_or_runs_on_an_instance_that_decodes_keeps_a_page_free(self) -> None:
+        """Of 8 pages: each that is there has its own and one to grow by."""
+        decodes = Decodes(config())
+        (replica,) = decodes.replicas
+        assert (decodes.able(32), decodes.able(33)) == ([replica], [])
+        first = decodes.expect(known(0), replica)
+        assert (decodes.able(24), decodes.able(25)) == ([replica], [])
+        decodes.arrive(first)
+        assert (decodes.able(24), decodes.able(25)) == ([replica], [])
+        decodes.expect(known(1), replica)
+        assert (decodes.able(16), decodes.able(17)) == ([replica], [])
+
+    def test_without_a_slot_there_is_no_room(self) -> None:
+        decodes = Decodes(config(max_requests=2))
+        (replica,) = decodes.replicas
+        for order in range(2):
+            assert decodes.able(4) == [replica]
+            decodes.expect(known(order), replica)
+        assert decodes.able(4) == []
+
+    def test_whoever_arrives_runs_in_the_order_of_submission(self) -> None:
+        """Who came last is preempted first, however its KV came."""
+        decodes = Decodes(config())
+        (replica,) = decodes.replicas
+        expected = {order: decodes.expect(known(order), replica) for order in (2, 0, 3, 1)}
+        assert decodes.requests(replica) == 4
+        for order in (2, 0, 3, 1):
+            decodes.arrive(expected[order])
+        assert [s.order for s in replica.running] == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("prefix_cache", [True, False])
+    def test_an_instance_that_decodes_keeps_nothing_of_who_has_finished(self, prefix_cache: bool) -> None:
+        """The cache is of those that prefill: their 9 tokens are there for the next turn, if they have one."""
+        found = split([request(0, 9, 3)], 1, prefix_cache=prefix_cache)
+        prefill, decode = (scheduler.replicas[0].cache.pages for scheduler in found.deployed.schedulers)
+        assert (prefill > 0, decode) == (prefix_cache, 0)
+
+    def test_those_that_lost_their_kv_are_prefilled_in_the_order_of_submission_before_all_others(self) -> None:
+        deployed = Disaggregated(config(), 1, 1, AT_ONCE)
+        deployed.submit(request(9, 3, 3))
+        deployed.in_hand[1] = 3
+        deployed.decodes[0].lost = [known(3), known(1), known(2)]
+        deployed.decided(1, 0.0)
+        assert [s.request.number for s in deployed.prefills[0].waiting] == [1, 2, 3, 9]
+        assert deployed.in_hand == [4, 0]
+
+    def test_of_those_that_wait_for_a_link_the_one_that_waited_longest_is_first(self) -> None:
+        """
+        30 ms a page. A, prefilled by instance 0 at 16 ms, crosses until 46. B is ready on instance 1 at 27, and C behind A
+        at 33: B crosses from 46 to 106 with two pages, and then C.
+        """
+        link = dataclasses.replace(SLOW, bytes_s=1e5 / 3)
+        requests = [request(0, 3, 2, 0.0), request(1, 8, 2, 0.001), request(2, 3, 2, 0.017)]
+        found = split(requests, ratio=(2, 1), link=link)
+        crossed = [(t.source, round(t.ready_s * 1e3), round(t.begin_s * 1e3)) for t in found.deployed.transfers]
+        assert crossed == [(0, 16, 16), (1, 27, 46), (0, 33, 106)]
 
 
 RANDOM = range(60)

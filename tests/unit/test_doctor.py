@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import socket
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -226,6 +227,34 @@ def test_what_a_gpu_does_not_have_is_no_gap(tmp_path: Path) -> None:
     assert "MIG GPU 0: it has none." in found(OK, report)
 
 
+@pytest.mark.parametrize(("now", "after_a_reset", "level"), [(1, 0, BAD), (0, 1, OK)])
+def test_it_is_how_a_gpu_is_divided_now_that_counts(now: int, after_a_reset: int, level: str, tmp_path: Path) -> None:
+    report = looked(tmp_path, nvmlDeviceGetMigMode=[now, after_a_reset])
+    assert {f.level for f in report.findings if f.check == "MIG"} == {level}
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "said"),
+    [(0, OK, "it has none."), (1, BAD, "has not been started"), (2, BAD, "is still at work"), (3, OK, "up.")],
+)
+def test_what_joins_gpus_is_up_or_in_the_way(state: int, level: str, said: str, tmp_path: Path) -> None:
+    """NVML's states of a fabric: not supported, not started, in progress, completed."""
+
+    def fabric(_: int, told: Any) -> None:
+        told._obj.state = state
+
+    report = looked(tmp_path, nvmlDeviceGetGpuFabricInfo=fabric)
+    (one, _) = [f for f in report.findings if f.check == "fabric"]
+    assert (one.level, said in one.what) == (level, True)
+
+
+def test_a_process_of_another_container_has_no_name_here(tmp_path: Path) -> None:
+    """Ids end at 2²², so that this one is nobody's; NVML does not always say how much memory is whose."""
+    other = SimpleNamespace(pid=(1 << 22) + 1, usedGpuMemory=None)
+    said = found(BAD, looked(tmp_path, nvmlDeviceGetComputeRunningProcesses=of(0, [other], [])))
+    assert said == ["other processes GPU 0: 1 other: 4194305 (of another container or user, memory not known)."]
+
+
 def test_gpus_that_cannot_reach_each_other_are_named_in_pairs(tmp_path: Path) -> None:
     def status(one: int, other: int, _: int) -> int:
         return pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED if (one, other) == (0, 2) else pynvml.NVML_P2P_STATUS_OK
@@ -265,6 +294,9 @@ def test_a_fault_of_the_system_is_told_with_its_remedy(check: str, tmp_path: Pat
     system, nnodes, level, said = HOST_FAULTS[check]
     wrong = [f for f in looked(tmp_path, system=system, nnodes=nnodes).findings if f.level != OK]
     assert {(f.check, f.level) for f in wrong} == {(check, level)}
+    if check in ("shared memory", "disk"):
+        need = {"shared memory": 1, "disk": 10}[check]
+        assert wrong[0].what.endswith(f"GiB are free, of the {need} GiB that a long run should have.")
     assert said in wrong[0].what
     assert all(f.remedy for f in wrong)
 
@@ -282,6 +314,11 @@ def test_what_the_system_does_not_answer_is_unread(name: str, tmp_path: Path) ->
 )
 def test_a_variable_that_hurts_is_told(env: dict[str, str], level: str, tmp_path: Path) -> None:
     assert [s.split("=")[0] for s in found(level, looked(tmp_path, env=env))] == [f"environment {n}: {n}" for n in env]
+
+
+def test_without_a_variable_that_hurts_that_is_said(tmp_path: Path) -> None:
+    assert "environment : no variable that is known to hurt." in found(OK, looked(tmp_path, env={"NCCL_DEBUG": "WARN"}))
+    assert not [s for s in found(OK, looked(tmp_path, env={"NCCL_DEBUG": "INFO"})) if s.startswith("environment")]
 
 
 class TestVersions:
@@ -334,6 +371,10 @@ class TestAtTheStartOfASweep:
         assert [(f.check, f.where) for f in said] == [("MIG", "GPU 1")]
         assert at_start(tmp_path, cuda=False, nvml=driver, system=System(), env={}) == []
 
+    def test_a_full_disk_is_among_it_without_a_gpu(self, tmp_path: Path) -> None:
+        said = at_start(tmp_path, cuda=False, system=System(free_bytes=1 << 20), env={})
+        assert {f.check for f in said} == {"shared memory", "disk"}
+
     def test_a_driver_that_never_answers_keeps_no_sweep(self, tmp_path: Path) -> None:
         answer = threading.Event()
         driver = Driver(nvmlDeviceGetCount=lambda: answer.wait() and 0)
@@ -381,3 +422,98 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
     monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda _: {67})
     gpus._numa(card)
     assert said == [("", "1 cores near it.")]
+
+
+@pytest.mark.parametrize(
+    ("kept", "error_us", "nnodes", "level", "said"),
+    [
+        (True, 900, 1, OK, "kept, wrong by 0.9 ms at most."),
+        (False, 0, 1, NOTE, "nothing keeps it right"),
+        (False, 0, 2, BAD, "nothing keeps it right"),
+        (True, host.APART_US, 2, OK, "kept, wrong by"),
+        (True, host.APART_US + 1_000_000, 2, BAD, f"kept, but it may be {host.APART_US / 1e3 + 1000:,.0f} ms wrong."),
+    ],
+)
+def test_a_clock_matters_most_where_there_are_several(
+    kept: bool, error_us: int, nnodes: int, level: str, said: str, tmp_path: Path
+) -> None:
+    report = looked(tmp_path, system=System(clock=(kept, error_us)), nnodes=nnodes)
+    (one,) = [f for f in report.findings if f.check == "clock"]
+    assert (one.level, said in one.what) == (level, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "said"),
+    [
+        (None, OK, "node 0 can listen there."),
+        (errno.EADDRINUSE, BAD, "something listens there already."),
+        (errno.EADDRNOTAVAIL, NOTE, "node 0 cannot listen there (no); right where this is another node."),
+    ],
+)
+def test_where_nodes_meet_is_tried(error: int | None, level: str, said: str, tmp_path: Path) -> None:
+    def bind(name: str, _: int) -> OSError | None:
+        return OSError(error, "no") if error and name == "10.0.0.1" else None
+
+    report = examine(tmp_path, nvml=Driver(), system=System(bind=bind), env={}, endpoint=("10.0.0.1", 29500))
+    assert f"ports 10.0.0.1:29500: {said}" in found(level, report)
+
+
+@pytest.mark.parametrize(("last", "level"), [(32768 + host.PORTS - 1, OK), (32768 + host.PORTS - 2, BAD)])
+def test_a_system_has_ports_enough_to_give_away(last: int, level: str, tmp_path: Path) -> None:
+    files = {"/proc/sys/net/ipv4/ip_local_port_range": f"32768\t{last}"}
+    said = found(level, looked(tmp_path, system=System(files=files)))
+    assert any(f"{last - 32767:,} " in text for text in said if text.startswith("ports"))
+
+
+class TestThisHost:
+    """What is asked of the system itself."""
+
+    def test_a_clock_is_what_adjtimex_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """State 5 is an error, bit 0x40 says that nothing keeps it; the largest error is in µs."""
+        for state, status, kept in ((0, 0, True), (5, 0, False), (0, 0x40, False), (1, 0x2001, True)):
+
+            def adjtimex(told: Any, state: int = state, status: int = status) -> int:
+                told._obj.status, told._obj.maxerror = status, 1234
+                return state
+
+            monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, say=adjtimex, **__: SimpleNamespace(adjtimex=say))
+            assert host.Host().clock() == (kept, 1234)
+        monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: -1))
+        monkeypatch.setattr(host.ctypes, "get_errno", lambda: errno.EPERM)
+        with pytest.raises(OSError, match="Operation not permitted"):
+            host.Host().clock()
+
+    def test_ports_and_locks_are_tried_and_left_as_they_were(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use"):
+            host.Host().bind("127.0.0.1", server.getsockname()[1])
+        host.Host().bind("127.0.0.1", 0)
+        host.Host().lock(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("2.27.5+cuda12.9", (2, 27, 5)), ("v6.8.0-90-generic", (6, 8, 0)), ("580", (580,)), ("x1", None)],
+)
+def test_versions_are_compared_by_their_numbers(text: str, numbers: tuple[int, ...] | None) -> None:
+    if numbers is None:
+        with pytest.raises(ValueError, match="'x1' is no version"):
+            software.parts(text)
+    else:
+        assert software.parts(text) == numbers
+
+
+def test_of_packages_of_several_names_the_first_that_is_installed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert software.installed("no-such-package", "pytest") == pytest.__version__
+    assert software.installed("pytest", "msgspec") == pytest.__version__
+    with pytest.raises(software.importlib.metadata.PackageNotFoundError):
+        software.installed("no-such-package", "nor-this")
+
+
+def test_a_torch_without_cuda_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no NCCL is missed."""
+    monkeypatch.setattr(software, "cuda_of_torch", lambda: None)
+    report = looked(tmp_path)
+    assert found(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]
+    assert "NCCL" not in {f.check for f in report.findings}

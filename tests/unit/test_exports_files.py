@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dcpbench import exports
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.exports import FORMATS, csv_table, export, measured, parquet_table
+from dcpbench.exports.bench_files import Requests
 from dcpbench.exports.measured import Measured
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import exported
@@ -166,3 +168,40 @@ class TestFiles:
 def test_a_layout_without_dcp_has_no_exchange_in_its_name() -> None:
     plain = Measured("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
     assert measured.names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
+
+
+@pytest.mark.parametrize(("there", "said"), [(1, "a would"), (2, "a and 1 more would"), (4, "a and 3 more would")])
+def test_files_that_are_there_are_counted_before_any_is_written(tmp_path: Path, there: int, said: str) -> None:
+    files = {tmp_path / name: b"new" for name in "abcde"}
+    for path in [*files][:there]:
+        path.write_bytes(b"old")
+    with pytest.raises(OutputError, match=f"{said} be written over; add --force"):
+        exports._write(files, force=False)
+    assert [p.read_bytes() for p in files if p.exists()] == [b"old"] * there
+    assert exports._write(files, force=True) == [*files]
+
+
+@pytest.mark.parametrize(
+    ("spans", "most"),
+    [
+        ([], 0),
+        ([(0, 1)], 1),
+        ([(0, 1), (1, 2)], 1),
+        ([(0, 2), (1, 2), (2, 3)], 2),
+        ([(0, 9), (1, 8), (2, 3), (5, 7)], 3),
+    ],
+)
+def test_a_request_that_starts_as_another_ends_is_not_beside_it(spans: list[tuple[float, float]], most: int) -> None:
+    """(start, end) of each."""
+    count = len(spans)
+    found = Requests(
+        input_lens=[1] * count,
+        output_lens=[1] * count,
+        ttfts=[0.1] * count,
+        itls=[[]] * count,
+        latencies=[end - start for start, end in spans],
+        start_times=[start for start, _ in spans],
+        generated_texts=[""] * count,
+        errors=[""] * count,
+    )
+    assert found.most_at_once() == most

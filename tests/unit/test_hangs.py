@@ -244,6 +244,21 @@ def test_of_steps_that_devices_replay_norms_tell_the_layer(
     assert why in " ".join(found.why)
 
 
+def test_of_one_rank_alone_its_device_says_where_it_stands(tmp_path: Path) -> None:
+    own = Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0]))
+    own.step(beats.REPLAY)
+    (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
+    found = find(evidence.of_files([tmp_path]))
+    assert found.said == "devices stand still in a step handed over as replay: rank 0 in attention of layer 3"
+
+
+@pytest.mark.parametrize("bad", [b"{", b'{"norm": "\xff"}', b'{"norm": -1.5}'], ids=["cut", "no text", "no number"])
+def test_what_a_rank_wrote_that_is_no_json_of_ours_is_named(tmp_path: Path, bad: bytes) -> None:
+    (tmp_path / "device-0.json").write_bytes(bad)
+    with pytest.raises(RecordsError, match=r"device-0\.json cannot be read: "):
+        evidence.of_files([tmp_path])
+
+
 def test_of_replayed_steps_without_marks_nothing_is_claimed(tmp_path: Path) -> None:
     Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).step(beats.REPLAY)
     assert find(evidence.of_files([tmp_path])).kind == "unknown"
@@ -579,3 +594,12 @@ def test_whatever_ranks_have_left_something_is_said(
             assert not {*found.ranks} & {*found.waiting}
         (hang,) = said.explained([job.folder])
         assert said.as_text(hang)
+
+
+@pytest.mark.parametrize(("out", "kind"), [(1, "behind"), (2, "unknown"), (3, "unknown")])
+def test_by_stacks_alone_only_few_are_behind_many(out: int, kind: str, tmp_path: Path) -> None:
+    """Of four processes: where half are elsewhere, nobody knows who waits for whom."""
+    for rank in range(4):
+        frames = ELSEWHERE if rank < out else IN_REDUCE
+        (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
+    assert find(evidence.of_files([tmp_path])).kind == kind

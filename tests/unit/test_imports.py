@@ -17,9 +17,10 @@ from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
 from dcpbench.imports.documents import Document
+from dcpbench.imports.result import _Side
 from dcpbench.launch.folders import locked
 from dcpbench.records.file import read_records
-from dcpbench.reports import answer, frames
+from dcpbench.reports import answer, frames, sections
 from dcpbench.reports.style import Style
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
@@ -327,6 +328,14 @@ class TestPoint:
         assert found.goodput_s == (1.25 if slo else None)
 
 
+@pytest.mark.parametrize(("typed", "device"), [("h200", "NVIDIA H200"), ("Gaudi 3", "Gaudi 3"), ("CPU", "CPU")])
+def test_a_gpu_that_is_typed_is_named_as_one_of_a_file(typed: str, device: str, tmp_path: Path) -> None:
+    """So that it stands beside points of ours."""
+    record, _ = one(tmp_path, "vllm", files.vllm(), gpu=typed)
+    assert record.environment
+    assert record.environment.device == device
+
+
 class TestLengths:
     """A curve is of one load, whose requests are as long as was asked for."""
 
@@ -424,6 +433,29 @@ class TestSweeps:
         served = frames.load([tmp_path / "run"]).served
         assert served["variant"].tolist() == [f"max_num_seqs={seqs}" for seqs in (4, 8, 32, 128)]
         assert served["repeats"].tolist() == [2] * 4
+
+    def test_a_tree_as_vllm_0_20_leaves_it_is_a_line_for_each_server(self, tmp_path: Path) -> None:
+        """As a public repository has one of May 2026: settings as numbers, what was asked for as the benchmark's options,
+        three runs each. Lengths and rate are of the load; what all servers share tells none apart.
+        """
+        asked = {"num_prompts": 100, "request_rate": 16, "dataset_name": "random", "input_len": 1000, "output_len": 100}
+        sums = {"completed": 100, "total_input_tokens": 100_000, "total_output_tokens": 10_000, "rtfx": 0.0}
+        later = {"max_output_tokens_per_s": 3088.0, "max_concurrent_requests": 80, "max_concurrency": None}
+        for share, seqs in ((0.9, 128), (0.95, 128), (0.95, 256)):
+            server = {"gpu_memory_utilization": share, "max_num_seqs": seqs, "max_model_len": 4096}
+            files.sweep(tmp_path / "sweep", server, asked, runs=3, **sums, **later)
+        said = self.said(tmp_path)
+        assert said[0] == "9 results of vllm bench serve."
+        assert not any("Not read" in text for text in said)
+        served = frames.load([tmp_path / "run"]).served
+        assert served["rest"].unique().tolist() == ["1,000 in · 100 out"]
+        assert served["load_request_rate"].unique().tolist() == [16]
+        assert served["repeats"].tolist() == [3, 3, 3]
+        assert served["variant"].tolist() == [
+            "gpu_memory_utilization=0.9, max_num_seqs=128",
+            "gpu_memory_utilization=0.95, max_num_seqs=128",
+            "gpu_memory_utilization=0.95, max_num_seqs=256",
+        ]
 
     def test_a_setting_that_all_have_is_in_no_label(self, tmp_path: Path) -> None:
         for seqs in (4, 8):
@@ -551,6 +583,24 @@ class TestReport:
         assert "layout unknown" in text
         assert "nan" not in text.lower().replace("finance", "")
         assert paths
+
+    def test_a_report_of_imports_has_no_column_of_dashes(self, tmp_path: Path) -> None:
+        """What no file says is in no table; beside points of ours, which say it, there is a dash."""
+        row = {name: value for name, value in files.inferencex().items() if name != "p99_itl"}
+        import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Told(), force=False)
+        told = [table for section in sections.report(frames.load([tmp_path / "run"]), []) for table in section.tables]
+        empty = [(t.title, name) for t in told for i, name in enumerate(t.columns) if {r[i] for r in t.rows} == {"—"}]
+        assert [pair for pair in empty if pair[0] != "Runs"] == []
+        assert [row for t in told if t.title == "Environment" for row in t.rows] == [
+            ["device", "NVIDIA H200"],
+            ["device count", "8"],
+        ]
+        assert "What stood behind the numbers" not in {table.title for table in told}
+        ours = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
+        both = [t for s in sections.report(frames.load([tmp_path / "run", ours]), []) for t in s.tables]
+        (served,) = [table for table in both if table.title == "Served live"]
+        assert "p99" in served.columns
+        assert any("—" in row for row in served.rows)
 
 
 REAL = Path(__file__).parents[1] / "data" / "imports"
@@ -715,6 +765,26 @@ class TestCurves:
         assert frames.load([tmp_path / "run"]).served["repeats"].tolist() == [2, 2]
 
 
+class TestOlderFiles:
+    """Lines that SGLang appended to one file of 2024, as a public repository has them."""
+
+    def test_rates_are_a_curve_and_another_data_set_is_another(self, tmp_path: Path) -> None:
+        rates = [files.sglang_of_2024(rate) for rate in (1.0, 2.0, 4.0)]
+        chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
+        records = imported(tmp_path, "sglang", *rates, files.sglang_of_2024(4.0, **chat), model="llama", tp=2)
+        served = frames.load([tmp_path / "run"]).served
+        along = served.groupby("rest")["load_request_rate"].apply(list).to_dict()
+        assert along == {"1–1,024 in · 1–1,024 out": [1, 2, 4], "225 on average in · 191 on average out": [4]}
+        serve = records[0].serve
+        assert serve
+        assert (serve.ttft_ms.p50, serve.ttft_ms.p99, serve.itl_ms.p50) == (85.0, None, 14.0)
+        assert serve.output_tok_s == pytest.approx(160_000 / 300)
+
+    def test_without_a_model_the_option_that_names_it_is_said(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="names no model; add --model NAME"):
+            imported(tmp_path, "sglang", files.sglang_of_2024())
+
+
 class TestInferenceX:
     def test_a_real_sweep_is_a_line_for_each_layout(self, tmp_path: Path) -> None:
         """Six rows of a TPU, of which one has tp 1; 411.13 output tokens/s for each of 8 chips at 64 clients."""
@@ -876,3 +946,20 @@ def test_what_goes_out_as_vllms_file_comes_back_with_the_same_metrics(
 def test_fields_of_both_engines_are_read_by_one_reader_each() -> None:
     assert vllm.read(Document("a", files.vllm())).model == "deepseek-ai/DeepSeek-V3"
     assert sglang.read(Document("a", files.sglang())).model == "deepseek-ai/DeepSeek-V3"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "nominal", "requests", "off"),
+    [
+        (1049, 100, 10, False),
+        (1060, 100, 10, True),
+        (940, 100, 10, True),
+        (960, 100, 10, False),
+        (1060, None, 10, False),
+        (0, 100, 0, False),
+    ],
+)
+def test_lengths_are_off_where_they_are_more_than_a_twentieth_from_those_asked_for(
+    tokens: int, nominal: int | None, requests: int, off: bool
+) -> None:
+    assert _Side(said=None, nominal=nominal, tokens=tokens, requests=requests).is_off() is off

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -203,3 +204,30 @@ class TestServedRows:
 
     def test_decode_steps_alone_move_no_rows(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")
+
+
+@pytest.mark.parametrize(("served", "gathers"), [(True, [2, 4, 2]), (False, [4, 2])], ids=["served", "decode"])
+def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes(
+    monkeypatch: pytest.MonkeyPatch, served: bool, gathers: list[int]
+) -> None:
+    """tp8·dp2·dcp2 by symm: all-gathers of 4 heads' ranks and of 2 replicas; a served one gathers prefixes over dcp, too."""
+    asked: list[tuple[str, int]] = []
+    wire = SimpleNamespace(seconds=lambda name, ranks, _: asked.append((name, ranks)))
+    monkeypatch.setattr(judge, "described", lambda _: SimpleNamespace(wire=wire))
+    load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
+    point = Point(
+        model="deepseek-v3",
+        tp=8,
+        dp=2,
+        dcp=2,
+        concurrency=2,
+        context=15,
+        exchange="symm",
+        backend="flashinfer",
+        dtype="bf16",
+        emulate="H200",
+        load=load,
+    )
+    judge._check_emulated(point, judge.Machine(probe=H200X4, timed=True))
+    assert asked[:2] == [("symm", 2), ("all-reduce", 4)]
+    assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)

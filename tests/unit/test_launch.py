@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
+import os
 import socket
+import subprocess
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -11,8 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import UsageError, WorkerError
-from dcpbench.launch import launcher, nodes, torchrun
+from dcpbench.errors import OutputError, UsageError, WorkerError
+from dcpbench.hangs.evidence import Seen
+from dcpbench.launch import folders, hung, launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
 from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
@@ -21,6 +26,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
 from dcpbench.records.runs import last_records
+from tests.unit import test_hangs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,12 +131,22 @@ def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -
         ([], [(0, 1, 2.0), (1, -9, 1.0)], False, 1),
         ([failure(0, "RuntimeError", "NCCL error")], [(0, 1, 1.0), (1, -15, 2.0)], False, 1),
         ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 2.0)], False, None),
+        ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 1.0)], False, None),
         ([failure(0, "ValueError", "lost a peer")], [(0, 1, 2.0), (1, -11, 1.0)], False, 1),
         ([], [(0, 0, 1.0), (1, 0, 2.0)], True, None),
         ([], [(1, 0, 1.0)], False, 1),
         ([], [(0, 0, 1.0), (1, -11, 2.0)], True, 1),
     ],
-    ids=["first", "before-a-collective", "after-an-error", "before-an-error", "all-done", "too-early", "at-the-end"],
+    ids=[
+        "first",
+        "before-a-collective",
+        "after-an-error",
+        "with-an-error",
+        "before-an-error",
+        "all-done",
+        "too-early",
+        "at-the-end",
+    ],
 )
 def test_the_first_rank_that_ended_untold_is_blamed(
     failures: list[Failure], exits: list[tuple[int, int, float]], finished: bool, blamed: int | None
@@ -410,3 +426,262 @@ def test_of_what_a_worker_wrote_the_last_lines_are_shown(monkeypatch: pytest.Mon
         launcher.probe("worker")
     wrote = str(error.value).partition("It wrote:\n")[2].splitlines()
     assert wrote == [f"line {n}" for n in range(100 - launcher.LOG_LINES, 100)]
+
+
+class Agent:
+    """Torchrun as a process that ends, or sees that its ranks are gone, once it was asked so often."""
+
+    pid = 4_194_400  # beyond all ids
+
+    def __init__(self, *_: object, after: int = 1, **__: object) -> None:
+        self.after, self.waits = after, list[float | None]()
+
+    def poll(self) -> int | None:
+        return 0 if self.after <= 0 else None
+
+    def terminate(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.waits.append(timeout)
+        self.after -= 1
+        if self.after > 0:
+            raise subprocess.TimeoutExpired("torchrun", timeout or 0)
+        return 0
+
+
+@pytest.mark.parametrize(("after", "waits"), [(1, [5.0, 2.0]), (2, [5.0, 2.0]), (3, [5.0, 2.0, None])])
+def test_torchrun_has_five_seconds_to_end_its_ranks_and_two_to_see_that_they_are_gone(
+    tmp_path: Path, after: int, waits: list[float | None]
+) -> None:
+    """Then it is killed, with all that is in its group."""
+    running = Sleeper(tmp_path)
+    agent = Agent(after=after)
+    running._agent = agent  # type: ignore[assignment]
+    (tmp_path / "rank-0.pid").write_text("1")
+    running.kill()
+    assert agent.waits == waits
+    assert not (tmp_path / "rank-0.pid").exists()
+
+
+def test_a_job_of_several_machines_has_the_ranks_of_this_one_and_tells_its_lock_who_began_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 of two has ranks 2 and 3 of 4; what an earlier job of these ranks left is gone."""
+    monkeypatch.setattr(torchrun.subprocess, "Popen", Agent)
+    (tmp_path / "error-2.json").write_text("old")
+    read, write = os.pipe()
+    four = job(tmp_path, points=[point(tp=4)])
+    running = Running(four, Machines(nnodes=2, node_rank=1), "worker", write)
+    assert running.ranks == range(2, 4)
+    assert os.read(read, 100) == b"4194400\n"
+    assert not (tmp_path / "error-2.json").exists()
+    assert msgspec.json.decode(four.path().read_bytes(), type=Job) == four
+    os.close(read)
+    os.close(write)
+
+
+def test_starting_over_removes_jobs_whose_logs_were_never_written(tmp_path: Path) -> None:
+    """A job's file is there before its first process."""
+    one = job(tmp_path)
+    one.path().write_bytes(msgspec.json.encode(one))
+    (tmp_path / "hangs" / "tp2-0-0").mkdir(parents=True)
+    (tmp_path / "hangs" / "tp4-0-0").mkdir(parents=True)
+    RecordFile(tmp_path).append(Record(point=point(), outcome="failed"))
+    folders.prepare_sweep(tmp_path, resume=False, force=True)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["hangs", "hangs/tp4-0-0"]
+
+
+@pytest.mark.parametrize(("ends_at", "taken"), [(0.1, True), (4.9, True), (5.1, False)])
+def test_workers_of_a_command_that_is_gone_have_five_seconds_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_at: float, taken: bool
+) -> None:
+    """The lock is theirs meanwhile; it is looked for every twentieth of a second."""
+    now = [0.0]
+
+    def flock(*_: object) -> None:
+        if now[0] < ends_at:
+            raise BlockingIOError
+
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    slept = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
+    monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept))
+    monkeypatch.setattr(folders, "alive", lambda _: ("workers", None))
+    if taken:
+        with folders.locked(tmp_path):
+            assert ends_at <= now[0] < ends_at + 0.1
+    else:
+        with pytest.raises(OutputError, match="a run is still writing here"), folders.locked(tmp_path):
+            pass
+
+
+def test_what_is_taken_down_of_a_job_that_hangs(tmp_path: Path) -> None:
+    """Its rank 0 is this process, with a log, beats and stacks; rank 1 has ended. A second time is another folder."""
+    logs = tmp_path / "logs" / "tp2-0"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_text("".join(f"line {n}\n" for n in range(30)))
+    (logs / "beats-0.bin").write_bytes(b"beats")
+    ranks = SimpleNamespace(
+        folder=tmp_path,
+        logs=logs,
+        ranks=range(2),
+        pid_of=lambda: {0: os.getpid()},
+        stacks=lambda: {"0": "Thread 1\n", "1": ""},
+        exits=lambda: [Exit(rank=1, code=3, asked=False, at=1.0)],
+    )
+    folder, stacks = hung.take_down(ranks)  # type: ignore[arg-type]
+    assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})
+    assert (folder / "log-0.txt").read_text() == "".join(f"line {n}\n" for n in range(10, 30))
+    assert (folder / "beats-0.bin").read_bytes() == b"beats"
+    here, gone = msgspec.json.decode((folder / "ranks.json").read_bytes(), type=list[Seen])
+    assert (here.rank, here.pid, here.state, here.ended) == (0, os.getpid(), "R", "")
+    assert gone == Seen(rank=1, ended="ended with exit code 3")
+    assert not (folder / "stacks-1.txt").exists()
+    assert hung.explain(folder, stacks) is not None
+    assert (folder / "stacks-0.txt").read_text() == "Thread 1\n"
+    assert hung.take_down(ranks)[0].name == "tp2-0-1"  # type: ignore[arg-type]
+
+
+def test_a_folder_that_nobody_named_is_new_and_says_when_and_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders.time, "strftime", lambda _: "2026-11-25-120000")
+    first = folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8])
+    assert str(first) == "runs/2026-11-25-120000-deepseek-ai_DeepSeek_V3-tp4-8"
+    first.mkdir(parents=True)
+    second = folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8])
+    assert second.name == f"{first.name}-2"
+    second.mkdir()
+    assert folders.new_folder("deepseek-ai/DeepSeek V3._", [4, 8]).name == f"{first.name}-3"
+
+
+@pytest.mark.parametrize(
+    ("number", "there", "said"),
+    [
+        (errno.ENOSPC, True, "no space is left on its disk"),
+        (errno.EDQUOT, True, "no space is left on its disk"),
+        (errno.ENOENT, False, "was removed or moved away while the run was writing there"),
+        (errno.EIO, True, None),
+    ],
+)
+def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
+    tmp_path: Path, number: int, there: bool, said: str | None
+) -> None:
+    folder = tmp_path / "run"
+    if there:
+        folder.mkdir()
+    with pytest.raises(OutputError if said else OSError, match=said or "broken"), folders.writing(folder):
+        raise OSError(number, "broken")
+
+
+@pytest.mark.parametrize("change", ["none", "removed", "replaced"])
+def test_a_folder_must_stay_the_one_that_was_locked(tmp_path: Path, change: str) -> None:
+    with folders.locked(tmp_path / "run") as lock:
+        if change != "none":
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        if change == "replaced":
+            folders.make_folder(tmp_path / "run")
+            (tmp_path / "run" / ".lock").touch()
+        if change == "none":
+            folders.check_there(tmp_path / "run", lock)
+        else:
+            with pytest.raises(OutputError, match="was removed or moved away"):
+                folders.check_there(tmp_path / "run", lock)
+
+
+def test_what_a_rank_says_when_it_is_asked_is_kept_and_its_own_stacks_stand_in_for_those_no_signal_brought(
+    tmp_path: Path,
+) -> None:
+    """It answers as its pipe is opened; of a rank nobody reads from nothing is waited for."""
+    logs = tmp_path / "logs" / "tp2-0"
+    logs.mkdir(parents=True)
+    for rank in range(2):
+        os.mkfifo(logs / f"flight-{rank}.ask")
+    listens = threading.Event()
+
+    def answer() -> None:
+        end = os.open(logs / "flight-0.ask", os.O_RDONLY | os.O_NONBLOCK)
+        listens.set()
+        while not list((tmp_path / "hangs").glob("*/ranks.json")):  # the asking is over
+            pass
+        for name in ("device-0.json", "flight-0.json", "own-stacks-0.txt", "answered-0.json"):
+            (logs / name).write_text(name)
+        os.close(end)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    listens.wait()
+    ranks = SimpleNamespace(
+        folder=tmp_path,
+        logs=logs,
+        ranks=range(2),
+        pid_of=lambda: {0: os.getpid(), 1: os.getpid()},
+        stacks=lambda: {"0": "", "1": "by signal"},
+        exits=list,
+    )
+    folder, stacks = hung.take_down(ranks)  # type: ignore[arg-type]
+    thread.join()
+    assert stacks == {"0": "own-stacks-0.txt", "1": "by signal"}
+    kept = {path.name: path.read_text() for path in folder.iterdir() if path.name != "ranks.json"}
+    assert kept == {
+        "device-0.json": "device-0.json",
+        "flight-0.json": "flight-0.json",
+        "stacks-0.txt": "own-stacks-0.txt",
+        "stacks-1.txt": "by signal",
+    }
+    assert sorted(path.name for path in logs.iterdir()) == ["flight-0.ask", "flight-1.ask"]
+
+
+@pytest.mark.parametrize(("odd", "kind"), [(True, "shape"), (False, None)])
+def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path, odd: bool, kind: str | None) -> None:
+    """Without a difference no folder is made; nor is one where there are no beats."""
+    logs = tmp_path / "logs" / "tp2-0"
+    logs.mkdir(parents=True)
+    ranks = SimpleNamespace(folder=tmp_path, logs=logs, ranks=range(2))
+    assert hung.differing(ranks) is None  # type: ignore[arg-type]
+    beating = test_hangs.Job(logs, 2)
+    beating.steps()
+    for rank in range(2):
+        x = test_hangs.HALF if odd and rank else test_hangs.X
+        beating.does(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
+    (logs / "rank-1.log").write_text("last words\n")
+    found = hung.differing(ranks)  # type: ignore[arg-type]
+    if kind is None:
+        assert found is None
+        assert not (tmp_path / "hangs").exists()
+    else:
+        assert found is not None
+        assert (found[0], found[1].kind, found[1].ranks) == (tmp_path / "hangs" / "tp2-0-0", kind, [1])
+        assert (found[0] / "log-1.txt").read_text() == "last words\n"
+        assert json.loads((found[0] / "finding.json").read_bytes())["kind"] == kind
+
+
+def test_tools_that_are_there_are_started_and_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hung._start(["no-such-tool"], tmp_path / "none.txt") is None
+    assert not (tmp_path / "none.txt").exists()
+    monkeypatch.setattr(hung.child, "tied", lambda command: command)
+    said = hung._start(["echo", "hello"], tmp_path / "said.txt")
+    long = hung._start(["sleep", "60"], tmp_path / "long.txt")
+    assert said is not None
+    assert long is not None
+    said.wait()
+    hung._wait([said, None, long], 0.0)
+    assert (tmp_path / "said.txt").read_text() == "hello\n"
+    assert (said.returncode, long.returncode) == (0, -9)
+
+
+@pytest.mark.parametrize(("pid", "seconds"), [(None, 1.0), (7, 2.0)])
+def test_how_busy_a_rank_was_is_its_ticks_over_the_time(
+    monkeypatch: pytest.MonkeyPatch, pid: int | None, seconds: float
+) -> None:
+    """150 ticks of 10 ms in 2 s are 0.75 of a core; of one that is gone nothing is known."""
+    ranks = SimpleNamespace(exits=list)
+    monkeypatch.setattr(hung, "_cpu_ticks", lambda _: 250)
+    monkeypatch.setattr(hung.child, "start_ticks", lambda _: ("S", "1"))
+    monkeypatch.setattr(hung.os, "sysconf", lambda _: 100)
+    seen = hung._seen(ranks, 3, pid, 100, seconds)  # type: ignore[arg-type]
+    if pid is None:
+        assert seen == Seen(rank=3, ended="its process was gone")
+    else:
+        assert seen == Seen(rank=3, pid=7, state="S", cpu=0.75)

@@ -6,14 +6,18 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import pandas as pd
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from dcpbench.imports import Told, import_files
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.shapes import load_shape
-from dcpbench.reports import figures, frames
+from dcpbench.reports import figures, frames, plots
 from dcpbench.reports.page.points import page_data
 from dcpbench.reports.style import Style
+from dcpbench.show import figures as show_figures
 from dcpbench.show.layouts import colours, paled, place_of_marker
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
@@ -22,7 +26,6 @@ from tests.unit import serve_record_builder as serve
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from matplotlib.figure import Figure
 
 TP, DCP2, DCP4, DP4 = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
 APART, ALONE = 0.03, 0.05
@@ -145,3 +148,52 @@ def lab(colour: str) -> tuple[float, float, float]:
         1.9779984951 * long - 2.4285922050 * medium + 0.4505937099 * short,
         0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
     )
+
+
+def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> None:
+    """Along the x axis runs the context. Of several layouts those are named instead."""
+
+    def legend(*layouts: Layout) -> list[str]:
+        grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
+        run = tmp_path / str(len(layouts))
+        points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
+        read = frames.load([build.write(run, points)])
+        (found,) = figures.draw_break_even(read.findings.ratios, Style.of(read.points), "title").legends
+        return [text.get_text() for text in found.get_texts()]
+
+    assert legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
+    assert legend(DCP4) == ["tp4·dcp4", "concurrency 8"]
+
+
+def test_a_phase_has_a_bar_however_short_it_is() -> None:
+    """0.4 ms of attention in all; what took no time at all has none, and what is not known by name is the rest."""
+    table = pd.DataFrame(
+        {"phase_attention_us": [300.0, 100.0], "phase_moe_us": [0.0, 0.0], "phase_strange_us": [5.0, None]}
+    )
+    found = figures.phases_in_ms(table)
+    assert found.columns.tolist() == ["attention", "rest"]
+    assert found["attention"].tolist() == [0.3, 0.1]
+    assert found["rest"].tolist()[0] == 0.005
+
+
+@pytest.mark.parametrize(("count", "shown"), [(7, 7), (8, 5), (20, 8)])
+def test_up_to_seven_ticks_stand_where_something_was_measured(count: int, shown: int) -> None:
+    """Of more every second or third, and the last."""
+    ax = Figure().add_subplot()
+    show_figures.measured_ticks(ax, [float(n) for n in range(1, count + 1)])
+    assert (len(ax.get_xticks()), ax.get_xticks()[-1]) == (shown, count)
+
+
+@pytest.mark.parametrize(("names", "taller"), [(4, 0), (5, 1), (7, 3)])
+def test_a_figure_grows_with_each_line_of_its_legend_behind_the_fourth(names: int, taller: int) -> None:
+    """Names that fill a line each."""
+    figure = Figure(figsize=(4.0, 3.0))
+    show_figures.legend_below(figure, [Line2D([], [], label="x" * 60) for _ in range(names)])
+    assert figure.get_figheight() == pytest.approx(3.0 + 0.2 * taller)
+
+
+@pytest.mark.parametrize(("runs", "name"), [(["a"], "phases-kimi-k2"), (["a", "b"], "phases-kimi-k2-b")])
+def test_a_figure_of_one_run_among_several_has_its_name(runs: list[str], name: str, tmp_path: Path) -> None:
+    studio = plots.Studio(tmp_path, Style([("tp4", "")], runs), drawn=False)
+    points = pd.DataFrame({"model": ["kimi-k2"], "run": [runs[-1]], "load_arrival": ["closed"]})
+    assert studio._name(plots.PHASES, "", points) == name

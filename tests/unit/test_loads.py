@@ -12,9 +12,10 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.points.point import Load
+from dcpbench.serving import loads
 from dcpbench.serving.load_words import Lengths, load_name, parse_lengths, parse_limit, parse_slo
 from dcpbench.serving.loads import OWN, arrival_times, draw_lengths, extent, make_requests, token_ids
-from dcpbench.serving.request_files import BLOCK, read_requests
+from dcpbench.serving.request_files import BLOCK, Row, read_requests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -300,3 +301,16 @@ def test_any_other_objective_is_refused(value: object, words: str) -> None:
 )
 def test_a_load_has_a_name(changes: dict[str, object], concurrency: int, name: str) -> None:
     assert load_name(load(**changes), concurrency) == name
+
+
+def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
+    """Three groups: requests 0 and 3 begin alike, and 1 as the row that names group 1."""
+    shared = load(prefix_share=0.5, prefix_groups=3)
+
+    def begins(number: int, group: int | None = None) -> list[int]:
+        row = Row(arrival_s=None, input_tokens=10, output_tokens=1, prefix_group=group)
+        return [int(token) for token in loads._row_prompt(shared, VOCAB, number, row)[:5]]
+
+    assert begins(0) == begins(3) == begins(1, 0)
+    assert begins(1) == begins(4) == begins(0, 1)
+    assert begins(2) not in (begins(0), begins(1))

@@ -211,3 +211,11 @@ def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas
     window = 16384 * (2 * 96 * 192) * 2
     rows = 8192 - 2048
     assert four - one == window - rows * (3 * 7168 + 1536 + 2 * 576) * 2
+
+
+def test_a_block_of_scales_ends_with_each_part_of_a_layer() -> None:
+    """Parts of 128, 64 and 128 rows: blocks of 64, 2 + 1 + 2 of them over 128 columns; a last part may end in one."""
+    product = memory.Product(128, 320)
+    assert memory.scaled_bytes(product, (128, 64, 128)) == 320 * 128 + 5 * 4
+    assert memory.scaled_bytes(memory.Product(128, 192), (128, 64)) == 192 * 128 + 2 * 4
+    assert memory.scaled_bytes(memory.Product(256, 256), (128, 128)) == 256 * 256 + 4 * 4

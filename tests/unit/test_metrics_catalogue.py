@@ -15,6 +15,8 @@ from dcpbench.records import formulas, metrics
 from dcpbench.records.metrics import LATENCIES, METRIC, METRICS, Metric
 from dcpbench.records.record import Interval, Kv, Latencies, Percentiles, Record, ServeMetrics
 from dcpbench.records.record import Metrics as DecodeMetrics
+from dcpbench.reports import frames
+from dcpbench.reports.page.points import FIELDS
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 
@@ -217,3 +219,17 @@ class TestDocuments:
         assert named <= set(METRIC), "a row of the table is about a field of the catalogue"
         assert {m.name for m in METRICS if m.whole and m.parts == {"serve"}} <= named
         assert all(latency.label in section for latency in LATENCIES.values())
+
+
+def test_three_metrics_are_intervals_in_tables_and_on_the_page() -> None:
+    """Those of which points differ by chance within a run, and what is made of two of them."""
+    ranged = {metric.name for metric in METRICS if metric.ranged}
+    assert ranged == {"output_tok_s", "step_ms", "dcp_ratio"} == {field["name"] for field in FIELDS if field["range"]}
+
+
+def test_what_an_engine_was_is_said_of_each_point_and_what_it_did_of_its_own_kind() -> None:
+    """Memory and waits stand in the tables of decode and of served points; step times and latencies do not."""
+    assert {"memory_peak_bytes", "kv_capacity_tokens", "host_syncs_per_step"} <= {*frames.OF_ENGINE}
+    assert not {*frames.OF_ENGINE} & {*frames.OF_DECODE, *frames.SERVED}
+    assert "step_ms" in frames.OF_DECODE
+    assert "ttft_p50_ms" not in frames.OF_ENGINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import tomllib
 from pathlib import Path
@@ -16,14 +17,17 @@ from dcpbench.plan.spec import planned
 from dcpbench.points.floors import StepRows
 from dcpbench.points.layout import Layout
 from dcpbench.points.machines import described
+from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import load_shape
 from dcpbench.points.wire import Seconds
-from dcpbench.recommend import advise, estimate
+from dcpbench.recommend import advise, answer, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, anchored, of_record
 from dcpbench.recommend.score import Load, Score, score
 from dcpbench.records.runs import read_run
 from dcpbench.servers.presets import PRESETS
+from dcpbench.show import terminal
+from tests.unit import serve_record_builder, step_times_builder
 
 ROOT = Path(__file__).parents[2]
 DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
@@ -267,6 +271,25 @@ def ask(machine: str) -> advise.Ask:
     )
 
 
+def test_what_is_at_work_is_told_and_said_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layout of each load, and of a score each load; nothing of it on stdout, which scripts read."""
+    told: list[str] = []
+    loads = ((8, 4000, None), (32, 4000, None))
+    advise.advise(dataclasses.replace(ask("H200"), loads=loads), advise.Known(), estimate.published(), told.append)
+    assert told[0] == "load 1 of 2, 8 × 4,000 tokens: tp4, layout 1 of 6"
+    assert [text.split(",")[0] for text in told] == ["load 1 of 2"] * 6 + ["load 2 of 2"] * 6
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    asked = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
+    _, out, err = run(capsys, *asked.split())
+    assert "load 1 of 5, 1 × 4,000 tokens: tp4, layout 1 of 6" in err
+    assert "layout 1 of 6" not in out
+    _, _, err = run(capsys, "--score", str(DECODED))
+    assert "load 18 of 18, kimi-k2" in err
+
+
 def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
     """As emulated, never as measured; over two hosts only with the same link."""
     run = read_run(DECODED)
@@ -359,3 +382,135 @@ def test_the_shares_in_the_package_say_what_they_are_of() -> None:
     assert steps.without.keys() == {"deepseek-v3", "kimi-k2"}
     assert 0 < steps.ratio_band < steps.band < 1
     assert msgspec.json.decode(msgspec.json.encode(steps), type=estimate.Steps) == steps
+
+
+def load(**given: object) -> PointLoad:
+    """A closed loop of 16 requests, 1,000 tokens in and 20 out."""
+    return serve_record_builder.load(**({"requests": 16, "input_tokens": "1000", "output_tokens": "20"} | given))
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted", "same"),
+    [
+        ({}, {}, True),
+        ({"context": 4000}, {"context": 8000}, False),
+        ({"concurrency": 8}, {"concurrency": 32}, False),
+        ({"dp": 4}, {}, False),
+        ({"load": load()}, {}, False),
+        ({}, {"load": load()}, False),
+        ({"load": load()}, {"load": load()}, True),
+        ({"load": load(seed=7)}, {"load": load()}, True),
+        ({"load": load(output_tokens="21")}, {"load": load()}, False),
+        ({"load": load(arrival="poisson", request_rate=1.0)}, {"load": load()}, False),
+    ],
+)
+def test_a_record_counts_for_the_same_layout_under_the_same_load(
+    seen: dict[str, object], wanted: dict[str, object], same: bool
+) -> None:
+    """A decode point is no load, and one load's seed is as good as another's."""
+    assert advise._same(point(**seen), point(**wanted)) is same
+
+
+def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
+    """Of a served load on four GPUs, where step times of tp4 are known and nothing else is."""
+    path = step_times_builder.path_of(
+        model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
+    )
+    times = step_times_builder.step_times(path=path)
+    asked = dataclasses.replace(ask("H200"), cycled=True)
+    steps = estimate.published()
+    tp4 = [Layout(4)]
+    served = load(**given)
+    return advise._choice(
+        asked, advise.Known(times={"times.json": times}), steps, [], tp4, lambda _: None, concurrency, context, served
+    )
+
+
+def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
+    """Of tp4, which has no exchange, and from a file: no floors."""
+    (found,) = stepped().forecasts
+    assert (found.source, found.whence, found.point.layout_name) == ("replayed", "times.json", "tp4")
+    assert found.point.load is not None
+    assert found.point.load.mode == "replay"
+    assert found.ttft_ms.p50 is not None
+
+
+def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
+    """Prompts of 100,000 tokens by steps of up to 5,500; with nothing else known, that would be the reason."""
+    choice = stepped(1, 100_020, input_tokens="100000", requests=2)
+    assert [f.source for f in choice.forecasts] == ["estimated"]
+    refused: dict[str, str] = {}
+    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
+    assert advise._replayed(ask("H200"), served, "times.json", times, refused) is None
+    assert refused["tp4"].startswith("times.json: ")
+
+
+@pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"model": "kimi-k2"}, {"load": None}])
+def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
+    """Nor do any of a decode point, whose step is what is asked."""
+    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    refused: dict[str, str] = {}
+    served = point(**({"load": load(), "context": 1020} | other))
+    assert advise._replayed(ask("H200"), served, "times.json", times, refused) is None
+    assert refused == {}
+
+
+def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
+    """A load under which layouts of two GPUs and more have these rates."""
+    forecasts = [forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
+    misses = {} if slo else {f.who: ["ITL p99 90 ms"] for f in forecasts}
+    return advise.Choice(name="8 × 4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={})
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (choice(200), "take tp2"),
+        (choice(200, 399), "undecided between tp2 and tp4"),
+        (choice(200, 400, 600, 800), "undecided between tp2, tp4, tp6 and tp8"),
+        (choice(200, 400, 600, 800, 1000), "undecided, tp2 first of 5 layouts that nothing tells apart"),
+        (choice(200, slo=False), "none within the SLO, nearest tp2"),
+        (choice(200, 400, 600, 800, 1000, slo=False), "none within the SLO, nearest tp2, tp4, tp6 or tp8"),
+    ],
+    ids=["one", "two", "four", "five", "missed", "five missed"],
+)
+def test_up_to_four_layouts_that_nothing_tells_apart_are_named(of: advise.Choice, said: str) -> None:
+    assert answer.sentence(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
+
+
+def test_a_row_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -> None:
+    """100 tok/s a GPU against 80: 25 % more, where 4 % are needed."""
+    (row,) = answer.rows(ask("H200"), [choice(200, 320)])
+    told = dict(zip(answer.COLUMNS, row, strict=True))
+    assert (told["best"], told["runner-up"], told["ahead by"]) == ("tp2", "tp4", "25 % ± 4 %")
+
+
+def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
+    """Of two layouts that ran it; KV memory and times of arrival are of its name."""
+    run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
+    from dcpbench.points.machine import Probe
+
+    machine = described("H200")
+    probe = Probe(
+        device="cuda",
+        count=4,
+        name="NVIDIA H200",
+        memory_bytes=machine.card.memory_bytes,
+        packages={"flashinfer": "0.6"},
+    )
+    found = score(run.records, machine, probe, estimate.published(), every=100)
+    (one, *_) = found.loads
+    assert len(one.measured) > 1
+    assert one.measured.keys() == one.forecast.keys()
+    assert all(len(errors) >= len(one.measured) for errors in one.latency_errors.values())
+    assert one.name.startswith("deepseek-v3, ")
+    assert f"{8 << 30} bytes of KV" in one.name
+
+
+def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> None:
+    """10 % below one and 10 % above the other: 21 %; two records by no less than repeats differ."""
+    seen, expected = forecast(100, "measured"), forecast(90)
+    assert advise.margin(seen, expected) == pytest.approx(0.21)
+    exact = dataclasses.replace(seen, low=100.0, high=100.0)
+    assert advise.margin(exact, exact) == advise.REPEATS_AGREE_WITHIN

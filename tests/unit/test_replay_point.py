@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,9 +14,19 @@ from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Record
+from dcpbench.serving import replay
 from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times, write_step_times
+from dcpbench.serving.step_times import (
+    Case,
+    Chunks,
+    Decodes,
+    Measured,
+    StepTimes,
+    engine_path,
+    read_step_times,
+    write_step_times,
+)
 from tests.unit.step_times_builder import EXTENT, step_times
 
 MEASURED = Path(__file__).parents[2] / "results/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21/k2/step-times"
@@ -215,3 +226,17 @@ def test_the_machine_of_the_step_times_can_be_asked_for() -> None:
     assert (probe.device, probe.count, probe.memory_bytes) == ("cuda", 4, 141 << 30)
     cpu: StepTimes = step_times(EXTENT, device="CPU")
     assert (cpu.probe().device, cpu.blocking) == ("cpu", True)
+
+
+@pytest.mark.parametrize(("blocking", "factors"), [(False, (1.15, 0.94)), (True, (1.0, 1.0))])
+def test_the_error_of_an_emulated_wire_is_a_share_of_the_step_with_most_requests(
+    blocking: bool, factors: tuple[float, float]
+) -> None:
+    """10 µs of a step of 100, and 4 to 25 at the ends: 15 more, or 6 less. Where hosts block, nothing waits for it."""
+    cases = [
+        Measured(case=Case(decodes=(Decodes(n, 100),)), samples_ms=[ms]) for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))
+    ]
+    cases.append(Measured(case=Case(chunks=(Chunks(16, 8, 0),)), samples_ms=[7.0]))
+    wire = SimpleNamespace(wire_us=10.0, wire_low_us=4.0, wire_high_us=25.0)
+    times = SimpleNamespace(emulated=wire, blocking=blocking, cases=cases)
+    assert replay._wire_factors(times) == pytest.approx(factors)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ class Page(HTMLParser):
         if self.cdata_elem == "script":
             self.scripts.append(data)
         elif self.cdata_elem != "style":
-            self.text += data
+            self.text += data.replace(page_render.NO_BREAK, " ")
 
 
 def report(tmp_path: Path, records: list[Record]) -> tuple[Page, Path]:

@@ -291,7 +291,7 @@ class TestPays:
             "(at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
         )
         assert said(found, "Looser").endswith(
-            "Looser, over tp4 alone, DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
+            "Looser, over tp4 alone: where DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
             "tried, on (tp4·dcp4 1.50× there)."
         )
         assert not [s for s in answer.sentences(found) if "starts to pay" in s]
@@ -308,7 +308,7 @@ class TestPays:
             "DCP pays in 0 of 1 load, in output tok/s within the SLO over the best layout without DCP. 400 in · 40 "
             "out: nowhere, as no layout with DCP meets the SLO."
         )
-        assert "Looser, over tp4 alone, whether or not the SLO is met, DCP is ahead" in said(found, "Looser")
+        assert "Looser, over tp4 alone, whether or not the SLO is met: where DCP is ahead" in said(found, "Looser")
 
     def test_what_alone_meets_the_slo_pays_though_others_are_faster(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, {TP: 300, DP: 200, DCP: 100}, late=(TP, DP))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
+from dcpbench.points.names import UNKNOWN
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import answer, findings, frames
 from dcpbench.reports.figures import frontier
@@ -153,6 +155,7 @@ def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None
     """20 ms with tp4, 10 ms [9, 11] with dcp4: 2 times, from 20/11 = 1.82 to 20/9 = 2.22. dp4 is not its baseline."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), 9, 10, 11), exact(build.point(DP), 5))
     (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
+    assert "index" not in row
     assert row["baseline"] == "tp4"
     assert row["ratio"] == pytest.approx(2)
     assert (row["low"], row["high"]) == (pytest.approx(20 / 11), pytest.approx(20 / 9))
@@ -241,3 +244,42 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
         exact(build.point(DCP, concurrency=8), 16),
     )
     assert list(frontier(read.points)["concurrency"]) == [8, 32]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("chunk", [True, True, False]), ("requests", [False, False, False])],
+)
+def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differs_among_them(
+    name: str, told: list[bool]
+) -> None:
+    """Two of ours differ in it, and an import that does not say it; how many requests an import sent is no matter."""
+    table = pd.DataFrame(
+        {
+            "origin": ["dcpbench", "dcpbench", "vllm"],
+            "model": "m",
+            "mode": "",
+            "shape": "1000/100",
+            "run": "r",
+            "label": ["a", "b", "c"],
+            "arrival": ["8", "8", "8"],
+            f"load_{name}": [2048, 4096, 0],
+        }
+    )
+    assert frames._told(table, name).tolist() == told
+
+
+@pytest.mark.parametrize(
+    ("placed", "said"),
+    [
+        ([(8, "1"), (1, "tp")], ["", ""]),
+        ([(8, "tp"), (8, "1"), (1, "1")], ["ep 8", "ep 1", ""]),
+        ([(8, "tp"), (8, UNKNOWN)], ["", ""]),
+        ([(8, "8"), (4, "tp")], ["", ""]),
+    ],
+)
+def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tuple[int, str]], said: list[str]) -> None:
+    """(tp, ep): where all others of a kind place them alike, nothing is said at all."""
+    tps, eps = zip(*placed, strict=True)
+    table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
+    assert (frames._experts(table) or [""] * len(tps)) == said

@@ -8,6 +8,7 @@ import zipfile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -341,3 +342,21 @@ def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path
     assert len(frames.load([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
     with pytest.raises(RecordsError, match=r"four.records\.jsonl holds more than 3 points.*split -l 3"):
         frames.load([run(tmp_path / "four", *points)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "loads", "shown", "note"),
+    [
+        (9, 48, (9, 48), ""),
+        (10, 48, (6, 48), " (shown: 6 of 10 lengths; all in points.csv)"),
+        (9, 49, (9, 24), " (shown: 24 of 49 loads; all in points.csv)"),
+    ],
+)
+def test_lengths_and_loads_are_thinned_where_there_are_more_than_a_figure_takes(
+    lengths: int, loads: int, shown: tuple[int, int], note: str
+) -> None:
+    pairs = [(length, load) for length in range(lengths) for load in range(1, loads + 1)]
+    table = pd.DataFrame(pairs, columns=["input_typical", "concurrency"])
+    table = table.assign(rest=table["input_typical"].astype(str), run="r", label="tp4", output_tok_s=1.0)
+    few, said = plots.thinned(table)
+    assert ((few["rest"].nunique(), few["concurrency"].nunique()), said) == (shown, note)

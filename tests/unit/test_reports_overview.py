@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench.imports import Told, import_files
@@ -294,6 +295,18 @@ class TestImports:
         assert ", beside 2 points of dcpbench. They are of one layout, so nothing here says which to take. " in text
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
 
+    def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
+        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Told(), force=False)
+        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
+        assert overview.title(frames.load([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
+        assert overview.title(frames.load([tmp_path / "theirs", ours])).endswith(" · some imported from InferenceX")
+        assert "imported" not in overview.title(frames.load([ours]))
+
+    def test_repeats_are_results_too(self, tmp_path: Path) -> None:
+        files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
+        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=False)
+        assert f"{IMPORTED}3 results of vllm bench serve" in overview.sentence(frames.load([tmp_path / "run"]))
+
     def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Told(gpu="CPU"), force=False)
         text = overview.sentence(frames.load([tmp_path / "run"]))
@@ -380,3 +393,32 @@ class TestNoRoom:
 def test_the_title_names_model_layouts_and_hardware(crossing: frames.Frames) -> None:
     title = overview.title(crossing)
     assert "tp4, tp4·dcp4 · 4 ×" in title
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (["NVIDIA H200", None], "4–8 × NVIDIA H200"),
+        (["NVIDIA H200", float("nan")], "4–8 × NVIDIA H200"),
+        (["NVIDIA H200", "?"], "4–8 × NVIDIA H200, ?"),
+        ([None, None], ""),
+        (["NVIDIA H200", "NVIDIA H100"], "4–8 × NVIDIA H200, NVIDIA H100"),
+    ],
+)
+def test_results_that_do_not_name_their_gpu_add_nothing_to_the_hardware(devices: list[object], said: str) -> None:
+    """Beside others that do; in a table the missing name may be a number that is none."""
+    table = pd.DataFrame({"device": pd.Series(devices, dtype=object), "cpu": False, "gpus": [4, 8]})
+    assert overview.hardware_of(table) == said
+
+
+@pytest.mark.parametrize(
+    ("context", "mode", "said"),
+    [(4000, "decode", " of 4,000 tokens"), (4000, "live", " of up to 4,000 tokens"), (0, "live", "")],
+)
+def test_points_without_room_are_said_by_the_fewest_requests_of_each_length(
+    monkeypatch: pytest.MonkeyPatch, context: int, mode: str, said: str
+) -> None:
+    """A length that nobody knows is not said."""
+    rows = [{"context": context, "mode": mode, "layout": f"tp{tp}", "concurrency": n} for tp in (4, 8) for n in (48, 8)]
+    monkeypatch.setattr(overview, "no_room", lambda _: pd.DataFrame(rows))
+    assert overview._full(None) == f"No room in memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]

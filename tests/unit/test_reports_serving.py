@@ -164,7 +164,7 @@ class TestReport:
         folder = record_builder.write(tmp_path / "run", records)
         write_report([folder], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-        for title in ("Throughput against concurrency", "Every point", "Serving, live"):
+        for title in ("Output throughput against load", "Every point", "Serving, live"):
             assert f"## {title}\n" in text
         assert list(pd.read_csv(tmp_path / "report" / "points.csv")["workload"]) == ["decode", "serve"]
         assert max(map(len, terminal(folder).splitlines())) <= 80

@@ -191,3 +191,11 @@ def test_the_scatter_within_a_launch_is_named_apart_from_that_between_launches(t
     assert [
         line for line in text if line.startswith("scatter: ") and "Another launch of the same differs by more" in line
     ]
+
+
+@pytest.mark.parametrize(("width", "between"), [(35, 3), (34, 2), (32, 2)])
+def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int) -> None:
+    """Names of 8 letters, numbers of 5 and 1, marks of 12: 26, and three times what is between. Below, marks are letters."""
+    wide = Fitted("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], ["noisy, drift"])
+    assert shown(wide, width)[-1] == (" " * between).join(["tp4·dcp4", "99.50", "1", "noisy, drift"])
+    assert shown(wide, 31)[-1] == "marks: a noisy, b drift"

@@ -16,6 +16,7 @@ from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.settings import Settings
+from dcpbench.reports import reproduce
 from dcpbench.reports.reproduce import command_of
 from dcpbench.serving.step_times import write_step_times
 from tests.unit import record_builder, step_times_builder
@@ -160,3 +161,29 @@ def test_what_no_option_can_say_has_no_command(changes: dict[str, object]) -> No
 def test_a_repeat_is_measured_as_a_first_pass() -> None:
     of: Point = record_builder.point(repeat=3)
     assert command_of(of, {}) == command_of(msgspec.structs.replace(of, repeat=0), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model", "a,b", None),
+        ("exchange", "", None),
+        ("weights", "/models/a,b", ["--weights", "/models/a,b"]),
+        ("model", "-x", ["--model=-x"]),
+        ("no_prefix_cache", True, ["--no-prefix-cache"]),
+        ("no_prefix_cache", False, []),
+    ],
+)
+def test_a_comma_in_a_name_is_two_names_and_in_a_path_a_comma(
+    name: str, value: object, words: list[str] | None
+) -> None:
+    if words is None:
+        with pytest.raises(UsageError, match="a comma list, and nothing, have another meaning"):
+            reproduce._option(name, value)
+    else:
+        assert reproduce._option(name, value) == words
+
+
+def test_a_weights_folder_is_no_list_of_names() -> None:
+    assert {"model", "exchange", "backend"} <= {*reproduce.LISTS}
+    assert "weights" not in reproduce.LISTS

@@ -10,7 +10,7 @@ import pytest
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
 from dcpbench.launch.progress import names_of
 from dcpbench.plan import grid
-from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec
+from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
@@ -527,3 +527,22 @@ class TestInstances:
         with pytest.raises(UsageError) as e:
             expand(**self.REPLAY, **options)
         assert said in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("requests", "clients"), [(7, (7,)), (8, (8,)), (32, (8, 32)), (40, (8, 32)), (480, (8, 32, 48))]
+)
+def test_usual_clients_are_those_that_requests_are_enough_for(requests: int, clients: tuple[int, ...]) -> None:
+    """8, 32 and 48, each with a request at least; where there are fewer, as many as requests."""
+    given = {"num_requests": str(requests), "tp": "4"}
+    loads = make_serve_spec(given, H200X4).serve
+    assert loads is not None
+    assert loads.concurrency == clients
+
+
+def test_of_several_step_times_in_a_folder_the_first_is_named(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        (tmp_path / "step-times").mkdir(exist_ok=True)
+        (tmp_path / "step-times" / f"{name}.json").touch()
+    with pytest.raises(UsageError, match=rf"name a file in it, such as {tmp_path}/step-times/a\.json\."):
+        measured_before({"step_times": str(tmp_path), "mode": "replay"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import pytest
 
 import dcpbench
 from dcpbench.points.sizes import size_text
-from dcpbench.show import terminal
+from dcpbench.show import streams, terminal
 from dcpbench.show.numbers import (
     BYTES,
     MICROSECONDS,
@@ -235,3 +236,36 @@ class TestConsole:
         package = Path(dcpbench.__file__).parent
         makers = [p.name for p in package.rglob("*.py") if re.search(r"\bConsole\(", p.read_text(encoding="utf-8"))]
         assert makers == ["terminal.py"]
+
+
+def test_json_for_a_terminal_of_ascii_means_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beyond 16 bits is two escapes, as JSON has it."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    streams.write_json('{"name": "tp4·dcp4 \U0001f680é"}')
+    out.flush()
+    assert out.buffer.getvalue() == b'{"name": "tp4\\u00b7dcp4 \\ud83d\\ude80\\u00e9"}'
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("messages", "written"), [([], ""), (["a", "b"], "\r\x1b[Ka\r\x1b[Kb\r\x1b[K")])
+def test_a_line_of_progress_is_wiped_off_a_terminal_if_there_was_any(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], written: str
+) -> None:
+    monkeypatch.setattr("sys.stderr", err := Tty())
+    with terminal.ProgressLine() as line:
+        for message in messages:
+            line(message)
+    assert err.getvalue() == written
+
+
+@pytest.mark.parametrize(
+    ("limit", "end"),
+    [(12, "/data/runs/a"), (11, "…/runs/a"), (8, "…/runs/a"), (7, "…/a"), (3, "…/a"), (2, "…a")],
+)
+def test_of_a_path_that_is_too_long_whole_folders_are_left_out(limit: int, end: str) -> None:
+    assert path_end("/data/runs/a", limit) == end

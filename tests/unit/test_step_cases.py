@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dcpbench.serving.step_cases import CaseMaker, CaseSteps, Extent, grid
+from dcpbench.serving.step_cases import CHECK, CaseMaker, CaseSteps, Extent, grid
 from dcpbench.serving.step_model import step_works
 from dcpbench.serving.step_times import Case, Chunks, Decodes
+from tests.unit import serve_record_builder
 from tests.unit.serving_builder import config
 
 CONFIG = config(pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
@@ -82,3 +83,35 @@ def test_prompts_are_the_same_on_every_rank_and_numbered_apart_from_those_of_loa
         assert (mine.prompt == others.prompt).all()
         assert 0 <= mine.prompt.min() <= mine.prompt.max() < VOCAB
     assert all(a.number != b.number for a, b in itertools.combinations(found[0], 2))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_predictions_are_checked_by_has_prefixes_between_measured_ones(shared: bool) -> None:
+    """Where there is no room for a page of prefix, no chunk is checked: one without is on the lines."""
+    for context, pages in itertools.product(range(9, 41), (4, 8, 32)):
+        extent = Extent(requests=6, context=context, pages=pages, virtual_page=4, chunk=16, shared=shared)
+        checked = [chunk for case in grid(extent) if case.use == CHECK for chunk in case.chunks]
+        assert all(chunk.prefix > 0 and chunk.prefix % 4 == 0 for chunk in checked)
+
+
+def test_a_case_is_said_in_requests_and_chunks() -> None:
+    case = Case(decodes=(Decodes(47, 5500),), chunks=(Chunks(1, 2048, 256), Chunks(2, 100, 0)))
+    assert str(case) == "47 × 1 token at 5,500 + 1 × 2,048 tokens at 256 + 2 × 100 tokens at 0"
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "open_loop", "targets"),
+    [(["closed"], False, (4,)), (["closed", "poisson"], True, (4,)), (["poisson"], True, ())],
+)
+def test_a_loop_is_open_where_any_load_has_times_of_its_own(
+    arrivals: list[str], open_loop: bool, targets: tuple[int, ...]
+) -> None:
+    """Clients of a closed loop are aimed at; of an open one any number may be at once."""
+    points = [
+        serve_record_builder.point(
+            concurrency=4, changed={"arrival": a, "request_rate": 1.0 if a != "closed" else None}
+        )
+        for a in arrivals
+    ]
+    extent = Extent.of(points, pages=9, max_context=440)
+    assert (extent.open_loop, extent.targets) == (open_loop, targets)

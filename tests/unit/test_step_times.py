@@ -11,7 +11,7 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.batches import chunk_rows
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import Extent, chunk_sizes, grid, row_sizes
-from dcpbench.serving.step_model import Line, Work
+from dcpbench.serving.step_model import Line, MixedTimes, Work
 from dcpbench.serving.step_times import (
     CHECK,
     LINE,
@@ -360,3 +360,15 @@ class TestFile:
         write_step_times(path, bad)
         with pytest.raises(RecordsError, match="measure again"):
             read_step_times(path)
+
+
+def test_beside_few_chunks_rows_add_what_they_did_beside_the_fewest_measured() -> None:
+    """Measured beside 100 and 200 tokens: 10 and 20 ms more. Below and above it stays; between it is linear."""
+    samples = [
+        (Work(rows, round(rows * each), tokens, 0.0, 0), more)
+        for tokens, more in ((100, 10.0), (200, 20.0))
+        for rows, each in ((1, 50.0), (1, 100.0), (4, 50.0), (4, 100.0))
+    ]
+    of = MixedTimes(samples, lambda *_: 0.0)  # type: ignore[arg-type]
+    for tokens, more in ((50, 10.0), (100, 10.0), (150, 15.0), (200, 20.0), (400, 20.0)):
+        assert of(Work(2, 160, tokens, 0.0, 0)) == pytest.approx(more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,7 @@ from dcpbench.plan.spec import make_spec
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
+from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.reports.findings import BASELINE_OF
@@ -534,7 +536,12 @@ def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
     """8 ranks have 512 MiB each; a token takes 3·48·4 = 576 B, so 4,001 of them 2.3 MB: over 200 requests."""
     (refused,) = expand(CPU, tp="8", dcp="1", context=4000, concurrency=500, baseline=False)
     text = str(refused.error)
+    needs = re.search(r"needs ([\d.]+) GiB of weights and ([\d.]+) GiB of KV cache over its 8 ranks", text)
+    assert needs is not None
+    weights, kv = needs.groups()
     assert "over its 8 ranks, and a CPU run may take 4 GiB" in text
+    assert float(kv) == pytest.approx(8 * 500 * 4001 * 576 / 2**30, abs=0.1)
+    assert 0 <= float(weights) < 1
     most = int(text.partition("fits is ")[2].partition(".")[0])
     assert 200 < most <= (512 << 20) // (4001 * 576)
     edge = expand(CPU, tp="8", dcp="1", context=4000, concurrency=f"{most},{most + 1}", baseline=False)
@@ -658,3 +665,17 @@ def test_kv_in_fp8_is_read_by_what_can_where_no_backend_is_typed(
     machine = msgspec.structs.replace(H200X4, packages=packages, capability=capability)
     found = grid.expand(make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "kv_dtype": kv}, machine), machine)
     assert {(c.point.backend, c.error) for c in found} == {(backend, None)}
+
+
+def test_where_points_cannot_run_for_several_reasons_the_error_is_of_the_first_kind() -> None:
+    """So is the exit code; all reasons are told."""
+    points = [
+        grid.Candidate(
+            point=Point(model="tiny", tp=1, concurrency=1, context=n, backend="reference", dtype="fp32"), error=error
+        )
+        for n, error in enumerate((CapacityError("no room"), UsageError("no such layout")), 1)
+    ]
+    with pytest.raises(CapacityError, match="no room\nno such layout"):
+        grid.check_any(points)
+    with pytest.raises(UsageError, match="no such layout\nno room"):
+        grid.check_any(points[::-1])

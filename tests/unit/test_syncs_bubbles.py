@@ -46,6 +46,22 @@ class TestWorkedOut:
         trace.kernel(110, 115, 200)
         assert charged(trace, tmp_path) == [5]
 
+    @pytest.mark.parametrize(("took", "charges"), [(10, [26, 10]), (10.5, [8, 10.5])])
+    def test_a_call_of_up_to_10_us_found_nothing_to_wait_for(
+        self, took: float, charges: list[float], tmp_path: Path
+    ) -> None:
+        """
+        The first call waits for the kernel that ends at 100, and the next begins at 108: 8 µs. During the second call, from
+        110 on, that ends at 112. Where the second waited for it, the idle time from 112 to 130 is no more the first one's.
+        """
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(106, 108, 112)
+        trace.call("cudaEventSynchronize", 110, 110 + took)
+        trace.kernel(125, 130, 200)
+        assert charged(trace, tmp_path) == charges
+
     def test_a_wait_while_another_stream_has_work_costs_nothing(self, tmp_path: Path) -> None:
         """Stream 7 is dry at 100, stream 8 works from 50 to 300, the next kernel begins at 115."""
         trace = Trace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime as dt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.syncs import model
 from dcpbench.syncs.gating import baseline as baselines
+from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, counts, judge
 from tests.unit import syncs_builder as build
@@ -397,3 +399,31 @@ class TestComments:
         (root / "link.py").symlink_to(tmp_path / "m.py")
         for file in ("../m.py", str(tmp_path / "m.py"), "link.py", "a\x00b.py"):
             assert self.allowed(root, self.site(10, CALL, file)) is None
+
+
+@pytest.mark.parametrize(("size", "read"), [(4 << 20, True), (comments.LARGEST + 1, False)])
+def test_a_source_of_more_than_4_mib_was_made_by_a_program(size: int, read: bool, tmp_path: Path) -> None:
+    line = b"x.item()  # dcpbench: allow-sync (made)\n"
+    (tmp_path / "made.py").write_bytes(line + b"#" * (size - len(line)))
+    source = comments._read(tmp_path, "made.py")
+    assert ([*source.notes] if source else None) == ([1] if read else None)
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        (1, (1, 1)),
+        (2, (2, 3)),
+        (3, (2, 3)),
+        (4, (4, 4)),
+        (5, (5, 5)),
+        (6, (6, 6)),
+        (7, (7, 9)),
+        (9, (7, 9)),
+        (10, (10, 10)),
+    ],
+)
+def test_a_statement_with_a_body_is_what_stands_before_it(line: int, lines: tuple[int, int]) -> None:
+    """A condition over two lines, its body, one on a line of its own, and a call over three."""
+    text = "a = 1\nif (a\n    and a):\n    b = 2\nfor x in y:\n    pass\nf(\n    a,\n)\nif a: b\n"
+    assert comments._statement(ast.parse(text), line) == lines

@@ -163,6 +163,7 @@ class TestBrokenText:
         coverage = report.traces[0].coverage
         assert not coverage.complete
         assert any("repaired" in note for note in coverage.notes)
+        assert coverage.unreadable_events == 0
 
     def test_a_name_that_was_repaired_is_shown(self, tmp_path: Path) -> None:
         """Bit 7 of the S of cudaStreamSynchronize."""
@@ -251,6 +252,20 @@ class TestBrokenText:
         assert report.totals.syncs == 60
         assert report.traces[0].coverage.ops == 60
         assert report.traces[0].coverage.complete
+
+    @pytest.mark.parametrize("block", [300, 700, 2000])
+    def test_what_follows_a_repaired_block_is_read_whole(
+        self, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However little of the text a block has; only the name is not known any more."""
+        monkeypatch.setattr(reading, "BLOCK_BYTES", block)
+        trace = Trace().work()
+        trace.frame("NAME", 90, 100)
+        for n in range(60):
+            trace.call("cudaStreamSynchronize", 200 + 100 * n, 250 + 100 * n)
+        report = scanned(tmp_path, trace.text().encode().replace(b"NAME", b"C:\\dir(1): f"))
+        coverage = report.traces[0].coverage
+        assert (report.totals.syncs, coverage.unreadable_events, len(coverage.damage)) == (60, 0, 1)
 
     @settings(max_examples=40)
     @given(junk=st.binary(min_size=1, max_size=12), at=st.integers(0, 400))

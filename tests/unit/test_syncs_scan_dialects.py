@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from dcpbench.syncs import scan as scan_module
 from dcpbench.syncs.formats import FORMATS, render
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Report, encode
 from dcpbench.syncs.scan import scan
 from dcpbench.syncs.traces.blocking import direction_of, kind_of
+from dcpbench.syncs.traces.columns import read_columns
+from dcpbench.syncs.traces.reading import TraceReader
 from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
 
 if TYPE_CHECKING:
@@ -543,3 +547,19 @@ def test_an_item_on_the_host_is_no_synchronisation(trace: Trace, tmp_path: Path)
         trace.op("aten::_local_scalar_dense", t + 1, t + 4)
     trace.op("aten::nonzero", 1000, 1100)
     assert mine(trace.scan(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("ends", "kept"), [(1000.0, False), (999.0, True)])
+def test_a_step_in_which_the_profiler_stopped_is_none_whatever_python_frames_do(
+    ends: float, kept: bool, tmp_path: Path
+) -> None:
+    """It ends behind all else, but for frames, which are closed later still; a kernel ends at 999.5."""
+    trace = Trace()
+    trace.range("ProfilerStep#0", 0, ends)
+    trace.kernel(10, 900, 999.5)
+    trace.frame("a.py(1): f", 0, 2000)
+    (tmp_path / "t.json").write_text(trace.text())
+    reader = TraceReader(tmp_path / "t.json")
+    columns = read_columns(reader.blocks(), reader.trouble)
+    step = np.array([name.startswith("ProfilerStep") for name in columns.names])
+    assert bool(len(scan_module._closed(columns, step))) is kept

@@ -6,17 +6,20 @@ import copy
 import html
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from dcpbench.syncs import words
+from dcpbench.syncs import recorded, sites, words
 from dcpbench.syncs.formats import FORMATS, render
 from dcpbench.syncs.frames import Frame
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Example
 from dcpbench.syncs.scan import scan
 from dcpbench.syncs.sites import Sync, merge, sites_of
+from dcpbench.syncs.traces import blocking
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
 
@@ -323,3 +326,46 @@ class TestFrees:
     ) -> None:
         self.freed(trace, frees, allocations)
         assert [s.cause for s in mine(trace.scan(tmp_path))] == [""]
+
+
+@pytest.mark.parametrize(("line", "shown"), [(1, [1, 2, 3]), (4, [2, 3, 4, 5, 6]), (7, [5, 6, 7])])
+def test_a_line_is_shown_with_two_on_either_side(line: int, shown: list[int], tmp_path: Path) -> None:
+    """Of a file of seven."""
+    file = tmp_path / "seven.py"
+    file.write_text("".join(f"line_{n}()\n" for n in range(1, 8)))
+    sync = SimpleNamespace(line=line, file=str(file))
+    assert sites._source(sync) == [f"{'>' if n == line else ' '} {n:5d} | line_{n}()" for n in shown]  # type: ignore[arg-type]
+
+
+def test_a_site_of_a_record_that_is_in_no_step_and_whose_wait_nobody_knows_has_zeros() -> None:
+    """What is not priced stays unknown; of a priced one the mean is kept."""
+    site = build.site(count_per_step=None, wait_median_us=None, bubble_us=None, count=4)
+    (found,) = recorded.sync_sites([site], "replay")
+    assert (found.per_step, found.wait_us, found.bubble_us) == (0.0, 0.0, None)
+    priced = build.site(count_per_step=2.0, wait_median_us=30.0, bubble_us=100.0, count=4)
+    (found,) = recorded.sync_sites([priced], "replay")
+    assert (found.per_step, found.wait_us, found.bubble_us) == (2.0, 30.0, 25.0)
+
+
+def test_an_id_that_repeats_the_correlation_is_no_operators() -> None:
+    events = SimpleNamespace(external=np.array([3, 4, -1]), correlation=np.array([3, 9, 5]))
+    assert blocking._true_links(events).tolist() == [-1, 4, -1]  # type: ignore[arg-type]
+
+
+def test_the_first_event_of_a_gpu_may_be_the_copy_and_has_its_size(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.op("aten::copy_", 10, 40)
+    trace.copy(PAGEABLE, (12, 38), (15, 30), size=4096)
+    (site,) = trace.scan(tmp_path).sites
+    assert site.example is not None
+    assert site.bytes == 4096
+
+
+@pytest.mark.parametrize("recorded_waits", [True, False])
+def test_a_trace_without_events_of_waits_says_how_they_are_recorded(recorded_waits: bool, tmp_path: Path) -> None:
+    trace = Trace().work()
+    trace.call("cudaStreamSynchronize", 20, 105)
+    if recorded_waits:
+        trace.add("cuda_sync", "Stream Synchronize", 20, 105, pid=0, tid=7, correlation=99, stream=7)
+    (one,) = trace.scan(tmp_path).traces
+    assert any(note.startswith("No cuda_sync events: ") for note in one.coverage.notes) is not recorded_waits

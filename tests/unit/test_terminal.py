@@ -80,3 +80,32 @@ def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_a
     assert "[bold]CPU" in out
     assert "missing" in out
     assert out.count("[") == 3
+
+
+def test_what_became_of_a_run_meanwhile_is_a_sentence() -> None:
+    """Events of the launcher, not of a point that ended; the first letter is large, and the others are as they were."""
+    out = io.StringIO()
+    with progress.ProgressBar(progress.names_of([POINT]), Console(file=out, width=140)) as watch:
+        watch(Progress(stage="stopped", note="torchrun had been stopped (SIGSTOP)"))
+        watch(Progress(stage="again", key=POINT.key(), note="rank 1: ValueError"))
+        watch(Progress(stage="ending", note="writing the requests that have finished"))
+    assert out.getvalue().splitlines() == [
+        "Torchrun had been stopped (SIGSTOP).",
+        "tiny tp1 reference, 2 × 100 tokens  AGAIN, after the others: rank 1: ValueError",
+        "Interrupted: writing the requests that have finished",
+    ]
+
+
+def test_sizes_of_a_device_are_rounded_and_not_cut() -> None:
+    """126.75 MiB of L2 cache are 127."""
+    out = io.StringIO()
+    probe = Probe(
+        device="cuda", count=8, name="NVIDIA B200", memory_bytes=178 << 30, l2_bytes=507 << 18, capability="10.0"
+    )
+    Console(file=out, width=80).print(progress.env_table(probe))
+    assert [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()] == [
+        "device 8 × NVIDIA B200",
+        "memory 178.0 GiB each",
+        "L2 cache 127 MiB",
+        "compute capability 10.0",
+    ]

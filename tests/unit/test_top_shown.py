@@ -92,6 +92,19 @@ class TestView:
         for said in ("3 NVIDIA H200", "sw_power_cap", "1830/1980", "612/700", "61", "120/140", "98 %"):
             assert said in told
 
+    @pytest.mark.parametrize(
+        ("width", "columns"),
+        [(70, "tok/s /GPU ITL ms took"), (69, "tok/s ITL ms"), (50, "tok/s ITL ms"), (49, "tok/s")],
+    )
+    def test_narrow_terminals_keep_the_columns_that_matter_most(self, busy: State, width: int, columns: str) -> None:
+        (head,) = [line for line in shown(busy, width).splitlines() if "last points" in line]
+        assert head.split() == ["last", "points", *columns.split()]
+
+    def test_a_run_whose_command_is_not_known_is_a_run(self, tmp_path: Path) -> None:
+        """A replay has no jobs that say what it is."""
+        build.record(tmp_path, POINTS[0], start=0, seconds=2)
+        assert next(changes(None, build.state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
+
     def test_a_low_terminal_keeps_what_is_newest(self, busy: State) -> None:
         """Of 12 lines three are left for points."""
         told = shown(busy, 100, height=12)

@@ -70,6 +70,21 @@ class TestPoints:
         found = build.state(tmp_path, 3)
         assert (found.kind, found.ok, found.total, found.left, found.eta) == ("", 1, None, None, None)
 
+    def test_a_replay_without_jobs_ended_with_its_last_point(self, tmp_path: Path) -> None:
+        """Also where that is its only one: 2 s, however long ago."""
+        build.record(tmp_path, FOUR[0], start=0, seconds=2)
+        found = build.state(tmp_path, 99, alive=NONE)
+        assert (found.status, found.elapsed_s) == ("ended", 2)
+
+    @pytest.mark.parametrize(("start", "failed"), [(988, 1), (987, 0)])
+    def test_a_failure_may_seem_two_seconds_older_than_its_command(
+        self, tmp_path: Path, start: float, failed: int
+    ) -> None:
+        """Records have whole seconds: one that ends 2 s before is the command's, and at 3 s an earlier one's."""
+        build.job(tmp_path, FOUR, at=1001)
+        build.record(tmp_path, FOUR[0], start=start, outcome="failed")
+        assert build.state(tmp_path, 1012, began=1000).failed == failed
+
     def test_served_points_are_a_serve(self, tmp_path: Path) -> None:
         build.job(tmp_path, [build.point(100, workload="serve", load=load())])
         assert build.state(tmp_path, 1).kind == "serve"

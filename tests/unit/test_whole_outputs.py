@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,17 +27,24 @@ from dcpbench import cli
 from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
 from dcpbench.dashboard import finding
+from dcpbench.errors import UsageError
 from dcpbench.exports import FORMATS as EXPORTS
+from dcpbench.hangs import beats
+from dcpbench.hangs.evidence import Device, Seen
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
-from dcpbench.points.layout import Layout
+from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.reports import export, frames, markdown, plots, sections
+from dcpbench.reports.page.points import page_data
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_times import engine_path, write_step_times
+from dcpbench.show import terminal
+from dcpbench.show.layouts import colours, place_of_marker
 from dcpbench.syncs.formats import FORMATS as SYNCS
 from dcpbench.syncs.formats import render
 from dcpbench.syncs.gating.config import Allow
@@ -56,8 +65,16 @@ from tests.unit import (
 )
 from tests.unit import test_replay_point as replayed
 from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
-from tests.unit.test_hangs import recorded
+from tests.unit.test_hangs import HALF, X, merges, recorded
+from tests.unit.test_hangs import Job as Beating
+from tests.unit.test_reports_floors import FAR, NEAR
+from tests.unit.test_reports_instances import RATE
+from tests.unit.test_reports_instances import served as split
+from tests.unit.test_reports_marks import LOWERED
+from tests.unit.test_reports_marks import ok as marked
+from tests.unit.test_reports_stalls import served as stalling
 from tests.unit.test_top_shown import GPU
+from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,7 +90,11 @@ TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 
 @pytest.fixture
 def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Types a command in a folder of its own; what it printed, and how it ended where that was not well."""
+    """Types a command in a folder of its own; what it printed, and how it ended where that was not well.
+
+    No time passes for what says now and then how far it is.
+    """
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=float))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
 
@@ -87,8 +108,10 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def hold(name: str, text: str, tmp_path: Path) -> None:
-    """That a text is the one that is kept, but for where it lies."""
-    text = text.replace(str(tmp_path), "FOLDER").replace(str(ROOT), "ROOT")
+    """That a text is the one that is kept, but for where it lies, and lines of tests."""
+    text = re.sub(
+        r"(tests/\w+/\w+\.py):\d+", r"\1:LINE", text.replace(str(tmp_path), "FOLDER").replace(str(ROOT), "ROOT")
+    )
     text = "".join(f"{line.rstrip()}\n" for line in text.split("\n")).rstrip() + "\n"
     path = SAID / name
     if os.environ.get("SAID") == "write":
@@ -121,7 +144,30 @@ RUNS: dict[str, Callable[[], list[Record]]] = {
     "decode": decoded,
     "serve": lambda: serve_record_builder.run()[::2],
     "cpu": record_builder.cpu_sweep,
+    "instances": lambda: [
+        split("1:1", 30, busy={"prefill": 0.2, "decode": 0.95}, **RATE),
+        split("1:2", 28, **RATE),
+        split("2", 25, itl=80),
+        split("1:1", 30, 32, **RATE),
+        split("1:2", 40, 32, busy={"prefill": 0.97, "decode": 0.5}, **RATE),
+        split("3", 31, 32),
+        split("", 20),
+    ],
+    "stalls": lambda: [
+        stalling((70, 480), 120, chunk=8192),
+        stalling((80, 130), 100, chunk=1024),
+        stalling((80, 180), 90, chunk=1024, layout=DCP),
+        stalling((60, 140), 95, chunk=2048, layout=DP, preemptions=3),
+    ],
+    "floors": lambda: [
+        FAR,
+        NEAR,
+        marked(TP, "throttled", gpu=LOWERED, concurrency=32),
+        marked(DCP, "throttled", "noisy", "drift", gpu=LOWERED, concurrency=32),
+        marked(DCP, concurrency=48),
+    ],
 }
+"""The last three with what few runs have: instances apart, chunks that stall decodes, floors, and marks."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -133,6 +179,18 @@ def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
     text = markdown.render("title", sections.report(read, []), tmp_path)
     export.write_csv(read, tmp_path / "points.csv")
     hold(f"report-{name}{'-slo' if slo else ''}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cpu", "instances", "stalls", "floors"])
+def test_what_the_scripts_of_a_page_read(name: str, tmp_path: Path) -> None:
+    """Columns that say anything, each with how many values it has and what they are; looks of series; names of everything."""
+    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
+    told = rounded(page_data(read))
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in told.items() if key != "columns"]
+    for key, values in told["columns"].items():
+        if any(value is not None for value in values):
+            lines.append(f"{key} = {' | '.join(json.dumps(value, ensure_ascii=False) for value in values)}")
+    hold(f"page-{name}.txt", "\n".join(lines), tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -209,6 +267,15 @@ PLANS = {
     "sweep": "sweep --gpu H200 --gpus 8 --tp 4,8 --dcp 1,4,8 --dp 1,8 --context 4000,128000 --concurrency 8,64 --model deepseek-v3",
     "sweep-fp8": "sweep --gpu B200 --gpus 8 --tp 8 --dcp 1,8 --dtype fp8 --context 32000 --concurrency 32 --model kimi-k2",
     "serve": "serve --gpu H200 --gpus 8 --tp 8 --dcp 8 --concurrency 8,64 --slo ttft=5000,itl=60",
+    "hosts": "sweep --gpu H100 --gpus 8 --nnodes 2 --rdzv-endpoint 10.0.0.1:29500 --tp 8,16 --dp 1,2 --dcp 1,2 --context 8000,1000000 "
+    "--concurrency 4,256 --model deepseek-v2,kimi-k2",
+    "ways": "sweep --gpu H200 --gpus 4 --tp 4 --dcp 1,4 --exchange ag_rs,a2a,symm --backend triton,flashinfer,reference --kv-dtype bf16,fp8 "
+    "--context 4000 --concurrency 8",
+    "open": "serve --gpu H200 --gpus 8 --tp 4 --dp 1,4 --request-rate 0.5,2 --burstiness 0.25 --input-tokens uniform:100-9000 "
+    "--output-tokens lognormal:300:0.8 --num-requests 50 --prefix-share 0.3 --prefix-groups 4 --chunk 1024,8192",
+    "apart": "serve --gpu H200 --gpus 8 --tp 2 --dcp 2 --mode replay --disaggregate 1:2,3 --transfer-gb-s 50 --concurrency 16 --turns 3 "
+    "--turn-tokens 200 --think-time 2 --input-tokens 4000 --output-tokens 100 --model deepseek-v2",
+    "emulated": "sweep --emulate H200 --gpu H200 --gpus 1 --tp 8 --dcp 1,8 --exchange a2a --context 32000 --concurrency 16 --model deepseek-v2",
 }
 
 
@@ -220,6 +287,10 @@ def test_a_plan(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
 ADVICE = {
     "decode": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 8 --context 4000,128000",
     "price": "recommend --machine B200 --gpus 8 --model kimi-k2 --concurrency 32 --context 32000 --price 4",
+    "hosts": "recommend --machine H200+rdma-400 --gpus 8,16 --model deepseek-v3 --concurrency 8,256 --context 128000 --weights-dtype fp8",
+    "tight": "recommend --machine H100 --gpus 4 --model kimi-k2 --concurrency 8 --context 4000",
+    "slo": "recommend --machine H200 --gpus 4 --model deepseek-v2 --request-rate 0.5,2 --input-tokens 2000 --output-tokens 30 --num-requests 24 "
+    "--slo ttft=400,itl=20 --price 2.5",
     "serve": "recommend --machine H200 --gpus 4 --model deepseek-v2 --concurrency 16 --input-tokens 1000 --output-tokens 50",
 }
 
@@ -242,6 +313,196 @@ def test_an_import(engine: str, tmp_path: Path, typed: Callable[..., str]) -> No
     told = json.loads(record)
     told["environment"] = {k: v for k, v in (told.get("environment") or {}).items() if k in ("device", "device_count")}
     hold(f"import-{engine}.txt", f"{text}\n{json.dumps(told, indent=1)}", tmp_path)
+
+
+IMPORTS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "real-vllm": lambda _: (
+        "vllm",
+        str(ROOT / "tests/data/imports/glm-4.7_1k1k"),
+        "--gpu",
+        "Gaudi 3",
+        "--dtype",
+        "bf16",
+    ),
+    "real-inferencex": lambda _: ("inferencex", str(ROOT / "tests/data/imports/inferencex-tpu-sweep.json")),
+    "swept": lambda folder: (
+        "vllm",
+        *(
+            str(
+                engine_files_builder.sweep(
+                    folder, {"max_num_seqs": n, "tensor_parallel_size": 4}, {"max_concurrency": 3}
+                )
+            )
+            for n in (64, 128)
+        ),
+    ),
+    "summary": lambda folder: (
+        "sglang",
+        str(
+            engine_files_builder.file(
+                folder, engine_files_builder.without_details(engine_files_builder.sglang()), name="tp8_2k1k.jsonl"
+            )
+        ),
+        "--input-len",
+        "100",
+    ),
+    "named": lambda folder: (
+        "vllm",
+        str(
+            engine_files_builder.file(
+                folder,
+                engine_files_builder.vllm(gpu="h200", precision="FP8", isl="100", osl="4", request_rate=0.5),
+                engine_files_builder.vllm(max_concurrency=7, request_rate="inf", num_prompts=4, failed=1),
+                name="llama-tp4-dp2-ep8-100_4.json",
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_what_becomes_of_results_as_people_keep_them(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Folders of sweeps, summaries alone, names that say what files do not: points, loads, metrics and marks."""
+    engine, *words = IMPORTS[name](tmp_path)
+    lines = [typed("import", "--from", engine, *words, "-o", "out")]
+    for row in map(json.loads, (tmp_path / "out" / "records.jsonl").read_text().splitlines()):
+        point = {
+            k: v
+            for k, v in row["point"].items()
+            if k in ("model", "tp", "dp", "dcp", "ep", "concurrency", "context", "load")
+        }
+        serve = {k: v for k, v in (row.get("serve") or {}).items() if k != "samples_file" and v not in (None, {})}
+        lines += [json.dumps(rounded(told)) for told in (point, row.get("marks"), row.get("reason"), serve)]
+    hold(f"imported-{name}.txt", "\n".join(lines), tmp_path)
+
+
+def test_a_report_of_other_engines_results_beside_ours(tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Of all three, of which one has several layouts; and the answer alone where nothing of ours is beside them."""
+    several = [engine_files_builder.inferencex(conc=n, tp=tp) for n in (4, 8) for tp in (4, 8)]
+    for engine, results in (
+        ("vllm", [engine_files_builder.vllm()]),
+        ("sglang", [engine_files_builder.sglang()]),
+        ("inferencex", several),
+    ):
+        (tmp_path / engine).mkdir()
+        engine_files_builder.file(tmp_path / engine, *results)
+        words = ("--tp", "4") if engine == "vllm" else ()
+        typed("import", f"{engine}/result.json", "--from", engine, *words, "-o", f"runs/{engine}")
+    record_builder.write(tmp_path / "ours", [serve_record_builder.served(serve_record_builder.point(TP))])
+    said = []
+    for name, runs in (
+        ("all", ["runs/vllm", "runs/sglang", "runs/inferencex", "ours"]),
+        ("theirs", ["runs/inferencex"]),
+    ):
+        read = frames.load([tmp_path / run for run in runs])
+        said.append(markdown.render(name, sections.report(read, []), tmp_path))
+    hold("report-imported.md", "\n".join(said), tmp_path)
+
+
+@pytest.mark.parametrize("as_repeats", [False, True])
+def test_a_report_of_several_runs(as_repeats: bool, tmp_path: Path) -> None:
+    """Three passes over one grid, each a little slower: side by side, or as repeats of one run."""
+    folders = [
+        record_builder.write(
+            tmp_path / name,
+            [
+                record_builder.ok(
+                    p, median_ms=slower * record_builder.step_ms(p.layout, 4_000, p.concurrency), steps=64
+                )
+                for p in (record_builder.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 48))
+            ],
+        )
+        for name, slower in (("monday", 1.0), ("tuesday", 1.02), ("friday", 1.2))
+    ]
+    read = frames.load(folders, as_repeats=as_repeats)
+    text = markdown.render("title", sections.report(read, []), tmp_path)
+    hold(f"report-{'repeats' if as_repeats else 'runs'}.md", text, tmp_path)
+
+
+def test_a_comparison_of_served_runs(tmp_path: Path, typed: Callable[..., str]) -> None:
+    """Latencies of requests, throughput and failures, as A and B wrote them; B is A's own slower half."""
+    found = serve_record_builder.run()
+    record_builder.write(tmp_path / "a", found)
+    slower = [serve_record_builder.served(r.point, faster=0.9) if r.serve else r for r in found]
+    record_builder.write(tmp_path / "b", slower)
+    text = typed("compare", "a", "b", "--all", "--fail-on", "ttft_p50:5%,itl_p50:+1,undecided", "-o", "out")
+    hold("compare-served.txt", f"{text}\n{(tmp_path / 'out' / 'compare.md').read_text()}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["decode", "serve"])
+def test_a_recommendation_in_json(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
+    text = typed(*ADVICE[name].split(), "--json")
+    head, _, told = text.partition("\n")
+    hold(f"recommend-{name}.json", f"{head}\n{json.dumps(rounded(json.loads(told)), indent=1)}", tmp_path)
+
+
+def _order(job: Beating) -> None:
+    job.steps()
+    job.does(0, "all_gather", "merge", 0, hangs=True)
+    job.does(1, "all_reduce", "attn_reduce", 0, hangs=True)
+    job.does(2, "all_reduce", "attn_reduce", 0, hangs=True)
+
+
+def _shape(job: Beating) -> None:
+    job.steps()
+    for rank in range(3):
+        job.does(rank, "all_reduce", "attn_reduce", 0, x=HALF if rank == 1 else X, hangs=True)
+
+
+def _behind(job: Beating) -> None:
+    job.steps()
+    for rank in (0, 1):
+        job.does(rank, "all_reduce", "mlp_reduce", 1, hangs=True)
+    job.ranks[2].phase("moe")
+    seen = [Seen(rank=2, pid=7, state="S", cpu=0.01), Seen(rank=0, pid=8, state="R", cpu=0.99)]
+    (job.folder / "ranks.json").write_bytes(msgspec.json.encode(seen))
+    stack = (
+        'Current thread 0x00007f00 (most recent call first):\n  File "/a/dcpbench/engine/model.py", line 7 in experts\n'
+    )
+    (job.folder / "stacks-2.txt").write_text(f'{stack}  File "/a/w.py", line 1 in <module>\n')
+    (job.folder / "log-2.txt").write_text("the last line\n")
+
+
+def _gone(job: Beating) -> None:
+    job.steps()
+    for rank in (0, 1):
+        job.does(rank, "all_reduce", "moe", 0, hangs=True)
+    (job.folder / "ranks.json").write_bytes(msgspec.json.encode([Seen(rank=2, ended="ended with exit code 3")]))
+
+
+def _together(job: Beating) -> None:
+    for rank in range(3):
+        job.does(rank, "all_reduce", "moe", 0, hangs=True)
+
+
+def _devices(job: Beating) -> None:
+    for rank, norm in enumerate((37, 35, 37)):
+        job.ranks[rank].step(beats.REPLAY)
+        (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
+
+
+def _signals(job: Beating) -> None:
+    for rank, (ended, heard) in enumerate(((69, {1: 69, 2: 70}), (70, {0: 70, 2: 70}), (70, {0: 70, 1: 70}))):
+        job.ranks[rank].step(beats.REPLAY)
+        told = merges(rank, 3, ended, heard)
+        (job.folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=3)))
+        (job.folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(told))
+
+
+@pytest.mark.parametrize(
+    "kind", [_order, _shape, _behind, _gone, _together, _devices, _signals], ids=lambda f: f.__name__[1:]
+)
+def test_who_keeps_three_ranks_waiting(
+    kind: Callable[[Beating], None], tmp_path: Path, typed: Callable[..., str]
+) -> None:
+    """Each way in which ranks can stand still, as it is told."""
+    (tmp_path / "dump").mkdir()
+    kind(Beating(tmp_path / "dump", 3, waits=kind not in (_devices, _signals)))
+    hold(
+        f"hang-{kind.__name__[1:]}.txt",
+        typed("hang", "explain", "dump") + typed("hang", "explain", "dump", "--json"),
+        tmp_path,
+    )
 
 
 def test_the_work_of_steps(tmp_path: Path) -> None:
@@ -283,6 +544,7 @@ def test_a_doctors_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("dcpbench.doctor.gpus.os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("dcpbench.doctor.gpus.os.cpu_count", lambda: 64)
     monkeypatch.setattr("dcpbench.doctor.gpus._command", lambda _: "python")
+    monkeypatch.setattr("dcpbench.doctor.host.tempfile.gettempdir", lambda: "/tmp")  # noqa: S108 -- a name
     wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
     sick = looked(
         tmp_path, env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}, system=System(load=60.0, limit=256), **wrong
@@ -371,6 +633,14 @@ REPLAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Settings]] = {
     "prefix": ({"prefix_share": 0.5, "prefix_groups": 3, "chunk": 4096}, {}, Settings()),
     "pressure": ({"output_tokens": "lognormal:300:0.8"}, {"concurrency": 12}, Settings(kv_memory_bytes=256 << 20)),
     "sessions": ({"turns": "uniform:2-4", "turn_tokens": "50", "think_time": 0.5}, {}, Settings()),
+    "apart": ({"output_tokens": "lognormal:100:0.8"}, {"disaggregate": "1:2", "transfer_gb_s": 2.0}, Settings()),
+    "several": ({"arrival": "gamma", "request_rate": 3.0, "burstiness": 1.0}, {"disaggregate": "3"}, Settings()),
+    "first": (
+        {"policy": "prefill-first", "chunk": 2048, "output_tokens": "uniform:5-200"},
+        {"concurrency": 20},
+        Settings(),
+    ),
+    "uncached": ({"turns": "3", "turn_tokens": "50", "prefix_cache": False}, {}, Settings(limit_seconds=20.0)),
 }
 
 
@@ -390,6 +660,24 @@ def test_a_replay(name: str, tmp_path: Path) -> None:
     each = read_samples(tmp_path / record.serve.samples_file)[:6]
     lines = [json.dumps(rounded(dataclasses.asdict(row))) for row in each]
     hold(f"replay-{name}.txt", "\n".join([json.dumps(told, indent=1), *lines]), tmp_path)
+
+
+def test_calls_between_ranks_take_as_long_as_machines_let_them(tmp_path: Path) -> None:
+    """µs of each kind of call, in a host and over a link, of few bytes and many, alone and inside a step: mean, and both ends."""
+    lines = []
+    for name in ("H200", "H100", "B200", "H200+rdma-400"):
+        wire = described(name).wire
+        for what, ranks, size in itertools.product(wire.calls, (2, 4, 8, 16), (1_000, 100_000, 50_000_000)):
+            said = []
+            for of in (wire, wire.in_step(ranks)):
+                try:
+                    took = of.seconds(what, ranks, size, 2)
+                except UsageError as e:
+                    said.append(str(e))
+                else:
+                    said.append(" ".join(f"{1e6 * s:.4g}" for s in (took.mean, took.low, took.high)))
+            lines.append(f"{name} {what} {ranks} × {size:,}: {' | '.join(dict.fromkeys(said))}")
+    hold("wire.txt", "\n".join(lines), tmp_path)
 
 
 EXTENTS = {
@@ -438,6 +726,56 @@ def test_a_trace_that_is_scanned(tmp_path: Path) -> None:
     hold("scan.txt", json.dumps(rounded(msgspec.to_builtins(report)), indent=1), tmp_path)
 
 
+def mixed() -> Trace:
+    """Three steps of an engine, each with every kind of call that blocks, on two threads and two streams."""
+    trace = Trace().work()
+    for step in range(3):
+        t = 10_000.0 * step
+        trace.range(f"ProfilerStep#{step}", t, t + 9_900)
+        trace.frame("engine/step.py(10): step", t + 1, t + 9_800)
+        trace.range("decode", t + 2, t + 5_000)
+        for n in range(6):
+            trace.kernel(t + 10 + 40 * n, t + 20 + 40 * n, t + 55 + 40 * n, stream=7 + n % 2)
+        trace.frame("engine/sample.py(20): sample", t + 300, t + 1_400)
+        trace.item(t + 310, t + 500)
+        trace.item(t + 600, t + 700, name=PAGEABLE)
+        trace.op("aten::to", t + 800, t + 900)
+        trace.copy(TO_GPU, (t + 810, t + 890), (t + 820, t + 880), size=1 << 20)
+        trace.op("aten::nonzero", t + 1_000, t + 1_300)
+        trace.copy(PINNED, (t + 1_010, t + 1_020), (t + 1_100, t + 1_110))
+        trace.call("cudaStreamSynchronize", t + 1_030, t + 1_250)
+        trace.kernel(t + 1_500, t + 1_520, t + 2_500)
+        trace.call("cudaEventSynchronize", t + 1_600, t + 2_510)
+        trace.call("cudaMalloc", t + 2_600, t + 2_700)
+        trace.call("cudaFree", t + 2_800, t + 3_300)
+        trace.call("cudaHostAlloc", t + 3_400, t + 3_900)
+        trace.frame("engine/log.py(5): log", t + 5_100, t + 6_000)
+        trace.call("cudaDeviceSynchronize", t + 5_200, t + 5_900)
+        trace.add(
+            "cuda_sync", "Context Synchronize", t + 5_200, t + 5_900, pid=0, tid=7, correlation=10_000 + step, stream=-1
+        )
+        trace.call("cuStreamSynchronize", t + 6_100, t + 6_300, cat="cuda_driver")
+        trace.op("aten::item", t + 6_050, t + 6_400)
+        trace.kernel(t + 6_500, t + 6_600, t + 9_000, tid=HOST + 1)
+        trace.op("aten::_local_scalar_dense", t + 7_000, t + 9_100, tid=HOST + 1)
+        trace.copy(PINNED, (t + 7_010, t + 7_020), (t + 9_001, t + 9_010), tid=HOST + 1)
+        trace.call("cudaStreamSynchronize", t + 7_030, t + 9_050, tid=HOST + 1)
+    return trace
+
+
+@pytest.mark.parametrize("form", ["json", "markdown", "table"])
+def test_a_trace_with_every_kind_of_wait(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scan finds, prices and tells them, held against limits on calls and bubbles."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.chdir(tmp_path)  # where paths are short, and lines break as they do
+    report = mixed().scan(Path())
+    report.verdict = judge_syncs(report, Gate(root=tmp_path, max_per_step=3.0, max_bubble_us=50.0))
+    text = render(report, form, root=tmp_path)
+    if form == "json":
+        text = json.dumps(rounded(json.loads(text)), indent=1)
+    hold(f"scan-mixed-{form}.txt", text, tmp_path)
+
+
 def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The forest of a comparison, and what is recommended over loads."""
     said: list[str] = []
@@ -453,3 +791,10 @@ def test_pictures_of_other_commands(tmp_path: Path, typed: Callable[..., str], m
     typed("compare", "a", "b", "-o", "out")
     typed(*ADVICE["price"].split(), "-o", "advice")
     hold("pictures.txt", "\n".join(said), tmp_path)
+
+
+def test_colours_of_layouts(tmp_path: Path) -> None:
+    """On light and on dark, with the place of the marker: of all layouts of up to 32 GPUs, and of names without degrees."""
+    names = [str(layout) for tp in (1, 2, 4, 8, 16, 32) for layout in valid_layouts(SHAPES["deepseek-v3"], tp)]
+    lines = [f"{name}: {' '.join(colours(name))} {place_of_marker(name)}" for name in (*names, "sglang", "tp4 1P2D")]
+    hold("colours.txt", "\n".join(lines), tmp_path)

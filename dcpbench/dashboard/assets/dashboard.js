@@ -84,11 +84,11 @@
 
   const columns = [
     { label: "Run", class: "name", cell: (i) => [link(i, "report.html", dash.index.runs.name[i]), dash.functional(dash.index.runs.cpu[i])] },
-    { label: "Date", class: "w", cell: (i) => dash.when(dash.index.runs.date[i]) },
-    word("Commit", "commit"), word("Hardware", "hardware", "w"), word("Driver", "driver"), word("Workloads", "workloads"), word("Models", "models"), word("ok", "ok", "n"),
+    { label: "Date", class: "of-run", cell: (i) => dash.when(dash.index.runs.date[i]) },
+    word("Commit", "commit"), word("Hardware", "hardware", "of-hardware"), word("Driver", "driver"), word("Workloads", "workloads"), word("Models", "models"), word("ok", "ok", "n"),
     { label: "failed", class: "n", cell: (i) => { const lost = dash.index.runs.failed[i] + dash.index.runs.hung[i]; return el("span", { class: lost ? "bad" : "" }, lost); } },
     word("rejected", "rejected", "n"), word("Headline", "headline", "wide"),
-    { label: "Files", class: "w", cell: (i) => (dash.hasPage(i) ? [link(i, "records.jsonl", "records"), " ", link(i, "points.csv", "CSV")] : dash.index.runs.records[i] ? file(i, "records.jsonl", "records") : "") },
+    { label: "Files", class: "of-run", cell: (i) => (dash.hasPage(i) ? [link(i, "records.jsonl", "records"), " ", link(i, "points.csv", "CSV")] : dash.index.runs.records[i] ? file(i, "records.jsonl", "records") : "") },
   ];
 
   function runs() {

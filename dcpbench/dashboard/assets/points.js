@@ -168,8 +168,10 @@ globalThis.dash = (() => {
     for (const name of SAID) find("points-table").classList.toggle(`said-${name}`, common.columns.includes(name));
   }
 
-  /** Equal for `chunk 8,192` and `chunk 4,096`: where a row has one, nobody needs to be told that it has not the other. */
-  const kindOf = (part) => part.replace(/=.*/, "=").replace(/[\d.,]+/g, "#");
+  /** Equal for `chunk 8,192` and `chunk 4,096`: where a row has one, nobody needs to be told that it has not the other. So
+      with attention kernels, with precisions, and with the limits of an objective. */
+  const kindOf = (part) => (self.index.backends.includes(part) ? "backend" : part.replace(/=.*/, "=").replace(/^(bf|fp)\d.*/, "precision").replace(/ ≤.*/, " ≤").replace(/[\d.,]+/g, "#"));
+  const isObjective = (part) => part.includes(" ≤ ");
 
   /** How a row ran where that is not said above the table. */
   function ownSettings(line) {
@@ -177,7 +179,8 @@ globalThis.dash = (() => {
     const usual = common.usual.get(self.columns.workload[line]) ?? new Set();
     const own = mine.filter((part) => !common.parts.has(part) && !usual.has(part));
     const lacking = [...usual].filter((part) => !mine.includes(part) && !own.some((other) => kindOf(other) === kindOf(part)));
-    return [...own, ...lacking.map((part) => `not ${part}`)];
+    const without = mine.some(isObjective) ? [] : lacking.filter(isObjective);
+    return [...own, ...(without.length ? ["no SLO"] : []), ...lacking.filter((part) => !without.includes(part)).map((part) => `not ${part}`)];
   }
 
   /** A line's name without what is said once above the table. */
@@ -233,12 +236,12 @@ globalThis.dash = (() => {
     const size = (line) => { const found = self.measure?.change.get(line); return found ? Math.abs(Math.log(found[2] ?? 2)) : NaN; };
     return [
       { label: el("span", { class: "unseen" }, "Show history"), cell: box },
-      { ...word("model", "Point", "narrow"), cell: (line) => [shortName(line), functional(line), el("div", { class: "note" }, how(line))] },
+      { ...word("model", "Point", "narrow"), cell: (line) => [shortName(line), functional(line), el("div", { class: "note" }, ownSettings(line).join(" · "))] },
       word("model", "Model", "roomy of-model"), word("workload", "Workload", "w roomy of-workload"), word("layout", "Layout", "w roomy", functional), word("exchange", "Exchange", "roomy of-exchange"),
       number("context", "Context", "n roomy"), number("concurrency", "Conc.", "n roomy"),
       { name: "value", label: () => (self.measure ? dcp.measured(self.measure) : "Value"), class: "n", down: true, key: (line) => self.measure?.value[line], cell: shownValue },
       { name: "change", label: "Last change", class: "n", down: true, key: size, cell: latestChange },
-      number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "w", { down: true, cell: newestRun }), word("hardware", "Hardware", "w of-hardware"),
+      number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "of-run", { down: true, cell: newestRun }), word("hardware", "Hardware", "of-hardware"),
       { ...word("how", "How", "wide"), cell: how },
     ];
   }

@@ -12,7 +12,9 @@ dcp.charts = (() => {
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
   const LONG_LABEL = 20; // letters beside a bar, of which a phone has no more room
   const LABEL_PIXELS = 16; // from one line of small print to the next
+  const LABEL_SHARE = 0.09; // of a panel's height that such a line takes, so that no mark lies below it
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
+  const ASIDE = 0.03; // from one series to the next where several of a layout have a point at one load, likewise
   const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // what axes of numbers take: Plotly draws all again where they take more
   const { data, series, fields } = dcp.points;
   const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
@@ -94,6 +96,22 @@ dcp.charts = (() => {
     }));
   }
 
+  /** Where along an axis the points of a series stand: series of one layout that share a load beside each other, as one
+      would hide the other, but by no more than half the way to the next load in all. */
+  function besideEachOther(points, axis) {
+    const place = axis.type === "log" ? [Math.log10, (v) => 10 ** v] : [(v) => v, (v) => v];
+    const at = [...new Set(points.map(along))].map(place[0]).sort((a, b) => a - b);
+    const gap = Math.min(...at.slice(1).map((v, i) => v - at[i]), Infinity);
+    const shifts = new Map();
+    for (const [, own] of grouped(points, (p) => series[p.series].colour)) {
+      const shared = [...grouped(own, along).values()].some((here) => new Set(here.map((p) => p.series)).size > 1);
+      const lines = shared ? [...new Set(own.map((p) => p.series))] : [];
+      const step = Math.min(ASIDE * (axis.range[1] - axis.range[0]), gap / 2 / Math.max(lines.length - 1, 1));
+      lines.forEach((of, i) => shifts.set(of, (i - (lines.length - 1) / 2) * step));
+    }
+    return (point) => (shifts.has(point.series) ? place[1](place[0](along(point)) + shifts.get(point.series)) : along(point));
+  }
+
   function line(points, x, y) {
     const look = series[points[0].series];
     const [low, high] = [`${y}_low`, `${y}_high`];
@@ -107,10 +125,10 @@ dcp.charts = (() => {
   }
 
   /** A percentile beside a line. */
-  function dashes(points, y) {
+  function dashes(points, x, y) {
     const color = series[points[0].series].colour;
     const marker = { symbol: "line-ew-open", size: 13, color, line: { width: 2.5, color } };
-    return { ...line(points, along, y), line: { color, dash: "dot", width: 1 }, marker, error_y: { visible: false } };
+    return { ...line(points, x, y), line: { color, dash: "dot", width: 1 }, marker, error_y: { visible: false } };
   }
 
   const along = (point) => (point.arrival === "gamma" ? point.load_request_rate : point.concurrency);
@@ -130,25 +148,32 @@ dcp.charts = (() => {
     const drawn = present.filter(([, name]) => !figure.off.has(name));
     const heights = grouped(on, (p) => p.model);
     const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
+      const xaxis = loads(inside.map(along), against(inside[0]));
+      const x = besideEachOther(inside, xaxis);
       const traces = [...grouped(inside, (p) => p.series).values()].flatMap((own) => drawn.map(([column]) => {
-        const along_ = byLoad(own.filter((p) => known(p[column])));
-        return along_.length === 0 ? null : column === present[0][0] ? line(along_, along, column) : dashes(along_, column);
+        const ordered = byLoad(own.filter((p) => known(p[column])));
+        return ordered.length === 0 ? null : column === present[0][0] ? line(ordered, x, column) : dashes(ordered, x, column);
       })).filter(Boolean);
       const all = heights.get(inside[0].model).flatMap((p) => drawn.flatMap(([column]) => [p[column], p[`${column}_high`]]));
       return {
         key: name, title: name, traces,
-        layout: { margin: MARGIN, xaxis: loads(inside.map(along), against(inside[0])), yaxis: values(all, figure.axis), annotations: watermark(inside) },
+        layout: { margin: MARGIN, xaxis, yaxis: values(all, figure.axis), annotations: watermark(inside) },
       };
     });
     const traced = points.some((p) => p.arrival === "trace") ? "Requests of a file have one load: they are in the table of points and under Explore. " : "";
-    const missing = stats.length > 1 && present.length < stats.length ? "p99 is drawn where there are at least 662 samples." : "";
+    const missing = stats.length > 1 && present.length < stats.length ? "No point has a p99: it takes 662 samples, or a file that says one." : "";
     const [few, left] = limited(arranged(panels));
     return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
   }
 
+  /** Of several runs each has panels of its own: a ratio is to another point of its run. */
+  const several = (points) => new Set(points.map((p) => p.run)).size > 1;
+  const panelIn = (of, apart) => (apart ? `${of.panel}, ${of.run}` : of.panel);
+  const byRun = (points) => (several(points) ? points.map((p) => ({ ...p, panel: panelIn(p, true) })) : points);
+
   /** Ratios to 1, where DCP is level with the same layout without it. */
   function breakEven(figure, points) {
-    const compared = points.filter((p) => known(p.dcp_ratio) && p.arrival === "closed");
+    const compared = byRun(points.filter((p) => known(p.dcp_ratio) && p.arrival === "closed"));
     const { panels, items, note } = overLoad({ ...figure, axis: "with DCP / without" }, compared, [["dcp_ratio", "ratio"]]);
     const on = switchedOn(figure, compared).flatMap((p) => [p.dcp_ratio, p.dcp_ratio_low ?? p.dcp_ratio, p.dcp_ratio_high ?? p.dcp_ratio, 1]);
     const [least, most] = [Math.min(...on), Math.max(...on)];
@@ -161,13 +186,16 @@ dcp.charts = (() => {
   /** Each layout over the best other one, with the least load from which on DCP is ahead, and what had no room. */
   function overview(figure, points) {
     const axis = "over the best other layout";
-    const compared = points.filter((p) => known(p.other_ratio));
+    const kept = points.filter((p) => known(p.other_ratio));
+    const compared = byRun(kept);
     const { panels, items: names, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
     const items = names.map((item) => ({ ...item, symbol: item.symbol.replace("-open", "") })); // hollow says something else here
     const on = switchedOn(figure, compared);
     const ratios = [...on.map((p) => p.other_ratio), 1];
     const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
-    const yaxis = { type: "linear", range: [Math.min(...ratios) - margin, Math.max(...ratios) + margin], nticks: 6, ticksuffix: "×", title: { text: axis } };
+    const lostIn = (panel) => [...grouped(data.no_room.filter((lost) => panelIn(lost, several(kept)) === panel.key), (lost) => lost.layout)];
+    const below = Math.max(0, ...panels.map((panel) => lostIn(panel).length)) * LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin);
+    const yaxis = { type: "linear", range: [Math.min(...ratios) - margin - below, Math.max(...ratios) + margin], nticks: 6, ticksuffix: "×", title: { text: axis } };
     const label = (words, more) => ({ text: dcp.text(words), xref: "paper", yref: "paper", showarrow: false, font: { size: 12, color: "var(--soft)" }, ...more });
     const drawn = panels.map((panel) => {
       const inside = on.filter((p) => p.panel === panel.key);
@@ -179,8 +207,7 @@ dcp.charts = (() => {
         { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } },
         ...(from === undefined ? [] : [{ type: "line", yref: "paper", x0: from, x1: from, y0: 0, y1: 1, line: { color: "var(--soft)", width: 1.5, dash: "dot" } }]),
       ];
-      const full = [...grouped(data.no_room.filter((lost) => lost.panel === panel.key), (lost) => lost.layout)];
-      const said = full.map(([layout, lost], i) => label(`${layout}: no room from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
+      const said = lostIn(panel).map(([layout, lost], i) => label(`${layout}: no room from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
       if (from !== undefined) said.push(label(`DCP ahead from ${plain(from)}`, { x: 0.02, y: 1, xanchor: "left", yanchor: "top" }));
       const traces = panel.traces.map((trace) => ({ ...trace, marker: { ...trace.marker, symbol: trace.own.map((p) => shape(series[p.series], p.misses ? "replay" : "")) } }));
       return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };
@@ -273,7 +300,7 @@ dcp.charts = (() => {
     const on = names.filter((name) => !figure.off.has(name));
     const all = [...new Set(profiled.map((p) => p.concurrency))].sort((a, b) => a - b);
     const some = all.length > MOST_LOADS ? [all[0], all[all.length >> 1], all.at(-1)] : all;
-    const several = new Set(profiled.map((p) => p.run)).size > 1;
+    const apart = several(profiled);
     const total = (point) => on.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
     const whole = (point) => names.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
     const limit = (point, phase) => {
@@ -295,7 +322,7 @@ dcp.charts = (() => {
       };
     };
     const longest = (model) => Math.max(0, ...profiled.filter((p) => p.model === model).map(total));
-    const panels = [...grouped(profiled.filter((p) => some.includes(p.concurrency)), (p) => (several ? `${p.panel}, ${p.run}` : p.panel))].map(([name, inside]) => {
+    const panels = [...grouped(profiled.filter((p) => some.includes(p.concurrency)), (p) => panelIn(p, apart))].map(([name, inside]) => {
       const rows = some.flatMap((c) => {
         const own = inside.filter((p) => p.concurrency === c);
         return own.length ? [{ heading: `concurrency ${c}` }, ...own.map((point) => ({ point }))] : [];

@@ -131,6 +131,7 @@ def _no_room(frames: Frames) -> list[dict[str, Any]]:
     return [
         {
             "panel": f"{r['model']}, context {r['context']:,} tokens",
+            "run": r["run"],
             "layout": r["layout"],
             "concurrency": r["concurrency"],
         }
@@ -234,7 +235,7 @@ def _exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
-    return brief(value, LONGEST_NAME) if isinstance(value, str) and len(value) > LONGEST_NAME else value
+    return brief(value, LONGEST_NAME) if isinstance(value, str) else value
 
 
 def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.sections import Section
 
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
+NO_BREAK = "\N{NO-BREAK SPACE}"
 MOST_ROWS = 1000
 """Rows of a table that the page prints; points.csv has all points."""
 TITLES = {
@@ -115,7 +116,12 @@ def render(
         "charted": TITLES,
         "most_rows": MOST_ROWS,
     }
-    return web.fill(own("page.html.j2"), values, {"data_uri": _data_uri, "brief": brief})
+    return web.fill(own("page.html.j2"), values, {"data_uri": _data_uri, "brief": brief, "tied": tied})
+
+
+def tied(text: str) -> str:
+    """The same with numbers and signs that no end of a line parts: `25 %`, `ITL ≤ 150 ms`, `4 × H200`."""
+    return re.sub(r"(?<=\d) (?=(?:%|×|ms\b))|(?<=\S) (?=[≤≥])|(?<=[≤≥×]) (?=\S)", NO_BREAK, text)
 
 
 def own(name: str) -> str:

@@ -5,6 +5,7 @@
   const { data, view, fields } = store;
   const STEP = 100; // rows of the table that are shown at once, and more at a press
   const MOST_IDLE = 1000; // marks of a panel that is drawn before it is seen: more hold a reader up for a moment
+  const MOST_LETTERS = 40; // of a series' name that stands above its chart on a phone, too
   const root = document.documentElement;
   const whenIdle = globalThis.requestIdleCallback ?? ((call) => setTimeout(call, 50)); // Safari has none
   const pending = new Map();
@@ -72,6 +73,7 @@
       const own = points.filter((p) => (!chart.workload || p.workload === chart.workload) && (!chart.mode || p.mode === chart.mode));
       const off = store.off(chart.slug);
       const { panels, items, note: said, wide } = dcp.charts[chart.kind]({ ...chart, off, ...axes() }, own);
+      legend.classList.toggle("wordy", items.some((item) => item.name.length > MOST_LETTERS));
       const names = JSON.stringify([items, [...off]]);
       if (names !== listed && !legend.contains(document.activeElement)) {
         dcp.switches(legend, items.map((item) => ({ ...item, on: !off.has(item.key) })), (i, on) => {
@@ -139,15 +141,22 @@
     };
   }
 
+  /** Words that all points share, said once above their table. */
+  const served = () => store.choices("workload").includes("serve");
+  const shared = () => ["model", ...(served() ? ["mode"] : [])].filter((name) => store.choices(name).length === 1).map((name) => store.brief(String(store.choices(name)[0])));
+
+  const repeatable = store.all.some((point) => point.command); // an import is not
+
   /** What a reader sorts the points by, each with the command that measures it again. */
   function columnsOfTable() {
+    const several = (name) => store.choices(name).length > 1;
     const words = [
-      ["run", "run", store.choices("run").length > 1], ["model", "model", true], ["label", "layout", true], ["mode", "live or replay", store.choices("workload").includes("serve")],
+      ["run", "run", several("run")], ["model", "model", several("model")], ["label", "layout", true], ["mode", "live or replay", served() && several("mode")],
       ["load", "load", store.choices("load").length > 1], ["context", "context (tokens)", true], ["concurrency", "concurrency", true],
       ["load_request_rate", "request rate (requests/s)", fields.has("load_request_rate")],
     ].filter(([, , wanted]) => wanted).map(([name, label]) => (fields.has(name)
       ? { name, label, class: "n", key: (point) => point[name], cell: (point) => dcp.number(point[name]) }
-      : { name, label, class: "w", key: (point) => point[name] ?? null, cell: (point) => store.brief(String(point[name] ?? "–")) }));
+      : { name, label, class: name === "load" ? "long" : "w", key: (point) => point[name] ?? null, cell: (point) => store.brief(String(point[name] ?? "–")) }));
     const numbers = data.fields.filter((field) => field.table).map((field) => ({
       name: field.name, label: dcp.measured(field), class: "n", key: (point) => point[field.name],
       cell: (point) => {
@@ -159,7 +168,7 @@
       type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
       click: (event) => { dcp.copy(point.command, event.currentTarget); },
     }, "copy") : "");
-    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
+    return [...(repeatable ? [{ label: "again", class: "no-print", cell: again }] : []), ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
   }
 
   function pointsTable(root) {
@@ -168,6 +177,7 @@
     const [note, place] = [el("p", { class: "note", "aria-live": "polite" }), el("div")];
     const more = el("button", { type: "button", class: "no-print", click: () => { shown += STEP; fill(); } });
     root.replaceChildren(el("h3", {}, "The points"), note, place, more);
+    const alike = shared().join(" · ");
     const table = dcp.table(place, "The points", columnsOfTable(), {
       sorted: () => ({ name: view.sort.replace(/^-/, ""), down: view.sort.startsWith("-") }),
       sort: (name, down) => { view.sort = `${down ? "-" : ""}${name}`; store.changed(); },
@@ -176,7 +186,7 @@
     function fill() {
       table(current, 0, shown);
       const left = Math.max(current.length - shown, 0);
-      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}. A header sorts; “copy” takes the command that measures a point again, alone.`;
+      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}${alike ? `, all ${alike}` : ""}. A header sorts${repeatable ? "; “copy” takes the command that measures a point again, alone" : ""}.`;
       more.hidden = left === 0;
       more.textContent = `Show ${dcp.number(Math.min(STEP, left))} more`;
     }

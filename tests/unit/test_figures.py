@@ -1,0 +1,120 @@
+"""Figures: legends name what is drawn as it is drawn, and what is set against each other stands in one panel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.imports import Told, import_files
+from dcpbench.points.layout import Layout
+from dcpbench.reports import figures, frames, overview, plots
+from dcpbench.reports.style import Style
+from tests.unit import engine_files_builder as files
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+TP, DCP = Layout(4), Layout(4, 1, 4)
+LONG = {"gpu_memory_utilization": 0.95, "max_num_batched_tokens": 2048}
+
+
+def looks(figure: Figure) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
+    """(colour, dash, marker) of each line in the panels that has points, and of each entry of the legend."""
+    shown = [line for ax in figure.axes for line in ax.get_lines() if line.get_marker() not in ("None", "_", "|", "")]
+    handles = [one for one in figure.legends[0].legend_handles if one is not None]
+    return tuple({(o.get_color(), str(o.get_linestyle()), o.get_marker()) for o in of} for of in (shown, handles))  # type: ignore[attr-defined, return-value]
+
+
+def names(figure: Figure) -> list[str]:
+    return [" ".join(text.get_text().split()) for text in figure.legends[0].get_texts()]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> frames.Frames:
+    """A run of ours, and one of another engine, under the same loads: two layouts each, one of them in both."""
+    load = {"input_tokens": "8192", "output_tokens": "1024"}
+    points = [serve.point(layout, n, load, model="deepseek-r1") for n in (8, 32) for layout in (TP, DCP)]
+    ours = build.write(tmp_path / "ours", map(serve.served, points))
+    rows = [files.inferencex(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
+    told = Told(model="deepseek-r1")
+    import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", told, force=False)
+    return frames.load([tmp_path / "theirs", ours])
+
+
+def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: frames.Frames) -> None:
+    """A dash says which run and which server of it at once: so each line has an entry of its own."""
+    assert beside.served["rest"].nunique() == 1
+    figure = figures.draw_throughput(beside.served, Style.of(beside.served), "title")
+    drawn, told = looks(figure)
+    assert len(drawn) == 4
+    assert drawn == told
+    assert all(name.endswith((", ours", ", theirs")) for name in names(figure))
+
+
+def test_names_of_servers_that_differ_at_their_ends_differ_in_legends_and_in_words(tmp_path: Path) -> None:
+    for seqs in (128, 256):
+        files.sweep(tmp_path / "sweep", {**LONG, "max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
+        more = {**LONG, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 4096, "max_num_seqs": seqs}
+        files.sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    found = frames.load([tmp_path / "run"]).served
+    told = names(figures.draw_throughput(found, Style.of(found), "title"))
+    assert len(set(told)) == len(told) == 4
+    assert all(name.endswith(("max_num_seqs=128", "max_num_seqs=256")) for name in told)
+    words = figures.alt("throughput", "title", found)
+    assert all(f"max_num_seqs={n})" in words for n in (128, 256))
+
+
+def test_points_of_one_layout_at_its_only_load_do_not_hide_each_other(tmp_path: Path) -> None:
+    """Three servers at 8 requests: one at the load, one at each side of it."""
+    for seqs in (4, 8, 16):
+        files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    found = frames.load([tmp_path / "run"]).served
+    (ax,) = figures.draw_throughput(found, Style.of(found), "title").axes
+    at = [line.get_xdata()[0] for line in ax.get_lines() if line.get_marker() not in ("None", "_", "|")]  # type: ignore[index]
+    assert sorted(at) == pytest.approx([7.6, 8.0, 8.4])
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["8"]
+
+
+def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None:
+    """A layout is over another one of its run: as one line, two runs would go up and down at each load."""
+    points = [build.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 32)]
+    runs = [build.write(tmp_path / name, map(build.ok, points)) for name in ("monday", "tuesday")]
+    read = frames.load(runs)
+    look = Style.of(read.points)
+    rows = read.findings.against_others
+    compared = figures.draw_overview(rows, look, "title", overview.no_room(read))
+    assert [" ".join(ax.get_title().split()) for ax in compared.axes] == [
+        f"kimi-k2, {run}, context 4,000" for run in ("monday", "tuesday")
+    ]
+    assert [ax.get_title() for ax in figures.draw_break_even(read.findings.ratios, look, "title").axes] == [
+        "kimi-k2, monday",
+        "kimi-k2, tuesday",
+    ]
+    for ax in compared.axes:
+        lines = [line for line in ax.get_lines() if line.get_linestyle() != "None" and len(line.get_xdata()) > 2]  # type: ignore[arg-type]
+        assert all(list(line.get_xdata()) == sorted(set(line.get_xdata())) for line in lines)  # type: ignore[arg-type]
+
+
+def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
+    """A figure has a row for each."""
+    points = [build.point(layout) for layout in (TP, DCP)]
+    runs = [build.write(tmp_path / f"run-{n}", map(build.ok, points)) for n in range(plots.MOST_LENGTHS + 3)]
+    found = plots._some_sides(frames.load(runs).findings.against_others)
+    assert found["run"].nunique() == plots.MOST_LENGTHS
+
+
+def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> None:
+    """Neighbours in the row of markers are alike when small: a triangle and a diamond, or one that stands on its tip."""
+    of = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}
+    points = [build.point(DCP, **changes) for changes in of]
+    found = frames.load([build.write(tmp_path / "run", map(build.ok, points))]).points
+    look = Style.of(found)
+    markers = [look.look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
+    assert markers == ["^", "P", "s"]
