@@ -127,20 +127,32 @@ class PrefillPlan:
         q_ThX [T, h, nope + P] has rope applied and is not absorbed; keys and values are the same tokens', as `decompress`
         gave them. All are contiguous. The rows of layer `index` in the pool need hold the prefixes only.
         """
-        prefiller = self.prefiller
         if not self.windows:
             with phase("prefill"):
                 return self.own.values(q_ThX, key_ThX, value_ThW, out_ThV)
         with phase("prefill"):
             o_ThV, lse_Th = self.own.run(q_ThX, key_ThX, value_ThW)
+        if len(self.windows) == 1 and self.windows[0].rows == slice(0, self.tokens):
+            out_ThV = o_ThV.new_empty(o_ThV.shape) if out_ThV is None else out_ThV
+            more_ThV, more_Th = self._window(self.windows[0], q_ThX, w, index)
+            with phase("prefill"):
+                merge_into(o_ThV, lse_Th, more_ThV, more_Th, out_ThV)
+            return out_ThV
         sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
         for window in self.windows:
-            with phase("prefix_gather"):
-                prefiller.gather(window, prefiller.model.kv.rows(index))
+            more_ThV, more_Th = self._window(window, q_ThX[window.rows], w, index)
             with phase("prefill"):
-                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *window.views.decompress(w))
-                merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
+                merge_into(sum_ThV[window.rows], lse_Th[window.rows], more_ThV, more_Th)
         return sum_ThV.to(q_ThX.dtype) if out_ThV is None else out_ThV.copy_(sum_ThV)
+
+    def _window(
+        self, window: StoredWindow, q_ThX: torch.Tensor, w: Attention, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to a window by the rows of its chunks."""
+        with phase("prefix_gather"):
+            self.prefiller.gather(window, self.prefiller.model.kv.rows(index))
+        with phase("prefill"):
+            return window.attention.run(q_ThX, *window.views.decompress(w))
 
 
 class Prefiller:
