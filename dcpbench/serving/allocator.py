@@ -158,6 +158,14 @@ class DcpAllocator:
         allocation.tokens += tokens
         self.tokens += tokens
 
+    def extend_by_one(self, allocation: Allocation) -> None:
+        """`extend` by one token, which the last page mostly has room for: all that decodes do."""
+        if allocation not in self._live or allocation.tokens % self.virtual_page == 0:
+            self.extend(allocation, 1)
+        else:
+            allocation.tokens += 1
+            self.tokens += 1
+
     def free(self, allocation: Allocation) -> None:
         """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
         self._check(allocation)

@@ -194,7 +194,7 @@ class Scheduler:
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             self._grow(replica, todo, step)
             for sequence in replica.running:
-                if sequence.computed == sequence.target - 1:
+                if sequence.computed == len(sequence.request.prompt) + sequence.generated - 1:
                     todo.decodes.append(sequence)
                     todo.slots.append(sequence.slot)
                     todo.positions.append(sequence.computed)
@@ -204,6 +204,7 @@ class Scheduler:
     def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
         """Room for the next token of every sequence that decodes, at the cost of those that came last."""
         allocator, index = replica.allocator, 0
+        page = allocator.virtual_page
         while index < len(replica.running):
             sequence = replica.running[index]
             allocation = sequence.allocation
@@ -211,14 +212,14 @@ class Scheduler:
             if sequence.computed < allocation.tokens:
                 index += 1  # in prefill, for which there is room
                 continue
-            if sequence.computed % allocator.virtual_page == 0:
+            if sequence.computed % page == 0:
                 replica.make_room(1)
                 if not allocator.free_pages:
                     self._preempt(replica, replica.running[-1])
                     step.preempted += 1
                     continue
-            allocator.extend(allocation, 1)
-            if sequence.computed % allocator.virtual_page == 0:
+            allocator.extend_by_one(allocation)
+            if sequence.computed % page == 0:
                 todo.table.append(self._table_write(sequence, sequence.computed))
             index += 1
 
@@ -334,12 +335,15 @@ class Scheduler:
             replica.moved = []
             emits = todo.emits
             if self.config.prefix_cache:
+                page = self.config.virtual_page
                 for sequence in emits:
-                    self._cache(replica, sequence, sequence.request.prompt)
+                    assert sequence.allocation is not None
+                    if sequence.allocation.shared != len(sequence.request.prompt) // page:
+                        self._cache(replica, sequence, sequence.request.prompt)
                     if sequence.finished and sequence.request.answer is not None:
                         said = np.concatenate((sequence.request.prompt, sequence.request.answer))
                         self._cache(replica, sequence, said[: sequence.computed])
-            done = [s for s in emits if s.finished]
+            done = [s for s in emits if s.generated == s.request.output_tokens]
             for sequence in done:
                 self._release(replica, sequence)
             if done:
