@@ -17,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 
 from dcpbench.errors import CapacityError
+from dcpbench.points.memory import LOCATIONS
 
 PADDING_PAGE = 0
 NO_PAGES = np.empty(0, dtype=np.int32)
-_INT32_LIMIT = 1 << 31
 
 
 class OutOfKvError(CapacityError):
@@ -88,7 +88,7 @@ class DcpAllocator:
             raise ValueError(f"page size {page_size}, dcp {dcp} and interleave {interleave} must be positive")
         if page_size % interleave:
             raise ValueError(f"a stripe of {interleave} tokens does not divide a page of {page_size}")
-        if pages * page_size * dcp > _INT32_LIMIT:
+        if pages * page_size * dcp > LOCATIONS:
             raise ValueError(f"{pages} pages of {page_size} rows on {dcp} ranks do not fit 32-bit locations")
         self.pages = pages
         self.page_size = page_size
