@@ -475,7 +475,14 @@ def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
 def test_a_pool_has_no_more_pages_than_32_bit_locations_tell_apart(kv_memory: str | None) -> None:
     """Rows of a tiny model are so small that a GPU has room for more."""
     eight = msgspec.structs.replace(H200X4, count=8)
-    asked = {"model": "tiny", "backend": "triton", "concurrency": 1, "kv_memory": kv_memory, "baseline": False}
+    asked = {
+        "model": "tiny",
+        "backend": "triton",
+        "ep": "tp",
+        "concurrency": 1,
+        "kv_memory": kv_memory,
+        "baseline": False,
+    }
     (found,) = expand(eight, tp="8", dcp="8", **asked)
     assert found.plan is not None
     assert found.plan.pages == 2**31 // (64 * 8)
