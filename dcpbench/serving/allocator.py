@@ -44,6 +44,11 @@ class Allocation:
         """Virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
         return self._buffer[: self._count]
 
+    @property
+    def room(self) -> int:
+        """Tokens that its pages hold."""
+        return self._count * self._virtual_page
+
     def locs(self, start: int, stop: int) -> np.ndarray:
         """Virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
         if not 0 <= start <= stop <= self.tokens:
@@ -152,19 +157,10 @@ class DcpAllocator:
         self._check(allocation)
         if tokens < 0:
             raise ValueError(f"a request cannot grow by {tokens} tokens")
-        more = self.pages_for(allocation.tokens + tokens) - len(allocation.pages)
-        if more:
-            allocation.append(self._take(more))
+        if allocation.tokens + tokens > allocation.room:
+            allocation.append(self._take(self.pages_for(allocation.tokens + tokens) - len(allocation.pages)))
         allocation.tokens += tokens
         self.tokens += tokens
-
-    def extend_by_one(self, allocation: Allocation) -> None:
-        """`extend` by one token, which the last page mostly has room for: all that decodes do."""
-        if allocation not in self._live or allocation.tokens % self.virtual_page == 0:
-            self.extend(allocation, 1)
-        else:
-            allocation.tokens += 1
-            self.tokens += 1
 
     def free(self, allocation: Allocation) -> None:
         """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""

@@ -194,7 +194,7 @@ class Scheduler:
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             self._grow(replica, todo, step)
             for sequence in replica.running:
-                if sequence.computed == len(sequence.request.prompt) + sequence.generated - 1:
+                if sequence.computed == sequence.target - 1:
                     todo.decodes.append(sequence)
                     todo.slots.append(sequence.slot)
                     todo.positions.append(sequence.computed)
@@ -218,7 +218,7 @@ class Scheduler:
                     self._preempt(replica, replica.running[-1])
                     step.preempted += 1
                     continue
-            allocator.extend_by_one(allocation)
+            allocator.extend(allocation, 1)
             if sequence.computed % page == 0:
                 todo.table.append(self._table_write(sequence, sequence.computed))
             index += 1
@@ -335,15 +335,12 @@ class Scheduler:
             replica.moved = []
             emits = todo.emits
             if self.config.prefix_cache:
-                page = self.config.virtual_page
                 for sequence in emits:
-                    assert sequence.allocation is not None
-                    if sequence.allocation.shared != len(sequence.request.prompt) // page:
-                        self._cache(replica, sequence, sequence.request.prompt)
+                    self._cache(replica, sequence, sequence.request.prompt)
                     if sequence.finished and sequence.request.answer is not None:
                         said = np.concatenate((sequence.request.prompt, sequence.request.answer))
                         self._cache(replica, sequence, said[: sequence.computed])
-            done = [s for s in emits if s.generated == s.request.output_tokens]
+            done = [s for s in emits if s.finished]
             for sequence in done:
                 self._release(replica, sequence)
             if done:

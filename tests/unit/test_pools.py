@@ -113,7 +113,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="not live"):
             self.pool.free(request)
         with pytest.raises(ValueError, match="not live"):
-            self.pool.extend_by_one(request)
+            self.pool.extend(request, 1)
 
     @invariant()
     def no_page_has_two_owners_is_lost_or_padding(self) -> None:
@@ -191,7 +191,7 @@ class TestAllocator:
         slow, fast = DcpAllocator(64, 4, 2), DcpAllocator(64, 4, 2)
         grown = slow.alloc(1)
         for _ in range(99):
-            slow.extend_by_one(grown)
+            slow.extend(grown, 1)
         assert np.array_equal(grown.locs(0, 100), fast.alloc(100).locs(0, 100))
 
     @pytest.mark.parametrize(
