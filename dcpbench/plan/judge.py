@@ -149,7 +149,7 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
         f"Type instead: {_smaller(point, shape, machine.gpus)} "
         f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
-        f"{point.layout} from the GPU that is here, add --emulate {_like(machine.probe)}."
+        f"{point.layout} from one GPU, add --emulate {_like(machine.probe)}."
     )
 
 
@@ -378,8 +378,8 @@ def _check_load(point: Point, load: Load, settings: Settings, shape: ModelShape,
     """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
     if point.disaggregate and load.mode != REPLAY:
         raise UsageError(
-            f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; add --mode replay, which "
-            "serves several in virtual time."
+            f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
+            "alone, which serves several in virtual time."
         )
     if settings.step_times:
         known_times(settings.step_times).must_be_of(point, settings.step_times)

@@ -93,7 +93,7 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
     need, least = max(map(pages_needed, points)), max(map(least_pages, points))
     beside_all = rank.pages_beside(rank.whole)
     if settings.kv_memory_bytes is not None:
-        pages, bounded_by = settings.kv_memory_bytes // rank.page_bytes, "kv_memory"
+        pages, bounded_by = min(settings.kv_memory_bytes // rank.page_bytes, rank.most_pages), "kv_memory"
     elif rank.gpu and beside_all >= least:
         pages, bounded_by = beside_all, "weights"
     else:
@@ -186,7 +186,12 @@ class _Rank:
 
     def pages_beside(self, layers: Layers) -> int:
         """Pages for which these layers leave room; negative where they do not fit themselves."""
-        return (self.room - self.weight_bytes(layers)) // self.page_bytes
+        return min((self.room - self.weight_bytes(layers)) // self.page_bytes, self.most_pages)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages whose tokens have locations."""
+        return memory.LOCATIONS // (self.point.page_size * self.point.dcp)
 
     def layers_beside(self, pages: int) -> Layers:
         """As many layers as fit beside a pool of so many pages. Raises NoRoomError where the fewest do not."""

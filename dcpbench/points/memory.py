@@ -21,6 +21,8 @@ RESERVE_BYTES = 8 * GIB
 """Held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations."""
 CACHE_FACTOR = 4
 """Weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)."""
+LOCATIONS = 1 << 31
+"""Places of tokens that can be told apart, as kernels read them in 32 bits: virtual pages times their tokens."""
 PREFILL_WINDOW = 16384
 """Tokens of the stored prefix that are decompressed at once; engine/prefill.py."""
 FP32 = 4

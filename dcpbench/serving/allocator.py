@@ -17,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 
 from dcpbench.errors import CapacityError
+from dcpbench.points.memory import LOCATIONS
 
 PADDING_PAGE = 0
 NO_PAGES = np.empty(0, dtype=np.int32)
-_INT32_LIMIT = 1 << 31
 
 
 class OutOfKvError(CapacityError):
@@ -43,6 +43,11 @@ class Allocation:
     def pages(self) -> np.ndarray:
         """Virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
         return self._buffer[: self._count]
+
+    @property
+    def room(self) -> int:
+        """Tokens that its pages hold."""
+        return self._count * self._virtual_page
 
     def locs(self, start: int, stop: int) -> np.ndarray:
         """Virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
@@ -88,7 +93,7 @@ class DcpAllocator:
             raise ValueError(f"page size {page_size}, dcp {dcp} and interleave {interleave} must be positive")
         if page_size % interleave:
             raise ValueError(f"a stripe of {interleave} tokens does not divide a page of {page_size}")
-        if pages * page_size * dcp > _INT32_LIMIT:
+        if pages * page_size * dcp > LOCATIONS:
             raise ValueError(f"{pages} pages of {page_size} rows on {dcp} ranks do not fit 32-bit locations")
         self.pages = pages
         self.page_size = page_size
@@ -152,9 +157,8 @@ class DcpAllocator:
         self._check(allocation)
         if tokens < 0:
             raise ValueError(f"a request cannot grow by {tokens} tokens")
-        more = self.pages_for(allocation.tokens + tokens) - len(allocation.pages)
-        if more:
-            allocation.append(self._take(more))
+        if allocation.tokens + tokens > allocation.room:
+            allocation.append(self._take(self.pages_for(allocation.tokens + tokens) - len(allocation.pages)))
         allocation.tokens += tokens
         self.tokens += tokens
 

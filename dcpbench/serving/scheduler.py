@@ -204,6 +204,7 @@ class Scheduler:
     def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
         """Room for the next token of every sequence that decodes, at the cost of those that came last."""
         allocator, index = replica.allocator, 0
+        page = allocator.virtual_page
         while index < len(replica.running):
             sequence = replica.running[index]
             allocation = sequence.allocation
@@ -211,14 +212,14 @@ class Scheduler:
             if sequence.computed < allocation.tokens:
                 index += 1  # in prefill, for which there is room
                 continue
-            if sequence.computed % allocator.virtual_page == 0:
+            if sequence.computed % page == 0:
                 replica.make_room(1)
                 if not allocator.free_pages:
                     self._preempt(replica, replica.running[-1])
                     step.preempted += 1
                     continue
             allocator.extend(allocation, 1)
-            if sequence.computed % allocator.virtual_page == 0:
+            if sequence.computed % page == 0:
                 todo.table.append(self._table_write(sequence, sequence.computed))
             index += 1
 

@@ -157,13 +157,11 @@ class PrefillTimes:
         self.bare = [(w, ms) for w, ms in line if not w.prefix]
         self.stored = [(w, ms) for w, ms in line if w.prefix]
         self.most = chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
-        self.gather_ms = 0.0
-        self.begin, self.ms = self._fit()
         slope = self._beyond_line(gather) if gather else self._along_lines()
         self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
-        self.begin, self.ms = self._fit()
+        self.begin, self.ms = self._fit(self.gather_ms)
 
-    def _fit(self) -> tuple[Line, Surface]:
+    def _fit(self, gather_ms: float) -> tuple[Line, Surface]:
         """`begin` and f, by what a stored token takes."""
         lines: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.bare:
@@ -172,7 +170,7 @@ class PrefillTimes:
         found: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.stored:
             rows, x = _rows_and_x(w)
-            found[rows].append((x, ms - self.gather_ms * w.prefix))
+            found[rows].append((x, ms - gather_ms * w.prefix))
         begins = [
             (rows, _begin(max(lines[rows]), found[rows])) for rows in found if len(found[rows]) > 1 and lines[rows]
         ]
@@ -197,17 +195,14 @@ class PrefillTimes:
 
         What they take beyond the line is itself less the more a token takes, in proportion: two trials tell.
         """
-        trials = []
-        for self.gather_ms in (0.0, 1.0):
-            self.begin, self.ms = self._fit()
-            trials.append(sum(ms - self._at(w) for w, ms in gather))
-        if abs(trials[0] - trials[1]) < len(gather):  # a token is not told from the line's own
+        left = []
+        for gather_ms in (0.0, 1.0):
+            begin, f = self._fit(gather_ms)
+            at = [(w, ms, *_rows_and_x(w)) for w, ms in gather]
+            left.append(sum(ms - f(rows, x) - begin.held(rows) - gather_ms * w.prefix for w, ms, rows, x in at))
+        if abs(left[0] - left[1]) < len(gather):  # a token is not told from the line's own
             raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
-        return trials[0] / (trials[0] - trials[1])
-
-    def _at(self, w: Work) -> float:
-        rows, x = _rows_and_x(w)
-        return self.ms(rows, x) + self.begin.held(rows) + self.gather_ms * w.prefix
+        return left[0] / (left[0] - left[1])
 
     def _along_lines(self) -> float:
         """The same where no step can have many prefixes, from the last pieces of the lines.

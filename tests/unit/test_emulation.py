@@ -215,7 +215,7 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
     """And the sentence that refuses them otherwise ends with the option."""
     said = refused(tp="8", dcp="8")
     assert "needs 8 GPUs and there are 1" in said
-    assert said.endswith("To forecast tp8·dcp8 from the GPU that is here, add --emulate H200.")
+    assert said.endswith("To forecast tp8·dcp8 from one GPU, add --emulate H200.")
     found = grid.expand(make_spec({"tp": "8", "dcp": "8", "emulate": "H200", "concurrency": "8"}, ONE_GPU), ONE_GPU, 1)
     assert [str(c.point.layout) for c in found if c.error is None] == ["tp8", "tp8·dcp8"]
     assert {c.point.world for c in found} == {1}

@@ -500,7 +500,9 @@ class TestInstances:
 
     def test_a_live_run_has_one_instance(self) -> None:
         """Asked for both modes, the replay runs."""
-        assert "add --mode replay" in reason(**self.REPLAY | {"mode": "live"}, disaggregate="1:1", transfer_gb_s=50)
+        assert "take --mode replay alone" in reason(
+            **self.REPLAY | {"mode": "live"}, disaggregate="1:1", transfer_gb_s=50
+        )
         both = expand(**self.REPLAY | {"mode": "live,replay"}, disaggregate="1:1", transfer_gb_s=50)
         assert {c.point.load.mode: c.error is None for c in both if c.point.load} == {"live": False, "replay": True}
 

@@ -21,6 +21,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.reports.findings import BASELINE_OF
 from dcpbench.reports.frames import load
+from dcpbench.serving.allocator import DcpAllocator
 from tests.unit import record_builder
 from tests.unit.test_shapes import V3 as V3_CONFIG
 
@@ -468,6 +469,24 @@ def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
     assert found[0].plan is not None
     assert found[0].plan.kv_bytes == 10 * GIB // (64 * 61 * 576 * 2) * (64 * 61 * 576 * 2)
     assert "largest --concurrency that fits is 37. With --dcp 2 it fits." in str(found[1].error)
+
+
+@pytest.mark.parametrize("kv_memory", [None, "120GiB"])
+def test_a_pool_has_no_more_pages_than_32_bit_locations_tell_apart(kv_memory: str | None) -> None:
+    """Rows of a tiny model are so small that a GPU has room for more."""
+    eight = msgspec.structs.replace(H200X4, count=8)
+    asked = {
+        "model": "tiny",
+        "backend": "triton",
+        "ep": "tp",
+        "concurrency": 1,
+        "kv_memory": kv_memory,
+        "baseline": False,
+    }
+    (found,) = expand(eight, tp="8", dcp="8", **asked)
+    assert found.plan is not None
+    assert found.plan.pages == 2**31 // (64 * 8)
+    DcpAllocator(found.plan.pages, 64, 8)
 
 
 def test_a_small_kv_memory_is_told_in_a_unit_that_fits() -> None:
