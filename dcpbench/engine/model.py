@@ -219,7 +219,6 @@ class Model:
         Decodes in absorbed form: q against latent rows, W_UV on what comes back.
         """
         w = self.weights.layer(index).attention
-        rows = slice(sum(part.size for part in parts), None)
         with phase("qkv_proj"):
             if prefill is not None:
                 self.rotate(q_Bh, positions_B)
@@ -228,10 +227,9 @@ class Model:
             ]
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w))
         if prefill is not None:
-            rows = slice(rows.start, rows.start + prefill.tokens)
-            with phase("prefill"):
-                key_ThX, value_ThW = prefill.prefiller.decompress(row_BQ[rows], w)
-            values.append(prefill.attend(self.own(q_Bh[rows]).contiguous(), key_ThX, value_ThW, w, index))
+            prefill.gather(index)
+            prefill.prefiller.decompress(prefill.seen.count, prefill.seen.places, row_BQ, w, index)
+            values.append(prefill.attend(self.own(q_Bh[prefill.rows]).contiguous(), w, index))
         with phase("o_proj"):
             return self.with_padding(values, len(q_Bh))
 

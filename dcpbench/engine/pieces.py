@@ -1,11 +1,13 @@
 """Steps with chunks in captured pieces: all but the attention of chunks, however rows are divided.
 
     embed │ piece 0 │ decodes 0 │ chunks 0 │ piece 1 │ decodes 1 │ chunks 1 │ … │ piece L │ logits
-            norm, projections, rope, KV rows, and chunks' keys and values of a layer, from piece 1 on behind o_proj
-            and MLP of the layer before
+            norm, projections, rope, KV rows, and chunks' keys and values of a layer, those of stored prefixes among
+            them, from piece 1 on behind o_proj and MLP of the layer before
 
 Launched kernel by kernel, such a step keeps the host busy for longer than most keep the device. The attention of chunks
-goes by plans that the host makes for each step, and stays outside. A graph of a piece is for a number of rows, padded
+goes by plans that the host makes for each step, and stays outside; so does what brings prefixes from other ranks, before
+each piece, and windows of prefixes that are too long for one call. How many keys there are stands on the device, and no graph
+depends on it. A graph of a piece is for a number of rows, padded
 (`chunk_rows`); one of decodes, with their exchange, for a number of decode rows, as graphs of whole steps are. What they
 hand to each other lies in one room for steps of all sizes.
 """
@@ -133,26 +135,35 @@ class Cut:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """As Model.step gives it: rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk. Collective."""
-        room, model = self.room, self.model
+        room, model, pieces = self.room, self.model, self.pieces
         first = decodes.batch.size if decodes else 0
-        rows = slice(first, first + (prefill.tokens if prefill else 0))
+        rows = prefill.rows if prefill else slice(first, first)
+        assert rows.start == first
         q_BhX = model.own(model.heads_of(room.q)) if room.own is None else room.own
-        key_BhX, value_BhW = self.pieces.prefiller.decompressed(len(room.positions))
-        chunk = q_BhX[rows], key_BhX[rows], value_BhW[rows]
-        out_ThV = room.values[rows]
+        q_ThX, out_ThV = q_BhX[rows], room.values[rows]
 
         def begin(residual_BD: torch.Tensor) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
             room.positions.copy_(batch.positions)
             room.locs.copy_(batch.locs)
             room.residual.copy_(residual_BD)
             room.values[rows.stop :] = 0
-            return self.run
+            if prefill is None:
+                pieces.count.zero_()
+            else:
+                pieces.count.copy_(prefill.seen.count)
+                pieces.places[: len(prefill.seen.places)].copy_(prefill.seen.places)
+            return run
+
+        def run(index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            if prefill is not None and index < model.shape.layers:
+                prefill.gather(index)
+            return self.run(index, y_BhV)
 
         def attend(index: int, *_: torch.Tensor) -> torch.Tensor:
             if decodes is not None:
                 decodes.run(index)
             if prefill is not None:
-                prefill.attend(*chunk, model.weights.layer(index).attention, index, out_ThV)
+                prefill.attend(q_ThX, model.weights.layer(index).attention, index, out_ThV)
             return room.values
 
         return model.walk(batch, begin, attend, meanwhile)
@@ -171,7 +182,9 @@ class Cut:
             model.rotate(q_BHX, room.positions)
             if room.own is not None:
                 room.own.copy_(model.own(q_BHX))
-            self.pieces.prefiller.decompress(row_BQ, model.weights.layer(index).attention)
+            pieces = self.pieces
+            w = model.weights.layer(index).attention
+            pieces.prefiller.decompress(pieces.count, pieces.places, row_BQ, w, index)
         return q_BHX, row_BQ
 
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
@@ -195,6 +208,9 @@ class Pieces:
         """For steps of as many rows as the prefiller can decompress."""
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
         self.room = Room.of(self.model, prefiller.rows)
+        self.count = torch.zeros(1, dtype=torch.int32, device=prefiller.device)
+        """Of the keys of a step's chunks; their places behind it, see prefill.Seen."""
+        self.places = torch.zeros(len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
         self.cuts: dict[int, Cut] = {}
         self.decodes: dict[int, Decodes] = {}
 

@@ -1,8 +1,13 @@
-"""Attention of a step's prompt chunks: over their own rows, and over the prefix that the DCP ranks have stored.
+"""Attention of a step's prompt chunks: over the prefix that the DCP ranks have stored, and over their own rows behind it.
 
 All ranks of a replica compute the KV rows of a chunk, so that its own part needs nobody. The stored prefix is gathered
-layer by layer into token order and decompressed for this rank's heads. That happens in windows of bounded size, over
-all chunks of the step, however long the prompts are:
+layer by layer into token order. Both are laid into one buffer, decompressed for this rank's heads, and attended to in one
+call, whose mask is causal from each request's end:
+
+    keys       │ prefix 0 ········ │ chunk 0 ··· │ chunk 1 ·· │ prefix 2 ·· │ chunk 2 ····· │
+
+Where that is more than the buffer holds, the first call is over the chunks' own rows alone, and the prefixes follow in windows
+of bounded size, over all chunks of the step, however long the prompts are:
 
     prefixes   │ chunk 0 ········ │ chunk 1 ····················· │
     windows    │ window 0 ·· │ window 1 ·· │ window 2 ·· │ window 3│     each attended to without a mask, by the rows of
@@ -18,11 +23,13 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, symmetric
-from dcpbench.kernels.kv_gather import pack, request_table
+from dcpbench.kernels.keys import decompress, lay
+from dcpbench.kernels.kv_gather import request_table
 from dcpbench.kernels.kv_indices import fill_pages
 from dcpbench.kernels.merge import merge_into
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
@@ -88,71 +95,60 @@ def windows(prefixes: Sequence[int], most: int) -> list[Window]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredWindow:
-    """A window as the layers of a step need it."""
+class Seen:
+    """What rows of a step attend to in one call, as its layers need it."""
 
     rows: slice
-    """Of the step's chunk rows: those that attend to it."""
-    tokens: int
-    stored: torch.Tensor
-    """int32: this rank's rows of the KV pool that are in it, request by request in token order."""
+    """Of the chunks' rows: those that attend to it."""
+    count: torch.Tensor
+    """int32 [1], on the device: how many keys there are."""
+    places: torch.Tensor
+    """int32 [keys]: where each key's row is, see kernels.keys.lay; stored ones are in the pool, or behind a task gathered."""
     task: Task | None
-    """How it is gathered; None where this rank has all of it."""
+    """How stored rows are gathered; None where there are none, and where this rank has all of them."""
     attention: Ragged
-    views: Views
-    """Of its rows, once they are gathered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
-    """What a step prefills, for all of its layers. It stays valid, and lets others be made, until the step has run."""
+    """What a step prefills, for all of its layers. It stays valid, and lets others be made, until the step has run.
+
+    In each layer come `gather`, then Prefiller.decompress for `seen`, then `attend`.
+    """
 
     prefiller: Prefiller
-    tokens: int
-    """Rows of the step, behind those of its decodes."""
-    own: Ragged
-    windows: list[StoredWindow]
+    rows: slice
+    """Of the step: those of its chunks, behind its decodes."""
+    seen: Seen
+    """By all of them: prefixes and their own rows, or these alone where there are windows."""
+    windows: list[Seen]
+    """Of the prefixes."""
+
+    def gather(self, index: int) -> None:
+        """Bring what other ranks have stored of `seen`; they need hold no more than the prefixes. Collective."""
+        self.prefiller.gather(self.seen, index)
 
     def attend(
-        self,
-        q_ThX: torch.Tensor,
-        key_ThX: torch.Tensor,
-        value_ThW: torch.Tensor,
-        w: Attention,
-        index: int,
-        out_ThV: torch.Tensor | None = None,
+        self, q_ThX: torch.Tensor, w: Attention, index: int, out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given. Collective.
 
-        q_ThX [T, h, nope + P] has rope applied and is not absorbed; keys and values are the same tokens', as `decompress`
-        gave them. All are contiguous. The rows of layer `index` in the pool need hold the prefixes only.
+        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous.
         """
+        keys, values = self.prefiller.keys, self.prefiller.values
         if not self.windows:
             with phase("prefill"):
-                return self.own.values(q_ThX, key_ThX, value_ThW, out_ThV)
+                return self.seen.attention.values(q_ThX, keys, values, out_ThV)
         with phase("prefill"):
-            o_ThV, lse_Th = self.own.run(q_ThX, key_ThX, value_ThW)
-        if len(self.windows) == 1 and self.windows[0].rows == slice(0, self.tokens):
-            out_ThV = o_ThV.new_empty(o_ThV.shape) if out_ThV is None else out_ThV
-            more_ThV, more_Th = self._window(self.windows[0], q_ThX, w, index)
-            with phase("prefill"):
-                merge_into(o_ThV, lse_Th, more_ThV, more_Th, out_ThV)
-            return out_ThV
-        sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
+            o_ThV, lse_Th = self.seen.attention.run(q_ThX, keys, values)
+            sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
         for window in self.windows:
-            more_ThV, more_Th = self._window(window, q_ThX[window.rows], w, index)
+            self.prefiller.gather(window, index)
             with phase("prefill"):
+                self.prefiller.decompress(window.count, window.places, self.prefiller.laid[:0], w, index)
+                more_ThV, more_Th = window.attention.run(q_ThX[window.rows], keys, values)
                 merge_into(sum_ThV[window.rows], lse_Th[window.rows], more_ThV, more_Th)
         return sum_ThV.to(q_ThX.dtype) if out_ThV is None else out_ThV.copy_(sum_ThV)
-
-    def _window(
-        self, window: StoredWindow, q_ThX: torch.Tensor, w: Attention, index: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to a window by the rows of its chunks."""
-        with phase("prefix_gather"):
-            self.prefiller.gather(window, self.prefiller.model.kv.rows(index))
-        with phase("prefill"):
-            return window.attention.run(q_ThX, *window.views.decompress(w))
 
 
 class Prefiller:
@@ -213,7 +209,7 @@ class Prefiller:
         return window_bytes // one * self.unit
 
     def _reserve(self) -> None:
-        """Buffers that every layer uses anew: keys, values, gathered rows, and what travels."""
+        """Buffers that every layer uses anew: keys, values, the rows that they come from, gathered ones, and what travels."""
         shape, width = self.model.shape, self.model.shape.kv_width
         most = max(self.window, self.rows)
 
@@ -223,147 +219,141 @@ class Prefiller:
         self.keys = empty(most, self.model.heads, shape.nope + shape.rope)
         self.values = empty(most, self.model.heads, self.backend.value_width)
         self.values[..., shape.value :] = 0
-        self.gathered = empty(self.window, width, dtype=self.stored)
-        self.widened = empty(self.window, width) if self.stored != self.dtype else self.gathered
+        self.laid = empty(most, width)
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
             self.gatherer = Gatherer(self.group, self.way, self.device)
+            self.gathered = empty(self.window, width, dtype=self.stored)
+            self.in_order = torch.arange(self.window, dtype=torch.int32, device=self.device)
             part = self.window // self.group.size * width * self.stored.itemsize
             if self.way == "direct":
                 self.travels = symmetric(self.group, part, self.device)
             else:
                 self.travels = torch.empty(part * self.group.size, dtype=torch.uint8, device=self.device)
 
-    def plan(self, chunks: Sequence[Chunk], table_SC: torch.Tensor) -> PrefillPlan:
+    def compile(self) -> None:
+        """Have the device run once what only windows need, so that no step of a load waits for a compiler."""
+        one = self.backend.plan([1], [1], causal=False)
+        o_ThV, lse_Th = one.run(self.keys[:1], self.keys, self.values)
+        merge_into(o_ThV.to(torch.float32, memory_format=torch.contiguous_format), lse_Th, o_ThV, lse_Th.clone())
+
+    def plan(self, chunks: Sequence[Chunk], table_SC: torch.Tensor, first: int = 0) -> PrefillPlan:
         """Plan the chunks of a step, at least one, from their host-side integers. Does not wait for the device.
 
-        table_SC: int32 virtual locations by request slot and token, on the device; prefixes are looked up in it behind
-        whatever was launched before, so writes of this step's entries come first, and later ones do no harm.
+        table_SC: int32 virtual locations by request slot and token, on the device; they are looked up in it behind
+        whatever was launched before, so writes of this step's entries come first, and later ones do no harm. `first`: the
+        first of the chunks' rows in the step.
         """
-        lengths = [chunk.tokens for chunk in chunks]
+        lengths, starts, stops = ([getattr(chunk, of) for chunk in chunks] for of in ("tokens", "start", "stop"))
         if sum(lengths) > self.tokens:
             raise UsageError(f"a step of {sum(lengths)} prompt tokens is larger than --chunk allows, {self.tokens}.")
-        assert all(chunk.start % self.unit == 0 for chunk in chunks)
+        assert all(start % self.unit == 0 for start in starts)
+        whole = sum(starts) <= self.window and sum(stops) <= len(self.keys)
+        cut = [] if whole else windows(starts, self.window)
+        places = _places(lengths, starts if whole else [0] * len(starts), first)
+        numbers = self._numbers([len(places), *(window.tokens for window in cut)], places)
+        counts, places_S = numbers[: 1 + len(cut)].split(1), numbers[1 + len(cut) :]
+        slots, task = [chunk.slot for chunk in chunks], None
+        if whole and any(starts):
+            if self.group.size > 1:
+                task = self._task(starts, self._rows(slots, starts, table_SC))
+            else:
+                torch.where(places_S < 0, places_S, self._rows(slots, stops, table_SC), out=places_S)
         return PrefillPlan(
             prefiller=self,
-            tokens=sum(lengths),
-            own=self.backend.plan(lengths, lengths, causal=True),
-            windows=self._stored(chunks, lengths, table_SC) if any(chunk.start for chunk in chunks) else [],
+            rows=slice(first, first + sum(lengths)),
+            seen=Seen(
+                rows=slice(0, sum(lengths)),
+                count=counts[0],
+                places=places_S,
+                task=task,
+                attention=self.backend.plan(lengths, stops if whole else lengths, causal=True),
+            ),
+            windows=self._windows(cut, counts[1:], lengths, self._rows(slots, starts, table_SC)) if cut else [],
         )
 
-    def _stored(self, chunks: Sequence[Chunk], lengths: list[int], table_SC: torch.Tensor) -> list[StoredWindow]:
+    def _windows(
+        self, cut: Sequence[Window], counts: Sequence[torch.Tensor], lengths: list[int], stored: torch.Tensor
+    ) -> list[Seen]:
+        """`stored`: this rank's rows of all prefixes."""
         starts = list(itertools.accumulate(lengths, initial=0))
-        stored = self._rows([c.slot for c in chunks], [c.start for c in chunks], table_SC)
         found, done = [], 0
-        for window in windows([c.start for c in chunks], self.window):
+        for window, count in zip(cut, counts, strict=True):
             mine = window.tokens // self.group.size
             rows = stored[done : done + mine]
             done += mine
+            alone = self.group.size == 1
             found.append(
-                StoredWindow(
+                Seen(
                     rows=slice(starts[window.first], starts[window.chunks.stop]),
-                    tokens=window.tokens,
-                    stored=rows,
-                    task=self._task(window, rows),
+                    count=count,
+                    places=rows if alone else self.in_order[: window.tokens],
+                    task=None if alone else self._task(window.lengths, rows),
                     attention=self.backend.plan(lengths[window.chunks], window.lengths, causal=False),
-                    views=Views.of(self, self.widened[: window.tokens]),
                 )
             )
         return found
 
-    def _rows(self, slots: list[int], prefixes: list[int], table_SC: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of all prefixes, request by request in token order."""
+    def _numbers(self, counts: list[int], places: np.ndarray) -> torch.Tensor:
+        """Both, one behind the other, on the device as int32."""
+        numbers = torch.from_numpy(np.concatenate((np.asarray(counts, dtype=np.int32), places)))
+        if self.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        return numbers.to(self.device, non_blocking=True)
+
+    def _rows(self, slots: list[int], lengths: list[int], table_SC: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of so many first tokens of each request, request by request in token order."""
         absent = [0] * (FEWEST - len(slots))
-        numbers = torch.tensor([slots + absent, prefixes + absent], dtype=torch.int32)
+        numbers = torch.tensor([slots + absent, lengths + absent], dtype=torch.int32)
         if self.device.type == "cuda":
             numbers = numbers.pin_memory()
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
-        rows = torch.empty(sum(prefixes) // self.group.size, dtype=torch.int32, device=self.device)
+        rows = torch.empty(sum(lengths) // self.group.size, dtype=torch.int32, device=self.device)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
         fill_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
         return rows
 
-    def _task(self, window: Window, rows: torch.Tensor) -> Task | None:
-        if self.group.size == 1:
-            return None
-        lengths = window.lengths + (0,) * (FEWEST - len(window.lengths))
+    def _task(self, lengths: Sequence[int], rows: torch.Tensor) -> Task:
+        lengths = (*lengths, *[0] * (FEWEST - len(lengths)))
         prefix = Prefix(lengths, self.group.size, self.share.interleave)
         table = request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
 
-    def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> None:
-        """A window's rows in token order into `widened`, [tokens, Q] in the dtype computed with. Collective."""
-        out_SQ, kv_KQ = self.gathered[: window.tokens], kv_KQ.view(self.stored)
-        if window.task is None:
-            pack(out_SQ, kv_KQ, window.stored)
-        else:
-            assert self.gatherer is not None
-            assert self.travels is not None
-            self.gatherer.gather(window.task, kv_KQ, out_SQ, self.travels)
-        if self.stored != self.dtype:
-            wide_SQ = self.widened[: window.tokens].copy_(out_SQ.view(self.model.kv.data.dtype))
-            if self.model.kv.scale != 1:
-                wide_SQ.mul_(self.model.kv.scale)
+    def gather(self, seen: Seen, index: int) -> None:
+        """Stored rows of layer `index` in token order, as they are stored, until the next call. Collective."""
+        if seen.task is None:
+            return
+        assert self.gatherer is not None
+        assert self.travels is not None
+        kv_KQ = self.model.kv.rows(index).view(self.stored)
+        with phase("prefix_gather"):
+            self.gatherer.gather(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
-    def decompressed(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last `decompress` of so many rows gave."""
-        return self.keys[:rows], self.values[:rows]
+    def decompress(
+        self, count: torch.Tensor, places: torch.Tensor, new_BQ: torch.Tensor, w: Attention, index: int
+    ) -> None:
+        """`count` keys and values of this rank's heads in layer `index`, until the next call; see Seen and kernels/keys.
 
-    def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [S, h, nope + P] and values [S, h, W] of this rank's heads, until the next call."""
-        return Views.of(self, row_SQ).decompress(w)
-
-
-@dataclasses.dataclass(frozen=True)
-class Views:
-    """Rows of KV, and where their keys and values go, as products take them: made once for all layers, as making them takes
-    the host longer than the products.
-    """
-
-    prefiller: Prefiller
-    latent: torch.Tensor
-    """[h, S, R]: of the rows, for each head; `rotated` is their rope part."""
-    rotated: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    nope: torch.Tensor
-    """[h, S, nope]: of the keys; `to` is where `rotated` goes."""
-    to: torch.Tensor
-    value: torch.Tensor
-    """[h, S, V]: of the values."""
-
-    @classmethod
-    def of(cls, prefiller: Prefiller, row_SQ: torch.Tensor) -> Views:
-        """Of rows that stay where they are."""
-        shape = prefiller.model.shape
-        keys, values = prefiller.decompressed(len(row_SQ))
-        to, rotated = _in_words(keys[..., shape.nope :], row_SQ[:, None, shape.latent :])
-        return cls(
-            prefiller=prefiller,
-            latent=row_SQ[:, : shape.latent].expand(prefiller.model.heads, -1, -1),
-            rotated=rotated,
-            keys=keys,
-            values=values,
-            nope=keys[..., : shape.nope].transpose(0, 1),
-            to=to,
-            value=values[..., : shape.value].transpose(0, 1),
-        )
-
-    def decompress(self, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values."""
-        model = self.prefiller.model
+        New rows [B, Q] are contiguous, in the dtype computed with, and attended to as they are, however they are stored.
+        """
+        model, kv_KQ = self.model, self.model.kv.rows(index)
+        stored_KQ = kv_KQ if self.group.size == 1 else self.gathered.view(kv_KQ.dtype)
         own = slice(model.groups.dcp.rank * model.heads, (model.groups.dcp.rank + 1) * model.heads)
         w_uk = w.w_uk[own] if model.wide.query else w.w_uk
         w_uv = w.w_uv[own] if model.wide.value else w.w_uv
-        torch.bmm(self.latent, w_uk.transpose(1, 2), out=self.nope)
-        torch.bmm(self.latent, w_uv, out=self.value)
-        self.to.copy_(self.rotated)
-        return self.keys, self.values
+        with phase("prefill"):
+            lay(self.laid, stored_KQ, new_BQ, count, places, model.kv.scale)
+            decompress(self.laid, count, w_uk, w_uv, self.keys, self.values)
 
 
-def _in_words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The same memory as int64 where all sizes and strides allow: a strided copy takes as long a word as a number."""
-    count = 8 // tensors[0].dtype.itemsize
-    whole = all(n % count == 0 for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    return [x.view(torch.int64) for x in tensors] if whole else tensors
+def _places(lengths: Sequence[int], stored: Sequence[int], first: int) -> np.ndarray:
+    """Of chunks' keys, int32: so many stored rows, numbered through, and behind them the chunk's own, from `first` on as
+    kernels.keys.lay wants new ones.
+    """
+    found = []
+    row = 0
+    for length, before in zip(lengths, stored, strict=True):
+        found += [np.arange(row, row + before), -1 - np.arange(first, first + length)]
+        row, first = row + before, first + length
+    return np.concatenate(found).astype(np.int32)

@@ -92,6 +92,7 @@ class ServeEngine:
             else:
                 self.engine.run(batch)
             alive()
+        self.prefiller.compile()
         if self.device.type == "cuda":
             self.pieces.capture(batches, self.engine.beside, alive)
 
@@ -171,7 +172,9 @@ class ServeEngine:
         rows, sampled = self._rows(mine, count)
         slots, positions = self._to_device(rows)
         (last,) = self._to_device(np.asarray([sampled or [0]]))
-        prefill = self.prefiller.plan(mine.chunks, self.requests.table) if mine.chunks else None
+        prefill = (
+            self.prefiller.plan(mine.chunks, self.requests.table, self._decode_rows(mine)) if mine.chunks else None
+        )
         cut = self.pieces.of(count)
         decodes = self.pieces.beside(batch, self.engine.beside) if batch else None
 

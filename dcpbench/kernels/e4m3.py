@@ -36,6 +36,17 @@ def e4m3_byte(x, NATIVE: tl.constexpr):
     return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
+@triton.jit
+def e4m3_number(byte):
+    """The fp32 that a byte of float8_e4m3fn is; in integers, as e4m3_byte without NATIVE."""
+    bits = byte.to(tl.int32)
+    size = bits & 0x7F
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)  # 2^-9
+    number = tl.where(size == 0x7F, float("nan"), number)
+    return tl.where(bits > 0x7F, -number, number)
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Of a GPU; (0, 0) of a CPU, and in Triton's interpreter: a dry run's tensors say that they are on a GPU."""

@@ -22,21 +22,14 @@ def correct(
     return share_HBR if out is None else out.copy_(share_HBR)
 
 
-def merge_into(
-    o_ThV: torch.Tensor,
-    lse_Th: torch.Tensor,
-    more_ThV: torch.Tensor,
-    more_Th: torch.Tensor,
-    out_ThV: torch.Tensor | None = None,
-) -> None:
-    """Merge the attention of the same queries over more keys into `o_ThV` and `lse_Th`, in place. No host sync.
+def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+    """Merge the attention of the same queries over more keys into `o_ThV` (fp32) and `lse_Th`, in place. No host sync.
 
-    o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two, in fp32. A side with lse −inf has weight 0, whatever
-    its o holds, NaN included; where both have, the result is 0 and −inf. The merged o goes to `out_ThV` instead where
-    that is given, contiguous and of any dtype; else o_ThV is fp32, as more may follow. Last dimensions are contiguous,
-    others may be strided.
+    o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two. A side with lse −inf has weight 0, whatever its o
+    holds, NaN included; where both have, the result is 0 and −inf. o_ThV is contiguous, the others may be strided, the
+    last dimension of more_ThV excepted. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
     """
-    (merge_into_fused if o_ThV.is_cuda else merge_into_reference)(o_ThV, lse_Th, more_ThV, more_Th, out_ThV)
+    (merge_into_fused if o_ThV.is_cuda else merge_into_reference)(o_ThV, lse_Th, more_ThV, more_Th)
 
 
 def merge(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor) -> torch.Tensor:
@@ -60,16 +53,11 @@ def correct_reference(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dty
 
 
 def merge_into_reference(
-    o_ThV: torch.Tensor,
-    lse_Th: torch.Tensor,
-    more_ThV: torch.Tensor,
-    more_Th: torch.Tensor,
-    out_ThV: torch.Tensor | None = None,
+    o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor
 ) -> None:
     """Slow and obvious."""
     lse_NTh = torch.stack((lse_Th, more_Th))
-    merged = merge(torch.stack((o_ThV.float(), more_ThV.float())), lse_NTh)
-    (o_ThV if out_ThV is None else out_ThV).copy_(merged)
+    o_ThV.copy_(merge(torch.stack((o_ThV, more_ThV.to(o_ThV.dtype))), lse_NTh))
     lse_Th.copy_(torch.logsumexp(lse_NTh, dim=0))
 
 
@@ -118,18 +106,15 @@ def correct_fused(
     return out_HBR
 
 
-@triton.jit(do_not_specialize=["lse_t", "lse_h", "more_lse_t", "more_lse_h"])
+@triton.jit(
+    do_not_specialize=["lse_t", "lse_h", "more_lse_t", "more_lse_h"], do_not_specialize_on_alignment=["lse", "more_lse"]
+)
 def _merge_into_kernel(
     o,
     lse,
     more,
     more_lse,
-    out,
     heads,
-    o_t,
-    o_h,
-    out_t,
-    out_h,
     lse_t,
     lse_h,
     more_t,
@@ -154,34 +139,25 @@ def _merge_into_kernel(
     total = tl.where(nothing, 1.0, total)
     v = tl.arange(0, BLOCK)
     inside = live[:, None] & (v < V)[None, :]
-    a = tl.load(o + t * o_t + h[:, None] * o_h + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = o + (t * heads + h)[:, None] * V + v[None, :]
+    a = tl.load(place, mask=inside, other=0.0)
     b = tl.load(more + t * more_t + h[:, None] * more_h + v[None, :], mask=inside, other=0.0).to(tl.float32)
     merged = tl.where(power_a[:, None] > 0.0, a * (power_a / total)[:, None], 0.0)
     merged += tl.where(power_b[:, None] > 0.0, b * (power_b / total)[:, None], 0.0)
-    tl.store(out + t * out_t + h[:, None] * out_h + v[None, :], merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(place, merged, mask=inside)
     tl.store(lse + t * lse_t + h * lse_h, tl.where(nothing, float("-inf"), finite + tl.log(total)), mask=live)
 
 
-def merge_into_fused(
-    o_ThV: torch.Tensor,
-    lse_Th: torch.Tensor,
-    more_ThV: torch.Tensor,
-    more_Th: torch.Tensor,
-    out_ThV: torch.Tensor | None = None,
-) -> None:
+def merge_into_fused(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
     """One kernel."""
     rows, heads, value = o_ThV.shape
     block = min(8, triton.next_power_of_2(heads))
-    out_ThV = o_ThV if out_ThV is None else out_ThV
     _merge_into_kernel[(rows, triton.cdiv(heads, block))](
         o_ThV,
         lse_Th,
         more_ThV,
         more_Th,
-        out_ThV,
         heads,
-        *o_ThV.stride()[:2],
-        *out_ThV.stride()[:2],
         *lse_Th.stride(),
         *more_ThV.stride()[:2],
         *more_Th.stride(),

@@ -202,16 +202,14 @@ def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
 def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, kv_itemsize: int | None = None) -> int:
     """What a window of `tokens` tokens of a stored prefix takes on one rank while a layer attends to it.
 
-    Keys and values of its h heads, 2·h·(nope + P) numbers a token, as a backend may want values as wide as keys; its
-    rows in token order, Q numbers; and, with dcp N > 1, Q numbers received and Q / N sent. Rows are as wide as the pool
-    has them; where that is fp8 they are also there in what is computed with.
+    Keys and values of its h heads, 2·h·(nope + P) numbers a token, as a backend may want values as wide as keys, and the
+    rows that they come from, Q numbers; with dcp N > 1, as wide as the pool has them, Q / N sent, Q received, and Q in token
+    order.
     """
-    stored = kv_itemsize or itemsize
     heads = shape.heads // layout.attn_tp
-    travels = shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
-    widened = shape.kv_width * itemsize if stored != itemsize else 0
-    each = 2 * heads * (shape.nope + shape.rope) * itemsize + widened
-    return tokens * (each + (shape.kv_width + travels) * stored)
+    travels = 2 * shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
+    each = 2 * heads * (shape.nope + shape.rope) + shape.kv_width
+    return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
 
 def prefill_bytes(

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dcpbench.engine.pieces import Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.kernels import kv_gather
 from dcpbench.points import memory
+from dcpbench.points.batches import chunk_rows
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
@@ -58,6 +60,8 @@ class Case:
     all_reduce: str = "nccl"
     kv: str = ""
     """`fp8`: how rows are stored; chunks attend to what was stored before them, and to their own rows as they are."""
+    pieces: bool = False
+    """Whether steps run in pieces, as they are captured on GPUs."""
 
     @property
     def truth(self) -> str:
@@ -97,6 +101,8 @@ CASES = {
         Case("v2", Layout(2, dcp=2), "direct", window=16, exchange="symm", all_reduce="symm"),
         Case("v3", Layout(2, dcp=2), window=8, kv="fp8"),
         Case("v3", Layout(2, dcp=2), "direct", interleave=2, window=24, kv="fp8"),
+        Case("v3", Layout(2, dcp=2), window=16, pieces=True),
+        Case("v2", Layout(2, dcp=2), "direct", q_replicate=True, pieces=True),
     ],
     4: [
         Case("v3", Layout(4, dcp=4), "direct", window=16),
@@ -105,6 +111,7 @@ CASES = {
         Case("v2", Layout(4, dp=2, dcp=2), "direct", page_size=1),
         Case("v3", Layout(4, dcp=2), "direct", page_size=8, window=16, q_replicate=True),
         Case("v3", Layout(4, dp=2, dcp=2), window=16, kv="fp8"),
+        Case("v3", Layout(4, dp=2, dcp=2), kv="fp8", pieces=True),
     ],
 }
 
@@ -121,6 +128,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     nbytes = memory.window_bytes(shape, case.layout, case.window, 4)
     engine = session.engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
+    pieces = Pieces(prefiller, None) if case.pieces else None
     replica = case.layout.dp_rank(rank)
     requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
     known = truth[case.truth][2 * replica : 2 * replica + 2]
@@ -136,8 +144,9 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
             [requests[n] for n in decodes],
             [(requests[n], count) for n, count in chunks],
             padding=max(rows) - rows[replica],
+            pieces=pieces,
         )
-        assert len(logits) == max(rows)
+        assert len(logits) == (chunk_rows(max(rows)) if pieces else max(rows))
         assert bool(logits.isfinite().all())
         if expected:
             worst = max(worst, float((logits[: len(expected)] - torch.stack(expected)).abs().max()))

@@ -67,7 +67,7 @@ def step(
         ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
         wanted = ends.to(engine.device)
     inputs = StepInput(tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted)
-    plan = prefiller.plan(planned, engine.requests.table) if planned else None
+    plan = prefiller.plan(planned, engine.requests.table, len(decodes)) if planned else None
     if pieces:
         found = pieces.of(len(rows)).step(inputs, pieces.beside(batch, None) if batch else None, plan)
     else:

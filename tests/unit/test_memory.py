@@ -186,8 +186,9 @@ def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: La
 
 
 def test_a_window_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
-    """32 heads with keys and values of 192 columns, a row of 576, and 576 received and 144 sent, in bf16."""
-    assert memory.window_bytes(V3, Layout(4, dcp=4), 1, BF16) == (2 * 32 * 192 + 576 + 576 + 144) * 2
+    """32 heads with keys and values of 192 columns, and a row of 576, in bf16; 144 sent, 576 received and 576 in order."""
+    assert memory.window_bytes(V3, Layout(4, dcp=4), 1, BF16) == (2 * 32 * 192 + 576 + 144 + 576 + 576) * 2
+    assert memory.window_bytes(V3, Layout(4, dcp=4), 1, BF16, 1) == (2 * 32 * 192 + 576) * 2 + 144 + 576 + 576, "of fp8"
     assert memory.window_bytes(V3, Layout(4), 1, BF16) == (2 * 32 * 192 + 576) * 2, "without dcp nothing travels"
 
 
@@ -197,7 +198,7 @@ def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
     assert round(experts / memory.GIB, 2) == 1.62
     hidden = 8192 * 7 * 7168 * 2
     attention = 8192 * (1536 + 2 * 576 + 32 * (3 * 192 + 2 * 128)) * 2 + 8192 * 32 * 128 * 4
-    window = 16384 * (2 * 32 * 192 + 2 * 576 + 144) * 2
+    window = 16384 * (2 * 32 * 192 + 3 * 576 + 144) * 2
     found = memory.prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16)
     assert found == window + experts + hidden + attention
     assert round(found / memory.GIB, 1) == 3.4

@@ -10,6 +10,7 @@ from dcpbench.engine.pieces import Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
+from dcpbench.points import memory
 from dcpbench.points.batches import chunk_row_sizes, chunk_rows
 from dcpbench.points.layout import Layout
 from tests.unit.engine_builder import CPU, TINY, alone, layers, shape_like_tiny
@@ -28,17 +29,18 @@ BIG = shape_like_tiny(
 )
 
 
-def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa"):
-    """One rank, and what attends for its prompts."""
+def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa", window=None):
+    """One rank, and what attends for its prompts, over stored ones in windows of so many tokens."""
     weights = load_weights(SyntheticSource(0, dtype, device), shape, ONE, 0, layers(shape))
     kv = KvPool(shape.layers, 64, PAGE, shape.kv_width, dtype, device)
     model = Model(shape, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=32, device=device)
     of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
-    return of, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS)
+    nbytes = None if window is None else memory.window_bytes(shape, ONE, window, dtype.itemsize)
+    return of, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS, window_bytes=nbytes)
 
 
 def logits(of, prefiller, pieces):
-    """Of five steps: a large one, one with less of all, decodes beside chunks, a chunk with a prefix, and many rows."""
+    """Of five steps: a large one, one with less of all, and decodes beside a chunk behind 2, 14 and 20 stored tokens."""
     first, second, third = (Prompt.admit(of, prompt_tokens(number, 24)) for number in range(3))
     steps = [
         ([], [(first, 16), (second, 18)]),
@@ -62,11 +64,14 @@ class TestRows:
 
 
 class TestLogits:
+    @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("name", MODELS)
-    def test_they_are_those_of_the_plain_walk(self, name):
-        """Also where a small step follows a large one in the same room, and rows of padding lie behind."""
+    def test_they_are_those_of_the_plain_walk(self, name, window):
+        """Also where a small step follows a large one in the same room, and rows of padding lie behind; of windows of 4
+        stored tokens the first step with a prefix has one, which its own rows fit behind.
+        """
         plain = logits(*engine(MODELS[name]), None)
-        of, prefiller = engine(MODELS[name])
+        of, prefiller = engine(MODELS[name], window=window)
         cut = logits(of, prefiller, Pieces(prefiller, None))
         assert all((a - b).abs().max() < 1e-5 for a, b in zip(cut, plain, strict=True))
 
@@ -79,13 +84,14 @@ class TestLogits:
         assert found.isfinite().all()
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("prefill", ["sdpa", "flashinfer"])
-    def test_captured_pieces_give_those_of_the_plain_walk(self, prefill):
-        """In bf16, over experts; the same kernels on the same rows, but for padding."""
+    def test_captured_pieces_give_those_of_the_plain_walk(self, prefill, window):
+        """In bf16, over experts; the same kernels on the same rows, but for padding and windows."""
         if prefill == "flashinfer":
             pytest.importorskip("flashinfer")
         device = torch.device("cuda")
-        made = [engine(BIG, device, torch.bfloat16, "triton", prefill) for _ in range(2)]
+        made = [engine(BIG, device, torch.bfloat16, "triton", prefill, size) for size in (None, window)]
         plain = logits(*made[0], None)
         of, prefiller = made[1]
         pieces = Pieces(prefiller, None)

@@ -1,0 +1,245 @@
+"""Keys and values of prompts for one rank's heads, from latent rows that are stored and such that are new.
+
+    lay          rows in the order in which attention takes them, in what is computed with: request by request, what is
+                 stored of it and behind that its new tokens
+    decompress   keys (nope ‖ rope) and values of all heads
+
+How many rows there are, and where they come from, stands on the device. So one CUDA graph has both for any prefix: as
+many programs as the GPU holds go through the rows that there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dcpbench.kernels.e4m3 import e4m3_number
+from dcpbench.kernels.kv_write import copy_rows, widths
+from dcpbench.kernels.linear import multiprocessors
+
+ROWS, COPIES = 16, 4
+"""Rows that a program of `lay` has under way, and programs for each multiprocessor."""
+BLOCK_S, BLOCK_N, BLOCK_BYTES, PRODUCTS = 128, 128, 128, 2
+"""Rows and most columns of a tile of `decompress`, bytes of its depth, and programs for each multiprocessor."""
+SMALLEST = 16
+"""Side of the smallest product that the tensor cores take."""
+
+
+def lay(
+    out_SQ: torch.Tensor,
+    stored_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    count: torch.Tensor,
+    place_S: torch.Tensor,
+    scale: float = 1.0,
+) -> None:
+    """The first `count` rows of `out_SQ`: `stored_KQ[place]`, or where the place is negative `new_BQ[-1 - place]`.
+
+    count is int32 [1], place_S int32 [S or more]. stored_KQ is of the dtype of the two others, or float8_e4m3fn of numbers that were
+    divided by `scale`. All rows are contiguous. No host sync; further rows are left alone.
+    """
+    (lay_fused if out_SQ.is_cuda else lay_reference)(out_SQ, stored_KQ, new_BQ, count, place_S, scale)
+
+
+def decompress(
+    row_SQ: torch.Tensor,
+    count: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    key_ShX: torch.Tensor,
+    value_ShW: torch.Tensor,
+) -> None:
+    """Keys and values of the first `count` rows: row[:R] · W_UK ‖ row[R:], and row[:R] · W_UV. Added up in fp32.
+
+    w_uk [h, nope, R], w_uv [h, R, V]; X = nope + P, and of W ≥ V columns those behind V are left alone, as further rows
+    are. count is int32 [1]; last dimensions are contiguous, or in the case of weights one of the last two. No host sync.
+    """
+    (decompress_fused if row_SQ.is_cuda else decompress_reference)(row_SQ, count, w_uk, w_uv, key_ShX, value_ShW)
+
+
+def lay_reference(
+    out_SQ: torch.Tensor,
+    stored_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    count: torch.Tensor,
+    place_S: torch.Tensor,
+    scale: float = 1.0,
+) -> None:
+    """Rows of one kind after those of the other."""
+    place_S = place_S[: int(count)].long()
+    stored_S = place_S >= 0
+    out_SQ = out_SQ[: len(place_S)]
+    out_SQ[~stored_S] = new_BQ[-1 - place_S[~stored_S]]
+    found_JQ = stored_KQ[place_S[stored_S]].to(out_SQ.dtype)
+    out_SQ[stored_S] = found_JQ * scale if stored_KQ.dtype != out_SQ.dtype else found_JQ
+
+
+def decompress_reference(
+    row_SQ: torch.Tensor,
+    count: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    key_ShX: torch.Tensor,
+    value_ShW: torch.Tensor,
+) -> None:
+    """Two products, in the dtype of the rows."""
+    rows, nope, latent = int(count), w_uk.shape[1], w_uk.shape[2]
+    latent_SR, rope_SP = row_SQ[:rows, :latent], row_SQ[:rows, latent:]
+    key_ShX[:rows, :, :nope] = torch.einsum("sr,hnr->shn", latent_SR, w_uk)
+    key_ShX[:rows, :, nope:] = rope_SP.unsqueeze(1)
+    value_ShW[:rows, :, : w_uv.shape[2]] = torch.einsum("sr,hrv->shv", latent_SR, w_uv)
+
+
+@triton.jit
+def _widened(source, target, live, scale, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """Live rows of bytes of e4m3 as numbers, in two parts as in copy_rows."""
+    h = tl.arange(0, HEAD)[None, :]
+    t = HEAD + tl.arange(0, TAIL)[None, :]
+    in_head = live[:, None] & (h < WIDTH)
+    in_tail = live[:, None] & (t < WIDTH)
+    head = e4m3_number(tl.load(source + h, mask=in_head, other=0)) * scale
+    tail = e4m3_number(tl.load(source + t, mask=in_tail, other=0)) * scale
+    tl.store(target + h, head.to(target.dtype.element_ty), mask=in_head)
+    tl.store(target + t, tail.to(target.dtype.element_ty), mask=in_tail)
+
+
+# Places may begin anywhere in a longer tensor, and none of this is compiled anew for that.
+@triton.jit(do_not_specialize_on_alignment=["count", "places"])
+def _lay_kernel(
+    out,
+    stored,
+    new,
+    count,
+    places,
+    scale,
+    E4M3: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.load(count)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        s = first + tl.arange(0, ROWS)
+        live = s < rows
+        place = tl.load(places + s, mask=live, other=0).to(tl.int64)
+        target = (out + s.to(tl.int64) * WIDTH)[:, None]
+        fresh = (new + (-1 - place) * WIDTH)[:, None]
+        copy_rows(fresh, target, live & (place < 0), 1.0, WIDTH, HEAD, TAIL, False, False, False)
+        old = (stored + place * WIDTH)[:, None]
+        if E4M3:
+            _widened(old, target, live & (place >= 0), scale, WIDTH, HEAD, TAIL)
+        else:
+            copy_rows(old, target, live & (place >= 0), 1.0, WIDTH, HEAD, TAIL, False, False, False)
+
+
+def lay_fused(
+    out_SQ: torch.Tensor,
+    stored_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    count: torch.Tensor,
+    place_S: torch.Tensor,
+    scale: float = 1.0,
+) -> None:
+    """One kernel."""
+    e4m3 = stored_KQ.dtype != out_SQ.dtype
+    _lay_kernel[(_programs(out_SQ.device, COPIES, len(out_SQ), ROWS),)](
+        out_SQ,
+        stored_KQ.view(torch.uint8) if e4m3 else stored_KQ,
+        new_BQ,
+        count,
+        place_S,
+        scale,
+        E4M3=e4m3,
+        **widths(out_SQ.shape[1]),
+        ROWS=ROWS,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["count"])
+def _decompress_kernel(
+    rows,
+    count,
+    weights,
+    out,
+    heads,
+    row_s,
+    w_h,
+    w_r,
+    w_n,
+    out_s,
+    out_h,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    live = tl.load(count)
+    columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = tl.cdiv(live, BLOCK_S) * heads * columns
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # Neighbours read the same rows.
+        s = tile // (heads * columns) * BLOCK_S + tl.arange(0, BLOCK_S)
+        h = (tile // columns % heads).to(tl.int64)
+        n = tile % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (s < live)[:, None]
+        row = rows + s.to(tl.int64)[:, None] * row_s
+        weight = weights + h * w_h + n[None, :] * w_n
+        acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+        for start in range(0, R, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)
+            x = tl.load(row + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
+            w = tl.load(weight + r[:, None] * w_r, mask=(r < R)[:, None] & (n < N)[None, :], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        target = out + s.to(tl.int64)[:, None] * out_s + h * out_h
+        tl.store(target + n[None, :], acc.to(out.dtype.element_ty), mask=inside & (n < N)[None, :])
+        if tile % columns == 0:
+            p = tl.arange(0, BLOCK_P)[None, :]
+            tail = inside & (p < P)
+            tl.store(target + N + p, tl.load(row + R + p, mask=tail), mask=tail)
+
+
+def decompress_fused(
+    row_SQ: torch.Tensor,
+    count: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    key_ShX: torch.Tensor,
+    value_ShW: torch.Tensor,
+) -> None:
+    """A kernel for keys and one for values."""
+    rope = row_SQ.shape[1] - w_uk.shape[2]
+    for w_hRN, out, more in ((w_uk.transpose(1, 2), key_ShX, rope), (w_uv, value_ShW, 0)):
+        heads, latent, columns = w_hRN.shape
+        block_n = min(max(triton.next_power_of_2(columns), SMALLEST), BLOCK_N)
+        _decompress_kernel[
+            (_programs(row_SQ.device, PRODUCTS, len(row_SQ), BLOCK_S, heads * triton.cdiv(columns, block_n)),)
+        ](
+            row_SQ,
+            count,
+            w_hRN,
+            out,
+            heads,
+            row_SQ.stride(0),
+            *w_hRN.stride(),
+            *out.stride()[:2],
+            R=latent,
+            N=columns,
+            P=more,
+            BLOCK_S=BLOCK_S,
+            BLOCK_N=block_n,
+            BLOCK_R=min(max(triton.next_power_of_2(latent), SMALLEST), BLOCK_BYTES // row_SQ.itemsize),
+            BLOCK_P=triton.next_power_of_2(max(more, 1)),
+            num_warps=8,
+            num_stages=3,
+        )
+
+
+def _programs(device: torch.device, each: int, rows: int, block: int, columns: int = 1) -> int:
+    """As many as the GPU holds, and no more than there can be tiles."""
+    return max(min(each * multiprocessors(device), triton.cdiv(rows, block) * columns), 1)
