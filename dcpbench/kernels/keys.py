@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dcpbench.kernels.e4m3 import e4m3_number
 from dcpbench.kernels.kv_write import copy_rows, widths
@@ -20,10 +21,13 @@ from dcpbench.kernels.linear import multiprocessors
 
 ROWS, COPIES = 16, 4
 """Rows that a program of `lay` has under way, and programs for each multiprocessor."""
-BLOCK_S, BLOCK_N, BLOCK_BYTES, PRODUCTS = 128, 128, 128, 2
-"""Rows and most columns of a tile of `decompress`, bytes of its depth, and programs for each multiprocessor."""
+SIDE, WIDE_SIDE, BLOCK_BYTES, PRODUCTS = 128, 32, 128, 2
+"""Rows and most columns of a tile of `decompress`, and of one in fp32, which is for comparisons; bytes of its depth; and
+programs for each multiprocessor: of so many one adds up while the other stores."""
 SMALLEST = 16
 """Side of the smallest product that the tensor cores take."""
+UNIT = 16
+"""Bytes of which tensor descriptors want rows to be multiples."""
 
 
 def lay(
@@ -53,7 +57,8 @@ def decompress(
     """Keys and values of the first `count` rows: row[:R] · W_UK ‖ row[R:], and row[:R] · W_UV. Added up in fp32.
 
     w_uk [h, nope, R], w_uv [h, R, V]; X = nope + P, and of W ≥ V columns those behind V are left alone, as further rows
-    are. count is int32 [1]; last dimensions are contiguous, or in the case of weights one of the last two. No host sync.
+    are. count is int32 [1]; weights are contiguous, and so are the last dimensions of all. No host sync. Raises
+    ValueError for widths of rows, latent part and values that are no multiples of 16 bytes.
     """
     (decompress_fused if row_SQ.is_cuda else decompress_reference)(row_SQ, count, w_uk, w_uv, key_ShX, value_ShW)
 
@@ -144,7 +149,7 @@ def lay_fused(
 ) -> None:
     """One kernel."""
     e4m3 = stored_KQ.dtype != out_SQ.dtype
-    _lay_kernel[(_programs(out_SQ.device, COPIES, len(out_SQ), ROWS),)](
+    _lay_kernel[(_programs(out_SQ.device, COPIES, triton.cdiv(len(out_SQ), ROWS)),)](
         out_SQ,
         stored_KQ.view(torch.uint8) if e4m3 else stored_KQ,
         new_BQ,
@@ -160,48 +165,47 @@ def lay_fused(
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _decompress_kernel(
-    rows,
+    latent,
+    ropes,
     count,
     weights,
     out,
     heads,
     row_s,
-    w_h,
-    w_r,
-    w_n,
     out_s,
     out_h,
     R: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
+    ACROSS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     live = tl.load(count)
-    columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tiles = tl.cdiv(live, BLOCK_S) * heads * columns
+    blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = tl.cdiv(live, BLOCK_S) * heads * blocks
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         # Neighbours read the same rows.
-        s = tile // (heads * columns) * BLOCK_S + tl.arange(0, BLOCK_S)
-        h = (tile // columns % heads).to(tl.int64)
-        n = tile % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (s < live)[:, None]
-        row = rows + s.to(tl.int64)[:, None] * row_s
-        weight = weights + h * w_h + n[None, :] * w_n
+        first = tile // (heads * blocks) * BLOCK_S
+        h = tile // blocks % heads
+        block = tile % blocks * BLOCK_N
         acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
-        for start in range(0, R, BLOCK_R):
-            r = start + tl.arange(0, BLOCK_R)
-            x = tl.load(row + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
-            w = tl.load(weight + r[:, None] * w_r, mask=(r < R)[:, None] & (n < N)[None, :], other=0.0)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
+        for at in range(0, R, BLOCK_R):
+            x_SR = latent.load([first, at])
+            w_RN = weights.load([h * R + at, block]) if ACROSS else weights.load([h * N + block, at]).T
+            acc = tl.dot(x_SR, w_RN, acc, input_precision="ieee")
+        s = first + tl.arange(0, BLOCK_S)
+        n = block + tl.arange(0, BLOCK_N)
+        inside = (s < live)[:, None]
         target = out + s.to(tl.int64)[:, None] * out_s + h * out_h
         tl.store(target + n[None, :], acc.to(out.dtype.element_ty), mask=inside & (n < N)[None, :])
-        if tile % columns == 0:
+        if block == 0:
             p = tl.arange(0, BLOCK_P)[None, :]
             tail = inside & (p < P)
-            tl.store(target + N + p, tl.load(row + R + p, mask=tail), mask=tail)
+            rope = tl.load(ropes + s.to(tl.int64)[:, None] * row_s + p, mask=tail)
+            tl.store(target + N + p, rope, mask=tail)
 
 
 def decompress_fused(
@@ -212,34 +216,41 @@ def decompress_fused(
     key_ShX: torch.Tensor,
     value_ShW: torch.Tensor,
 ) -> None:
-    """A kernel for keys and one for values."""
-    rope = row_SQ.shape[1] - w_uk.shape[2]
-    for w_hRN, out, more in ((w_uk.transpose(1, 2), key_ShX, rope), (w_uv, value_ShW, 0)):
-        heads, latent, columns = w_hRN.shape
-        block_n = min(max(triton.next_power_of_2(columns), SMALLEST), BLOCK_N)
-        _decompress_kernel[
-            (_programs(row_SQ.device, PRODUCTS, len(row_SQ), BLOCK_S, heads * triton.cdiv(columns, block_n)),)
-        ](
-            row_SQ,
+    """A kernel for keys and one for values. Tensor descriptors fetch both operands; past R columns of a row there are zeros."""
+    heads, latent, value = w_uv.shape
+    if any(size * row_SQ.itemsize % UNIT for size in (row_SQ.shape[1], latent, value)):
+        raise ValueError(f"rows {row_SQ.shape[1]}, {latent} and {value} wide must be multiples of {UNIT} bytes")
+    side = SIDE if row_SQ.itemsize < torch.float32.itemsize else WIDE_SIDE
+    latent_SR, ropes = row_SQ[:, :latent], row_SQ[:, latent:]
+    step = min(max(triton.next_power_of_2(latent), SMALLEST), BLOCK_BYTES // row_SQ.itemsize)
+    for weight, columns, across, out, tail in (
+        (w_uk, w_uk.shape[1], False, key_ShX, ropes.shape[1]),
+        (w_uv, value, True, value_ShW, 0),
+    ):
+        block = min(max(triton.next_power_of_2(columns), SMALLEST), side)
+        tiles = triton.cdiv(len(row_SQ), side) * heads * triton.cdiv(columns, block)
+        _decompress_kernel[(_programs(row_SQ.device, PRODUCTS, tiles),)](
+            TensorDescriptor.from_tensor(latent_SR, [side, step]),
+            ropes,
             count,
-            w_hRN,
+            TensorDescriptor.from_tensor(weight.flatten(0, 1), [step, block] if across else [block, step]),
             out,
             heads,
             row_SQ.stride(0),
-            *w_hRN.stride(),
             *out.stride()[:2],
             R=latent,
             N=columns,
-            P=more,
-            BLOCK_S=BLOCK_S,
-            BLOCK_N=block_n,
-            BLOCK_R=min(max(triton.next_power_of_2(latent), SMALLEST), BLOCK_BYTES // row_SQ.itemsize),
-            BLOCK_P=triton.next_power_of_2(max(more, 1)),
+            P=tail,
+            ACROSS=across,
+            BLOCK_S=side,
+            BLOCK_N=block,
+            BLOCK_R=step,
+            BLOCK_P=triton.next_power_of_2(max(tail, 1)),
             num_warps=8,
             num_stages=3,
         )
 
 
-def _programs(device: torch.device, each: int, rows: int, block: int, columns: int = 1) -> int:
-    """As many as the GPU holds, and no more than there can be tiles."""
-    return max(min(each * multiprocessors(device), triton.cdiv(rows, block) * columns), 1)
+def _programs(device: torch.device, each: int, tiles: int) -> int:
+    """So many for each multiprocessor, and no more than there can be tiles."""
+    return max(min(each * multiprocessors(device), tiles), 1)

@@ -58,7 +58,7 @@ SYMMETRIC = "symm"
 ROW_UNIT = 16
 """Bytes that a thread of kernels/kv_gather reads at once; a test holds the two together."""
 TENSOR_UNIT = 16
-"""Bytes of which rows are multiples that a tensor descriptor reads, as kernels/moe/prompts does."""
+"""Bytes of which rows are multiples that a tensor descriptor reads, as kernels/moe/prompts and kernels/keys do."""
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -439,6 +439,13 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
 
 
 def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    widths = shape.kv_width, shape.latent, shape.value
+    if probe.device == "cuda" and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
+        raise UsageError(
+            f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
+            f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
+            "dcpbench sweep for decode steps alone."
+        )
     if load.prefill != "flashinfer":
         return
     if probe.device == "cpu":

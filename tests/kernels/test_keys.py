@@ -15,12 +15,12 @@ from dcpbench.kernels.keys import (
 
 NAN = float("nan")
 SIZES = {
-    "published": {"heads": 2, "nope": 128, "rope": 64, "value": 128, "latent": 512},
+    "published": {"heads": 1, "nope": 128, "rope": 64, "value": 128, "latent": 512},
     "tiny": {"heads": 3, "nope": 32, "rope": 16, "value": 24, "latent": 32},
-    "odd": {"heads": 1, "nope": 6, "rope": 4, "value": 10, "latent": 20},
+    "odd": {"heads": 3, "nope": 6, "rope": 4, "value": 12, "latent": 20},
     "wide": {"heads": 2, "nope": 160, "rope": 8, "value": 192, "latent": 96},
 }
-"""`wide` has two blocks of columns, of which the second is not full."""
+"""`odd` fills no block, and its next columns are those of another head; `wide` has two blocks, the second not full."""
 
 
 def ints(values, device):
@@ -117,3 +117,10 @@ def test_in_bf16_they_are_rounded_once(count):
         assert float(((found - expected).abs() / expected.abs().clamp(min=1)).max()) <= 1.01 * 2**-8
     assert bool(keys[count:].isnan().all())
     assert bool(values[count:].isnan().all())
+
+
+def test_widths_that_no_descriptor_takes_are_refused(device):
+    """Values of 6 numbers in fp32 are 24 bytes."""
+    rows, weights, outs = compressed(SIZES["odd"] | {"value": 6}, 3, torch.float32, device)
+    with pytest.raises(ValueError, match="24, 20 and 6 wide"):
+        decompress_fused(rows, ints([3], device), *weights, *outs)

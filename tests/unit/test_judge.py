@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels import kv_gather
+from dcpbench.kernels import keys, kv_gather
 from dcpbench.plan import grid, judge
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.layout import Layout
@@ -201,6 +201,15 @@ class TestServedRows:
 
     def test_the_unit_is_the_kernels(self) -> None:
         assert kv_gather.UNIT == judge.ROW_UNIT
+        assert keys.UNIT == judge.TENSOR_UNIT
+
+    def test_keys_and_values_are_made_of_whole_units_on_gpus(self) -> None:
+        """Values of 36 bf16 numbers are 72 bytes; a CPU takes them."""
+        sizes = {"dcp": 1, "exchange": "none", "backend": "triton", "load": self.LOAD}
+        check(**sizes)
+        with pytest.raises(UsageError, match=r"'v_head_dim' 36 in bf16; use dcpbench sweep"):
+            check(tiny(value=36), **sizes)
+        check(tiny(value=36), CPU, **{**sizes, "backend": "reference", "dtype": "fp32"})
 
     def test_decode_steps_alone_move_no_rows(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")
