@@ -227,9 +227,8 @@ class Model:
             ]
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w))
         if prefill is not None:
-            prefill.gather(index)
-            prefill.prefiller.decompress(prefill.seen.count, prefill.seen.places, row_BQ, w, index)
-            values.append(prefill.attend(self.own(q_Bh[prefill.rows]).contiguous(), w, index))
+            q_ThX = self.own(q_Bh[prefill.rows]).contiguous()
+            values.append(prefill.attend(q_ThX, lambda seen: prefill.prefiller.decompress(seen, row_BQ, index)))
         with phase("o_proj"):
             return self.with_padding(values, len(q_Bh))
 

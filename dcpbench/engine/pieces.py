@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.decode import Batch
     from dcpbench.engine.model import Model
-    from dcpbench.engine.prefill import Prefiller, PrefillPlan
+    from dcpbench.engine.prefill import Prefiller, PrefillPlan, Seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,29 +141,31 @@ class Cut:
         assert rows.start == first
         q_BhX = model.own(model.heads_of(room.q)) if room.own is None else room.own
         q_ThX, out_ThV = q_BhX[rows], room.values[rows]
+        first_seen = prefill.parts[0].seen if prefill else None
 
         def begin(residual_BD: torch.Tensor) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
             room.positions.copy_(batch.positions)
             room.locs.copy_(batch.locs)
             room.residual.copy_(residual_BD)
             room.values[rows.stop :] = 0
-            if prefill is None:
-                pieces.count.zero_()
+            if first_seen is None:
+                pieces.numbers[:1] = 0
             else:
-                pieces.count.copy_(prefill.seen.count)
-                pieces.places[: len(prefill.seen.places)].copy_(prefill.seen.places)
+                pieces.numbers[: len(first_seen.numbers)].copy_(first_seen.numbers)
             return run
 
         def run(index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            if prefill is not None and index < model.shape.layers:
-                prefill.gather(index)
+            if first_seen is not None and index < model.shape.layers:
+                pieces.prefiller.gather(first_seen, index)
             return self.run(index, y_BhV)
 
         def attend(index: int, *_: torch.Tensor) -> torch.Tensor:
             if decodes is not None:
                 decodes.run(index)
             if prefill is not None:
-                prefill.attend(q_ThX, model.weights.layer(index).attention, index, out_ThV)
+                prefill.attend(
+                    q_ThX, lambda seen: None if seen is first_seen else pieces.decompress(seen, index), out_ThV
+                )
             return room.values
 
         return model.walk(batch, begin, attend, meanwhile)
@@ -182,9 +184,7 @@ class Cut:
             model.rotate(q_BHX, room.positions)
             if room.own is not None:
                 room.own.copy_(model.own(q_BHX))
-            pieces = self.pieces
-            w = model.weights.layer(index).attention
-            pieces.prefiller.decompress(pieces.count, pieces.places, row_BQ, w, index)
+            self.pieces.prefiller.unpack(self.pieces.numbers, row_BQ, index)
         return q_BHX, row_BQ
 
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
@@ -208,9 +208,10 @@ class Pieces:
         """For steps of as many rows as the prefiller can decompress."""
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
         self.room = Room.of(self.model, prefiller.rows)
-        self.count = torch.zeros(1, dtype=torch.int32, device=prefiller.device)
-        """Of the keys of a step's chunks; their places behind it, see prefill.Seen."""
-        self.places = torch.zeros(len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
+        self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
+        """Seen.numbers of a step's first part, and of the call that comes."""
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        """Of `decompress`, a layer each."""
         self.cuts: dict[int, Cut] = {}
         self.decodes: dict[int, Decodes] = {}
 
@@ -226,6 +227,24 @@ class Pieces:
         if found is None or found.batch is not batch:
             found = self.decodes[batch.size] = Decodes(self.model, self.room, batch, stream)
         return found
+
+    def decompress(self, seen: Seen, index: int) -> None:
+        """What Prefiller.decompress does with rows of a step that are in the room. Collective."""
+        self.prefiller.gather(seen, index)
+        self.more[: len(seen.numbers)].copy_(seen.numbers)
+        if self.graphs:
+            self.graphs[index].replay()
+        else:
+            self.prefiller.unpack(self.more, self.room.kv, index)
+
+    def _capture_keys(self, pool: torch.cuda._POOL_HANDLE) -> None:
+        """Capture `decompress` of every layer; pieces have loaded its kernels."""
+        graphs = []
+        for index in range(self.model.shape.layers):
+            with _capturing(pool) as graph:
+                self.prefiller.unpack(self.more, self.room.kv, index)
+            graphs.append(graph)
+        self.graphs = graphs
 
     def capture(self, batches: Sequence[Batch], stream: torch.cuda.Stream | None, alive: Callable[[], None]) -> None:
         """Capture them for every size, the largest first, whose memory the others use again, and beside these batches,
@@ -246,6 +265,7 @@ class Pieces:
                 for size in sizes:
                     self.of(size).capture(pool)
                     alive()
+                self._capture_keys(pool)
                 for batch in batches:
                     self.beside(batch, stream).capture(pool)
                     alive()

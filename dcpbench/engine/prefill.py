@@ -2,18 +2,16 @@
 
 All ranks of a replica compute the KV rows of a chunk, so that its own part needs nobody. The stored prefix is gathered
 layer by layer into token order. Both are laid into one buffer, decompressed for this rank's heads, and attended to in one
-call, whose mask is causal from each request's end:
+call, whose mask is causal from each request's end. A part of a step is as many chunks as the buffer holds with their prefixes:
 
-    keys       │ prefix 0 ········ │ chunk 0 ··· │ chunk 1 ·· │ prefix 2 ·· │ chunk 2 ····· │
+    part 0     │ prefix 0 ········ │ chunk 0 ··· │ chunk 1 ·· │        part 1     │ prefix 2 ·· │ chunk 2 ····· │
 
-Where that is more than the buffer holds, the first call is over the chunks' own rows alone, and the prefixes follow in windows
-of bounded size, over all chunks of the step, however long the prompts are:
+A chunk that does not fit behind its prefix is a part of its own rows alone; its prefix follows in windows of bounded size, however
+long it is, each attended to without a mask and merged by log-sum-exp:
 
-    prefixes   │ chunk 0 ········ │ chunk 1 ····················· │
-    windows    │ window 0 ·· │ window 1 ·· │ window 2 ·· │ window 3│     each attended to without a mask, by the rows of
-                                                                       its chunks, and merged by log-sum-exp
+    part 2     │ chunk 3 ·· │        windows    │ prefix 3 ·· │ ············· │ ····· │
 
-A chunk begins at a multiple of page_size · dcp tokens, and windows end at such, too: a rank's rows of a window are then
+A chunk begins at a multiple of page_size · dcp tokens, and windows end at such, too: a rank's rows of a part or window are then
 a slice of its rows of all prefixes, and every rank has equally many.
 """
 
@@ -40,10 +38,9 @@ from dcpbench.points.batches import chunk_rows
 from dcpbench.points.layout import Prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dcpbench.engine.model import Model
-    from dcpbench.engine.weights import Attention
     from dcpbench.kernels.peers import Peers
     from dcpbench.kernels.prefill import Ragged
     from dcpbench.serving.requests import Chunk
@@ -55,100 +52,96 @@ GATHERS = ("nccl", "direct")
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
-    """A piece of the stored prefixes, and who attends to it."""
+class Call:
+    """What some chunks of a step attend to at a time."""
 
-    first: int
-    """First of the chunks that have tokens in it."""
-    lengths: tuple[int, ...]
-    """Tokens of that chunk's prefix and of the following ones'; 0 for a chunk without a prefix."""
-
-    @property
-    def chunks(self) -> slice:
-        """Which chunks of the step."""
-        return slice(self.first, self.first + len(self.lengths))
-
-    @property
-    def tokens(self) -> int:
-        """Of all its chunks."""
-        return sum(self.lengths)
+    chunks: slice
+    stored: list[int]
+    """Tokens of each one's prefix, those that come next."""
+    own: bool
+    """Whether its own rows are behind them."""
 
 
-def windows(prefixes: Sequence[int], most: int) -> list[Window]:
-    """Cut prefixes of so many tokens, one behind the other, into windows of `most` tokens; the last may be shorter."""
-    found: list[Window] = []
-    lengths: list[int] = []
-    first, room = 0, most
-    for chunk, prefix in enumerate(prefixes):
-        left = prefix
-        while left:
-            if not lengths:
-                first = chunk
-            lengths += [0] * (chunk - first + 1 - len(lengths))
-            lengths[-1] = min(left, room)
-            left -= lengths[-1]
-            room -= lengths[-1]
-            if not room:
-                found.append(Window(first, tuple(lengths)))
-                lengths, room = [], most
-    return [*found, Window(first, tuple(lengths))] if lengths else found
+def calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -> list[list[Call]]:
+    """Of each part: as many chunks in turn as have `stored` tokens of prefixes and `keys` of all at most, or one in windows."""
+    found: list[list[Call]] = []
+    first = 0
+    while first < len(starts):
+        last = first + 1
+        if starts[first] > stored or stops[first] > keys:
+            lengths = [min(stored, starts[first] - at) for at in range(0, starts[first], stored)]
+            one = slice(first, last)
+            found.append([Call(one, [0], own=True), *(Call(one, [length], own=False) for length in lengths)])
+        else:
+            while (
+                last < len(starts) and sum(starts[first : last + 1]) <= stored and sum(stops[first : last + 1]) <= keys
+            ):
+                last += 1
+            found.append([Call(slice(first, last), list(starts[first:last]), own=True)])
+        first = last
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """What rows of a step attend to in one call, as its layers need it."""
 
-    rows: slice
-    """Of the chunks' rows: those that attend to it."""
-    count: torch.Tensor
-    """int32 [1], on the device: how many keys there are."""
-    places: torch.Tensor
-    """int32 [keys]: where each key's row is, see kernels.keys.lay; stored ones are in the pool, or behind a task gathered."""
+    numbers: torch.Tensor
+    """int32 [1 + keys], on the device: how many keys there are, and where each one's row is, see kernels.keys.lay; stored ones
+    are in the pool, or behind a task gathered."""
     task: Task | None
     """How stored rows are gathered; None where there are none, and where this rank has all of them."""
     attention: Ragged
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillPlan:
-    """What a step prefills, for all of its layers. It stays valid, and lets others be made, until the step has run.
+class Part:
+    """Chunks that attend together."""
 
-    In each layer come `gather`, then Prefiller.decompress for `seen`, then `attend`.
-    """
+    rows: slice
+    """Of the chunks' rows."""
+    seen: Seen
+    """Their own rows behind their prefixes, or these alone where there are windows."""
+    windows: list[Seen]
+    """Of the prefix of one chunk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    """What a step prefills, for all of its layers. It stays valid, and lets others be made, until the step has run."""
 
     prefiller: Prefiller
     rows: slice
     """Of the step: those of its chunks, behind its decodes."""
-    seen: Seen
-    """By all of them: prefixes and their own rows, or these alone where there are windows."""
-    windows: list[Seen]
-    """Of the prefixes."""
-
-    def gather(self, index: int) -> None:
-        """Bring what other ranks have stored of `seen`; they need hold no more than the prefixes. Collective."""
-        self.prefiller.gather(self.seen, index)
+    parts: list[Part]
 
     def attend(
-        self, q_ThX: torch.Tensor, w: Attention, index: int, out_ThV: torch.Tensor | None = None
+        self, q_ThX: torch.Tensor, keys: Callable[[Seen], None], out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given. Collective.
 
-        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous.
+        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.decompress of a layer,
+        or what does as much.
         """
-        keys, values = self.prefiller.keys, self.prefiller.values
-        if not self.windows:
+        at = self.prefiller.keys, self.prefiller.values
+        if out_ThV is None:
+            out_ThV = q_ThX.new_empty(*q_ThX.shape[:2], self.prefiller.model.shape.value)
+        for part in self.parts:
+            q_tX, out_tV = q_ThX[part.rows], out_ThV[part.rows]
+            keys(part.seen)
+            if not part.windows:
+                with phase("prefill"):
+                    part.seen.attention.values(q_tX, *at, out_tV)
+                continue
             with phase("prefill"):
-                return self.seen.attention.values(q_ThX, keys, values, out_ThV)
-        with phase("prefill"):
-            o_ThV, lse_Th = self.seen.attention.run(q_ThX, keys, values)
-            sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
-        for window in self.windows:
-            self.prefiller.gather(window, index)
-            with phase("prefill"):
-                self.prefiller.decompress(window.count, window.places, self.prefiller.laid[:0], w, index)
-                more_ThV, more_Th = window.attention.run(q_ThX[window.rows], keys, values)
-                merge_into(sum_ThV[window.rows], lse_Th[window.rows], more_ThV, more_Th)
-        return sum_ThV.to(q_ThX.dtype) if out_ThV is None else out_ThV.copy_(sum_ThV)
+                o_tV, lse_t = part.seen.attention.run(q_tX, *at)
+                sum_tV = o_tV.to(torch.float32, memory_format=torch.contiguous_format)
+            for window in part.windows:
+                keys(window)
+                with phase("prefill"):
+                    merge_into(sum_tV, lse_t, *window.attention.run(q_tX, *at))
+            out_tV.copy_(sum_tV)
+        return out_ThV
 
 
 class Prefiller:
@@ -225,7 +218,6 @@ class Prefiller:
         if self.group.size > 1:
             self.gatherer = Gatherer(self.group, self.way, self.device)
             self.gathered = empty(self.window, width, dtype=self.stored)
-            self.in_order = torch.arange(self.window, dtype=torch.int32, device=self.device)
             part = self.window // self.group.size * width * self.stored.itemsize
             if self.way == "direct":
                 self.travels = symmetric(self.group, part, self.device)
@@ -249,67 +241,50 @@ class Prefiller:
         if sum(lengths) > self.tokens:
             raise UsageError(f"a step of {sum(lengths)} prompt tokens is larger than --chunk allows, {self.tokens}.")
         assert all(start % self.unit == 0 for start in starts)
-        whole = sum(starts) <= self.window and sum(stops) <= len(self.keys)
-        cut = [] if whole else windows(starts, self.window)
-        places = _places(lengths, starts if whole else [0] * len(starts), first)
-        numbers = self._numbers([len(places), *(window.tokens for window in cut)], places)
-        counts, places_S = numbers[: 1 + len(cut)].split(1), numbers[1 + len(cut) :]
-        slots, task = [chunk.slot for chunk in chunks], None
-        if whole and any(starts):
-            if self.group.size > 1:
-                task = self._task(starts, self._rows(slots, starts, table_SC))
-            else:
-                torch.where(places_S < 0, places_S, self._rows(slots, stops, table_SC), out=places_S)
-        return PrefillPlan(
-            prefiller=self,
-            rows=slice(first, first + sum(lengths)),
-            seen=Seen(
-                rows=slice(0, sum(lengths)),
-                count=counts[0],
-                places=places_S,
-                task=task,
-                attention=self.backend.plan(lengths, stops if whole else lengths, causal=True),
-            ),
-            windows=self._windows(cut, counts[1:], lengths, self._rows(slots, starts, table_SC)) if cut else [],
-        )
-
-    def _windows(
-        self, cut: Sequence[Window], counts: Sequence[torch.Tensor], lengths: list[int], stored: torch.Tensor
-    ) -> list[Seen]:
-        """`stored`: this rank's rows of all prefixes."""
-        starts = list(itertools.accumulate(lengths, initial=0))
+        rows = list(itertools.accumulate(lengths, initial=first))
+        cut = calls(starts, stops, self.window, len(self.keys))
+        stored = self._rows([chunk.slot for chunk in chunks], starts, table_SC)
+        numbers = iter(self._numbers([_places(call, lengths, rows) for part in cut for call in part]))
         found, done = [], 0
-        for window, count in zip(cut, counts, strict=True):
-            mine = window.tokens // self.group.size
-            rows = stored[done : done + mine]
-            done += mine
-            alone = self.group.size == 1
-            found.append(
-                Seen(
-                    rows=slice(starts[window.first], starts[window.chunks.stop]),
-                    count=count,
-                    places=rows if alone else self.in_order[: window.tokens],
-                    task=None if alone else self._task(window.lengths, rows),
-                    attention=self.backend.plan(lengths[window.chunks], window.lengths, causal=False),
-                )
-            )
-        return found
+        for part in cut:
+            seen = []
+            for call in part:
+                mine = stored[done : done + sum(call.stored) // self.group.size]
+                done += len(mine)
+                seen.append(self._seen(call, lengths[call.chunks], next(numbers), mine))
+            at = part[0].chunks
+            found.append(Part(slice(rows[at.start] - first, rows[at.stop] - first), seen[0], seen[1:]))
+        return PrefillPlan(self, slice(first, rows[-1]), found)
 
-    def _numbers(self, counts: list[int], places: np.ndarray) -> torch.Tensor:
-        """Both, one behind the other, on the device as int32."""
-        numbers = torch.from_numpy(np.concatenate((np.asarray(counts, dtype=np.int32), places)))
+    def _numbers(self, places: list[np.ndarray]) -> Sequence[torch.Tensor]:
+        """Seen.numbers of calls, whose stored rows are numbered through."""
+        host = torch.from_numpy(np.concatenate([part for one in places for part in ([len(one)], one)]).astype(np.int32))
         if self.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        return numbers.to(self.device, non_blocking=True)
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True).split([1 + len(one) for one in places])
+
+    def _seen(self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor) -> Seen:
+        """`stored`: this rank's rows of prefixes that the call sees; `lengths`: of its chunks."""
+        if len(stored) and self.group.size == 1:
+            places = numbers[1:]
+            torch.where(places < 0, places, stored[places.clamp(min=0)], out=places)
+        keys = [before + own * call.own for before, own in zip(call.stored, lengths, strict=True)]
+        return Seen(
+            numbers=numbers,
+            task=self._task(call.stored, stored) if len(stored) and self.group.size > 1 else None,
+            attention=self.backend.plan(lengths, keys, causal=call.own),
+        )
 
     def _rows(self, slots: list[int], lengths: list[int], table_SC: torch.Tensor) -> torch.Tensor:
         """This rank's rows of so many first tokens of each request, request by request in token order."""
+        rows = torch.empty(sum(lengths) // self.group.size, dtype=torch.int32, device=self.device)
+        if not len(rows):
+            return rows
         absent = [0] * (FEWEST - len(slots))
         numbers = torch.tensor([slots + absent, lengths + absent], dtype=torch.int32)
         if self.device.type == "cuda":
             numbers = numbers.pin_memory()
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
-        rows = torch.empty(sum(lengths) // self.group.size, dtype=torch.int32, device=self.device)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
         fill_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
         return rows
@@ -330,30 +305,35 @@ class Prefiller:
         with phase("prefix_gather"):
             self.gatherer.gather(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
-    def decompress(
-        self, count: torch.Tensor, places: torch.Tensor, new_BQ: torch.Tensor, w: Attention, index: int
-    ) -> None:
-        """`count` keys and values of this rank's heads in layer `index`, until the next call; see Seen and kernels/keys.
+    def decompress(self, seen: Seen, new_BQ: torch.Tensor, index: int) -> None:
+        """Leave keys and values of this rank's heads in layer `index` in `keys` and `values`. Collective; see Seen.
 
-        New rows [B, Q] are contiguous, in the dtype computed with, and attended to as they are, however they are stored.
+        New rows [B, Q] are contiguous, in the dtype computed with, and attended to as they are, however they are stored. Other
+        ranks' rows of the layer need be no more than the prefixes.
         """
-        model, kv_KQ = self.model, self.model.kv.rows(index)
+        self.gather(seen, index)
+        self.unpack(seen.numbers, new_BQ, index)
+
+    def unpack(self, numbers: torch.Tensor, new_BQ: torch.Tensor, index: int) -> None:
+        """`decompress` of what is gathered. Numbers are read on the device, and may be fewer than the tensor holds."""
+        model, kv_KQ, w = self.model, self.model.kv.rows(index), self.model.weights.layer(index).attention
         stored_KQ = kv_KQ if self.group.size == 1 else self.gathered.view(kv_KQ.dtype)
         own = slice(model.groups.dcp.rank * model.heads, (model.groups.dcp.rank + 1) * model.heads)
         w_uk = w.w_uk[own] if model.wide.query else w.w_uk
         w_uv = w.w_uv[own] if model.wide.value else w.w_uv
         with phase("prefill"):
-            lay(self.laid, stored_KQ, new_BQ, count, places, model.kv.scale)
-            decompress(self.laid, count, w_uk, w_uv, self.keys, self.values)
+            lay(self.laid, stored_KQ, new_BQ, numbers[:1], numbers[1:], model.kv.scale)
+            decompress(self.laid, numbers[:1], w_uk, w_uv, self.keys, self.values)
 
 
-def _places(lengths: Sequence[int], stored: Sequence[int], first: int) -> np.ndarray:
-    """Of chunks' keys, int32: so many stored rows, numbered through, and behind them the chunk's own, from `first` on as
-    kernels.keys.lay wants new ones.
+def _places(call: Call, lengths: list[int], rows: list[int]) -> np.ndarray:
+    """Where the rows of a call's keys are, as kernels.keys.lay wants them, but stored ones numbered through; `rows` are the
+    first of each chunk in the step.
     """
-    found = []
-    row = 0
-    for length, before in zip(lengths, stored, strict=True):
-        found += [np.arange(row, row + before), -1 - np.arange(first, first + length)]
-        row, first = row + before, first + length
-    return np.concatenate(found).astype(np.int32)
+    found, stored = [np.empty(0, dtype=np.int64)], 0
+    for chunk, before in zip(range(len(lengths))[call.chunks], call.stored, strict=True):
+        found.append(np.arange(stored, stored + before))
+        stored += before
+        if call.own:
+            found.append(-1 - np.arange(rows[chunk], rows[chunk] + lengths[chunk]))
+    return np.concatenate(found)

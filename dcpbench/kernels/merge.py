@@ -106,9 +106,7 @@ def correct_fused(
     return out_HBR
 
 
-@triton.jit(
-    do_not_specialize=["lse_t", "lse_h", "more_lse_t", "more_lse_h"], do_not_specialize_on_alignment=["lse", "more_lse"]
-)
+@triton.jit(do_not_specialize=["lse_t", "lse_h", "more_lse_t", "more_lse_h"])
 def _merge_into_kernel(
     o,
     lse,

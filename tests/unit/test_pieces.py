@@ -6,10 +6,11 @@ import torch
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.pieces import Pieces
+from dcpbench.engine.pieces import Cut, Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
+from dcpbench.kernels.prefill.sdpa import PlainRagged
 from dcpbench.points import memory
 from dcpbench.points.batches import chunk_row_sizes, chunk_rows
 from dcpbench.points.layout import Layout
@@ -40,12 +41,12 @@ def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefil
 
 
 def logits(of, prefiller, pieces):
-    """Of five steps: a large one, one with less of all, and decodes beside a chunk behind 2, 14 and 20 stored tokens."""
-    first, second, third = (Prompt.admit(of, prompt_tokens(number, 24)) for number in range(3))
+    """Of five steps: a large one, one with less of all, decodes beside chunks behind 2 and 4 stored tokens, then behind 14, 20."""
+    first, second, third, fourth = (Prompt.admit(of, prompt_tokens(number, 24)) for number in range(4))
     steps = [
         ([], [(first, 16), (second, 18)]),
-        ([], [(third, 2)]),
-        ([first, second], [(third, 12)]),
+        ([], [(third, 2), (fourth, 4)]),
+        ([first, second], [(third, 12), (fourth, 8)]),
         ([first], [(third, 6)]),
         ([first, second], [(third, 4)]),
     ]
@@ -67,8 +68,8 @@ class TestLogits:
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("name", MODELS)
     def test_they_are_those_of_the_plain_walk(self, name, window):
-        """Also where a small step follows a large one in the same room, and rows of padding lie behind; of windows of 4
-        stored tokens the first step with a prefix has one, which its own rows fit behind.
+        """Also where a small step follows a large one in the same room, and rows of padding lie behind. With room for 4
+        stored tokens the first prefixes have a call each, and later ones windows.
         """
         plain = logits(*engine(MODELS[name]), None)
         of, prefiller = engine(MODELS[name], window=window)
@@ -102,3 +103,52 @@ class TestLogits:
         assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
         assert {len(sized.graphs) for sized in pieces.cuts.values()} == {BIG.layers + 1}
         assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: BIG.layers, 2: BIG.layers}
+        assert len(pieces.graphs) == BIG.layers
+
+
+class TestLaunches:
+    def test_a_prefix_that_fits_brings_no_call_of_attention(self, monkeypatch):
+        """One a layer, without and with it; windows bring one each: 14 tokens in windows of 4 are four more."""
+        real, calls = PlainRagged.run, []
+
+        def counted(self, *args):
+            calls.append(self)
+            return real(self, *args)
+
+        monkeypatch.setattr(PlainRagged, "run", counted)
+        shape = MODELS["dense_only"]
+        for window, expected in ((None, [1, 1]), (4, [1, 5])):
+            of, prefiller = engine(shape, window=window)
+            pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
+            for tokens, each in zip((14, 6), expected, strict=True):
+                calls.clear()
+                step(of, prefiller, [], [(prompt, tokens)], pieces=pieces)
+                assert len(calls) == each * shape.layers
+
+    @pytest.mark.gpu
+    def test_a_prefix_that_fits_brings_no_launch(self, monkeypatch):
+        """Of a graph, kernel or copy, from the embedding to the logits of a step that is planned."""
+        of, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
+        pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
+        pieces.capture([], None, lambda: None)
+        real, launched = Cut.step, []
+
+        def counted(self, *args):
+            both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=both) as seen:
+                found = real(self, *args)
+                torch.cuda.synchronize()
+            calls = {event.key: event.count for event in seen.key_averages() if event.key.startswith("cu")}
+            launched.append(
+                {key: n for key, n in calls.items() if "Launch" in key or "Memcpy" in key or "Memset" in key}
+            )
+            return found
+
+        monkeypatch.setattr(Cut, "step", counted)
+        for _ in range(3):
+            step(of, prefiller, [], [(prompt, 8)], pieces=pieces)
+        assert sum(launched[1].values()) >= 2 * BIG.layers + 1
+        assert launched[1] == launched[2]
+        again = Prompt.admit(of, prompt_tokens(1, 24))
+        step(of, prefiller, [], [(again, 8)], pieces=pieces)
+        assert launched[3] == launched[2], "without a prefix"

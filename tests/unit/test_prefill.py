@@ -1,12 +1,14 @@
 """Prefill on one rank: any chunking of a prompt gives the logits of feeding it token by token."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.engine.model import StepInput
-from dcpbench.engine.prefill import Prefiller, windows
+from dcpbench.engine.prefill import Prefiller, calls
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.kernels import moe
 from dcpbench.points import memory
@@ -110,20 +112,39 @@ class TestLogits:
         assert step(engine, prefiller, [], [], padding=4).isfinite().all()
 
 
-class TestWindows:
-    @given(prefixes=st.lists(st.integers(0, 12), max_size=6), most=st.integers(1, 9))
-    def test_windows_hold_all_tokens_once_and_in_order(self, prefixes, most):
-        """Each is full but the last, begins and ends with a chunk that has tokens in it, and names no other chunk."""
-        found = windows(prefixes, most)
-        pieces = [(window.first + i, length) for window in found for i, length in enumerate(window.lengths) if length]
-        assert [c for c, n in pieces for _ in range(n)] == [c for c, n in enumerate(prefixes) for _ in range(n)]
-        assert [window.tokens for window in found[:-1]] == [most] * (len(found) - 1)
-        assert all(window.lengths[0] and window.lengths[-1] for window in found)
+class TestCalls:
+    @given(
+        chunks=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=6),
+        most=st.integers(1, 9),
+        keys=st.integers(8, 20),
+    )
+    def test_each_chunk_sees_its_prefix_once_and_its_own_rows(self, chunks, most, keys):
+        """In order; no call has more stored tokens or keys than there is room for, and a part takes all that it holds."""
+        starts, stops = [start for start, _ in chunks], [start + count for start, count in chunks]
+        parts = calls(starts, stops, most, keys)
+        assert [c for first, *_ in parts for c in range(first.chunks.start, first.chunks.stop)] == list(
+            range(len(chunks))
+        )
+        for first, *windows in parts:
+            own = sum(stops[first.chunks]) - sum(starts[first.chunks])
+            assert first.own
+            assert sum(first.stored) <= most
+            assert sum(first.stored) + own <= keys
+            assert not any(window.own for window in windows)
+            assert all(window.chunks == first.chunks and 0 < window.stored[0] <= most for window in windows)
+            assert sum(first.stored) + sum(sum(w.stored) for w in windows) == sum(starts[first.chunks])
+        for (before, *windows), (after, *_) in itertools.pairwise(parts):
+            both = slice(before.chunks.start, after.chunks.start + 1)
+            assert windows or sum(starts[both]) > most or sum(stops[both]) > keys
 
     def test_an_example(self):
-        """5 + 0 + 2 + 6 tokens in windows of 6: one ends within the last prefix."""
-        found = windows([5, 0, 2, 6], 6)
-        assert [(w.first, w.lengths) for w in found] == [(0, (5, 0, 1)), (2, (1, 5)), (3, (1,))]
+        """Room for 6 stored tokens and 12 keys: 5 and 2 do not fit together, and 8 need two windows."""
+        found = calls([5, 0, 2, 8], [8, 1, 4, 9], 6, 12)
+        assert [[(c.chunks, c.stored, c.own) for c in part] for part in found] == [
+            [(slice(0, 2), [5, 0], True)],
+            [(slice(2, 3), [2], True)],
+            [(slice(3, 4), [0], True), (slice(3, 4), [6], False), (slice(3, 4), [2], False)],
+        ]
 
     def test_a_budget_holds_as_many_whole_pages_as_it_says(self):
         """A token takes 2·8·32 numbers of keys and values and a row of 48: 560 numbers, 2,240 bytes; pages of 2."""

@@ -58,10 +58,7 @@ def truth(prefiller, q, rows):
 
 def attended(prefiller, planned, q, rows):
     """What a layer does for the chunks of a step."""
-    w = prefiller.model.weights.layer(0).attention
-    planned.gather(0)
-    prefiller.decompress(planned.seen.count, planned.seen.places, rows, w, 0)
-    return planned.attend(q, w, 0)
+    return planned.attend(q, lambda seen: prefiller.decompress(seen, rows, 0))
 
 
 @contextlib.contextmanager
@@ -77,7 +74,7 @@ def no_waiting(device):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("window", [64, 192, 4096], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize(("window", "windows"), [(64, [0, 7, 2]), (192, [0, 3, 0]), (4096, [0])], ids=str)
 @pytest.mark.parametrize(
     ("place", "dtype", "backend", "limit"),
     [
@@ -87,8 +84,11 @@ def no_waiting(device):
         pytest.param("cuda", torch.bfloat16, "flashinfer", 1e-2, id="gpu-flashinfer", marks=pytest.mark.gpu),
     ],
 )
-def test_windows_and_own_chunk_together_are_attention_over_all_keys(place, dtype, backend, limit, window):
-    """The error is relative, by norms; in bf16 keys, values and weights are rounded. The second time nothing waits."""
+def test_parts_and_windows_are_attention_over_all_keys(place, dtype, backend, limit, window, windows):
+    """Of 512 keys, or 4,096, a part holds the first three chunks, or all; 448 and 128 stored tokens are more than one of 64.
+
+    The error is relative, by norms; in bf16 keys, values and weights are rounded. The second time nothing waits.
+    """
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
     device = torch.device(place)
@@ -102,7 +102,6 @@ def test_windows_and_own_chunk_together_are_attention_over_all_keys(place, dtype
     with no_waiting(device):
         planned = prefiller.plan(chunks, table)
         found = attended(prefiller, planned, q, rows)
-    stored = sum(start for start, _ in CHUNKS)
-    assert len(planned.windows) == (0 if stored <= window else -(-stored // window))
+    assert [len(part.windows) for part in planned.parts] == windows
     expected = truth(prefiller, q, rows)
     assert float((found - expected).norm() / expected.norm()) < limit

@@ -21,8 +21,9 @@ SHAPE = shape_like_tiny(layers=2, first_dense=2)
 """Experts in fp32 are a reference that waits."""
 ONE = Layout(1)
 CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
-"""12 tokens behind 8 stored ones, a prompt of 3, and 2 behind 4: two windows of 6 tokens, of which one has both, or one
-call where a window holds all 12."""
+"""12 tokens behind 8 stored ones, a prompt of 3, and 2 behind 4."""
+WINDOWS = {6: [[6, 2], []], 12: [[]]}
+"""By their size: the first prompt by itself in two, the others in one call; or all of them."""
 ROWS = 17 + 3
 """Three are padding."""
 
@@ -44,7 +45,7 @@ def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.
     if run is not None:
         run.syncs.clear()
     planned = prefiller.plan(CHUNKS, table)
-    assert [len(seen.places) for seen in planned.windows] == ([6, 6] if window == 6 else [])
+    assert [[len(seen.numbers) - 1 for seen in part.windows] for part in planned.parts] == WINDOWS[window]
     inputs = StepInput(positions + 7, positions, table[slots, positions], logit_rows=wanted)
     return model.step(inputs, [], None, planned)
 
