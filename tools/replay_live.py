@@ -102,7 +102,8 @@ def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
     return [*when, *lengths, "--chunk", str(size.chunk), "--kv-memory", size.kv]
 
 
-def _serve(there: Path, *asked: str) -> None:
+def serve(there: Path, *asked: str) -> None:
+    """Run a job of `dcpbench serve` into a folder, or go on with it."""
     command = ["serve", *asked, "--no-baseline", "-o", str(there), "--resume"]
     sys.stdout.write(f"$ dcpbench {shlex.join(command)}\n")
     sys.stdout.flush()
@@ -135,7 +136,7 @@ def measure(folder: Path, models: list[str], live: list[str], until: float) -> N
     for model in models:
         build = folder / f"{BUILD}-{model}"
         if not records(build) and time.monotonic() < until:
-            _serve(build, "--model", model, "--tp", "1", *words(model, BUILD), "--mode", REPLAY)
+            serve(build, "--model", model, "--tp", "1", *words(model, BUILD), "--mode", REPLAY)
         times = step_times(folder, model)
         if times is None:
             sys.stdout.write(f"{model}: no step times, so none of its loads run; the same command goes on.\n")
@@ -148,7 +149,7 @@ def measure(folder: Path, models: list[str], live: list[str], until: float) -> N
                 if not rates[0]:
                     sys.stdout.write(f"{model}: no closed loop was replayed, so no rate is known for open ones.\n")
                     continue
-            _serve(
+            serve(
                 folder / f"{REPLAY}-{model}-{job}",
                 "--mode",
                 REPLAY,
@@ -160,7 +161,7 @@ def measure(folder: Path, models: list[str], live: list[str], until: float) -> N
                 sys.stdout.write(f"{model} {job}: not run live, as --loads leaves it out.\n")
             elif time.monotonic() < until:
                 asked = ["--model", model, "--tp", "1", *words(model, job, rates), "--no-profile"]
-                _serve(folder / f"{LIVE}-{model}-{job}", *asked)
+                serve(folder / f"{LIVE}-{model}-{job}", *asked)
             else:
                 sys.stdout.write(f"{model} {job}: not run live, --seconds are over; the same command goes on.\n")
 

@@ -224,7 +224,7 @@ def prefill_bytes(
                   rank as if all its tokens' experts were there, as shapes must not depend on where routers send tokens;
                   of experts that are cut over the ranks they are, I / tp wide
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
-        attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where there is a prefix
+        attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
     window = window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)

@@ -149,7 +149,7 @@ class PrefillTimes:
         F = f(rows, pairs / rows) + begin(rows) + gather_ms · prefix     the last two with a prefix alone
 
     f has a line over pairs / rows at each measured number of rows, through cases without a prefix and through those with
-    one, less what the prefix adds. `begin`: gathering and merging begin with the shortest prefix.
+    one, less what the prefix adds. `begin`: gathering from other ranks begins with the shortest prefix.
     """
 
     def __init__(self, line: Sequence[Sample], gather: Sequence[Sample], decode_rows: int) -> None:

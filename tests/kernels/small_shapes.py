@@ -16,6 +16,7 @@ import torch
 
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.head_order import in_head_order
+from dcpbench.kernels.keys import decompress, lay
 from dcpbench.kernels.kv_gather import in_token_order, request_table
 from dcpbench.kernels.kv_gather import pack as pack_rows
 from dcpbench.kernels.kv_indices import Share, fill_pages
@@ -73,7 +74,7 @@ def exchange() -> None:
 
 
 def kv() -> None:
-    """Writes as bf16 and as bytes, both tables, and a prefix of uneven requests in token order."""
+    """Writes as bf16 and as bytes, both tables, a prefix of uneven requests in token order, and keys of two tiles."""
     new = _normal(77, 576)
     locs = torch.arange(77, device="cuda")
     locs[::3] = -1
@@ -97,6 +98,16 @@ def kv() -> None:
         in_token_order(_normal(prefix.tokens, 576), parts[0], sources, 0, prefix, table_of)
         rows = torch.arange(prefix.firsts(0)[-1], dtype=torch.int32, device="cuda")
         pack_rows(parts[0], _normal(60, 576), rows)
+    places = torch.cat((torch.arange(70), -1 - torch.arange(77))).int().to("cuda")
+    keys, values, count = (
+        _normal(150, 3, 192),
+        _normal(150, 3, 192),
+        torch.tensor([147], dtype=torch.int32, device="cuda"),
+    )
+    for pool in (_normal(77, 576), _normal(77, 576).to(torch.float8_e4m3fn)):
+        laid = _normal(150, 576)
+        lay(laid, pool, new, count, places)
+        decompress(laid, count, _normal(3, 128, 512), _normal(3, 512, 128), keys, values)
 
 
 def peers() -> None:
