@@ -75,7 +75,7 @@ def main() -> int:
         sys.stdout.write("no step times were measured; what the command above says is why.\n")
         return 1
     times = read_step_times(found)
-    on = times.environment.device if times.environment else "a device that is not named"
+    on = times.environment.device
     lines = table(times, read_step_times(asked.before) if asked.before else None)
     sys.stdout.write("\n".join([f"{asked.model} on {on}, {found}", "", *lines]) + "\n")
     return 0

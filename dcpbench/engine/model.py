@@ -227,6 +227,7 @@ class Model:
             ]
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w))
         if prefill is not None:
+            assert prefill.rows.start == sum(part.size for part in parts)
             q_ThX = self.own(q_Bh[prefill.rows]).contiguous()
             values.append(prefill.attend(q_ThX, lambda seen: prefill.prefiller.decompress(seen, row_BQ, index)))
         with phase("o_proj"):
