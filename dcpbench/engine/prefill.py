@@ -212,7 +212,7 @@ class Prefiller:
         self.keys = empty(most, self.model.heads, shape.nope + shape.rope)
         self.values = empty(most, self.model.heads, self.backend.value_width)
         self.values[..., shape.value :] = 0
-        self.laid = empty(most, width)
+        self.laid = empty(most, width).zero_()  # what is behind a step's last row is multiplied, too, and kept nowhere
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
