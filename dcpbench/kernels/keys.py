@@ -217,7 +217,8 @@ def decompress_fused(
     value_ShW: torch.Tensor,
 ) -> None:
     """A kernel for keys and one for values. Tensor descriptors fetch both operands; past R columns of a row there are zeros.
-    Rows behind the count, as far as the last tile reaches, are multiplied and not stored."""
+    Rows behind the count, as far as the last tile reaches, are multiplied and not stored.
+    """
     heads, latent, value = w_uv.shape
     if any(size * row_SQ.itemsize % UNIT for size in (row_SQ.shape[1], latent, value)):
         raise ValueError(f"rows {row_SQ.shape[1]}, {latent} and {value} wide must be multiples of {UNIT} bytes")
