@@ -31,8 +31,8 @@ NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
 CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
-BETWEEN_TOKENS = (256, 544, 768, 1536, 1600, 3072, 6144)
-"""Where that bends, without a prefix alone. Past 512 and 1,536 tokens experts of DeepSeek-V3 go by other kernels, in a jump."""
+BETWEEN_TOKENS = (256, 544, 768, 1536, 1856, 3072, 6144)
+"""Where that bends, without a prefix alone. Past 512 (in bf16) and 1,792 tokens experts of DeepSeek-V3 go by other kernels, in a jump."""
 FEW_TOKENS = 128
 """Below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt."""
 SHORT_CHUNKS = 8

@@ -164,7 +164,7 @@ def test_experts_of_prompts_are_those_of_decode_batches(device, monkeypatch):
     )
     few = scaled.experts(*given)
     assert scaled.plan(ids, 1, 3).rows == 16
-    monkeypatch.setattr(scaled.decode, "MOST_ASSIGNMENTS", 100)
+    monkeypatch.setattr(scaled, "MOST_ASSIGNMENTS", 100)
     assert scaled.plan(ids, 1, 3).rows == 64
     many = scaled.experts(*given)
     assert (few - many).abs().max() <= BF16_STEP * few.abs().max()

@@ -135,7 +135,7 @@ class TestLaunches:
 
         def counted(self, *args):
             both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=both) as seen:
+            with torch.profiler.profile(activities=both, acc_events=True) as seen:
                 found = real(self, *args)
                 torch.cuda.synchronize()
             calls = {event.key: event.count for event in seen.key_averages() if event.key.startswith("cu")}

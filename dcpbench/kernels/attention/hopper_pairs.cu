@@ -18,12 +18,13 @@ static constexpr int BLOCK = 64 * 64 * 2;             // bytes of 64 rows and 64
 static constexpr int BOX = PAGE < TILE ? PAGE : TILE; // rows that one copy takes
 static constexpr int BOXES = TILE / BOX;
 static constexpr int ROPE = TILES - 1;
+static constexpr int FETCHED = 48; // tiles of a piece, every other of which L2 is told of ahead where several blocks of heads read them
 
 struct Shared {
     alignas(1024) char q[TILES][BLOCK];
     char kv[2][TILES][BLOCK]; // the rope block of the second tile also holds its weights
     char weights[BLOCK];      // of the first tile
-    float top[2][HEADS];      // running largest score after the first and after the second tile, times log2(e)
+    float top[2][HEADS];      // running largest score after the first and after the second tile, times log2(e), and next whole number
     float shrink[HEADS];      // of sums so far, by the first tile
     float total[2][HEADS];
     u64 full[2][TILES];
@@ -98,6 +99,16 @@ __device__ __forceinline__ void mma_scores(float (&s)[32], u64 q, u64 rows, int 
                  : "l"(q), "l"(rows), "r"(add));
 }
 
+// The same with q from registers, added to what is there.
+__device__ __forceinline__ void mma_scores(float (&s)[32], const u32* q, u64 rows) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n"
+                 : R32(s, 0)
+                 : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(rows));
+}
+
 #define SUMS                                                                                                                   \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                         \
@@ -128,6 +139,13 @@ __device__ __forceinline__ u32 packed(float low, float high) {
     return out;
 }
 
+// Pairs of numbers times pairs: exact by powers of two, which all factors are by which sums and weights are shrunk.
+__device__ __forceinline__ u32 times(u32 x, u32 y) {
+    u32 out;
+    asm("mul." ELEMENT "x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
+    return out;
+}
+
 __device__ __forceinline__ float power(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -144,20 +162,20 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-__device__ __forceinline__ int warp_sum(int x) {
-    for (int i = 16; i; i /= 2) x += __shfl_xor_sync(~0u, x, i);
-    return x;
-}
+__device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(~0u, x); }
 
 struct Share {
     int first, start, begin, end, size;
 };
 
-// partition.py's `share`; every warp computes it.
-__device__ Share share(const int* lengths, int part, int parts, int batch) {
+__device__ __forceinline__ int tiles_of_request(const int* lengths, int b, int batch) {
+    return b < batch ? (u32)(lengths[b] + TILE - 1) / TILE : 0;
+}
+
+// partition.py's `share`; every warp computes it. `first_tiles`: of the request that has this lane's number.
+__device__ __forceinline__ Share share(const int* lengths, int first_tiles, int part, int parts, int batch) {
     const int lane = threadIdx.x % 32;
-    const auto read = [&](int b) { return b < batch ? (lengths[b] + TILE - 1) / TILE : 0; };
-    const int first_tiles = read(lane);
+    const auto read = [&](int b) { return tiles_of_request(lengths, b, batch); };
     const auto tiles_of = [&](int b0) { return b0 ? read(b0 + lane) : first_tiles; };
     int sum = 0, longest = 0;
     for (int b0 = 0; b0 < batch; b0 += 32) {
@@ -167,13 +185,13 @@ __device__ Share share(const int* lengths, int part, int parts, int batch) {
     }
     const int total = warp_sum(sum);
     longest = __reduce_max_sync(~0u, longest);
-    const int size = max((total + parts - 1) / parts, LEAST);
-    const int per_request = max(parts / batch, 1), requests = (batch + parts - 1) / parts;
-    const int aligned_size = max((longest + per_request - 1) / per_request, LEAST);
+    const int size = max((u32)(total + parts - 1) / parts, LEAST);
+    const int per_request = max((u32)parts / batch, 1), requests = (u32)(batch + parts - 1) / parts;
+    const int aligned_size = max((u32)(longest + per_request - 1) / per_request, LEAST);
     const bool aligned = requests * aligned_size <= size + size / 16 + SLACK;
     Share s;
     if (aligned) {
-        const int b = part / per_request * requests;
+        const int b = (u32)part / per_request * requests;
         int before = 0, own = 0;
         for (int b0 = 0; b0 < min(b + requests, batch); b0 += 32) {
             const int tiles = tiles_of(b0);
@@ -218,6 +236,19 @@ __device__ __forceinline__ int box_row(const Piece& piece, int t) {
     return live ? __ldg(piece.pages + k / PAGE) * PAGE + k % PAGE : 0;
 }
 
+// Has L2 fetch a tile, of whose boxes each lane knows the first row in the pool.
+__device__ __forceinline__ void prefetch(const char* pool, int row) {
+    constexpr int ROW = 2 * WIDTH, LINE = 128, LINES = BOX * ROW / LINE; // of a box
+    static_assert(ROW % LINE == 0, "rows are whole lines");
+#pragma unroll
+    for (int box = 0; box < BOXES; ++box) {
+        const char* from = pool + (long long)__shfl_sync(~0u, row, box) * ROW;
+#pragma unroll 2
+        for (int i = 0; i < LINES; i += 32)
+            if (LINES % 32 == 0 || i + threadIdx.x % 32 < LINES) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (i + threadIdx.x % 32) * LINE));
+    }
+}
+
 // Columns [64 * A, 64 * B) and, if asked for, rope of a tile's rows.
 template <int A, int B> __device__ __forceinline__ void fill(Shared& sh, const TensorMap* kv, int tile, bool rope, int row) {
     const int lane = threadIdx.x % 32;
@@ -235,7 +266,7 @@ struct Filler {
     u32 first = 1, second = 1; // phases of their next fills
     u32 queries = 1;
 
-    __device__ __forceinline__ void take(Shared& sh, const TensorMap* q, const TensorMap* kv, const Piece& piece, int q_row) {
+    __device__ __forceinline__ void take(Shared& sh, const TensorMap* q, const TensorMap* kv, const Piece& piece, int q_row, const char* pool) {
         int row0 = box_row(piece, piece.t0), row1 = box_row(piece, piece.t0 + 1);
         wait_for(&sh.q_empty, queries);
         queries ^= 1;
@@ -260,6 +291,7 @@ struct Filler {
             }
             first ^= 1;
             if (both) second ^= 1;
+            if (pool && t < piece.t0 + FETCHED && t + 2 < piece.t1) prefetch(pool, next0);
             row0 = next0, row1 = next1;
         }
     }
@@ -269,17 +301,20 @@ __device__ __forceinline__ void let_go(Shared& sh, Stretch stretch) {
     if (thread() % 32 == 0) arrive_at(&sh.empty[stretch]);
 }
 
-// Scores of a tile, in the order in which its blocks were asked for.
+// Scores of a tile, in the order in which its blocks were asked for; q of the rope block is in registers.
 template <int A, int B>
-__device__ __forceinline__ void score_blocks(Shared& sh, int tile, u32 phase, float (&s)[32], bool first) {
+__device__ __forceinline__ void score_blocks(Shared& sh, const u32 (&q_rope)[16], int tile, u32 phase, float (&s)[32], bool first) {
 #pragma unroll
     for (int block = A; block < B; ++block) {
         wait_for(&sh.full[tile][block], phase);
         mma_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const bool add = !(first && block == A && k == 0);
-            mma_scores(s, descriptor(sh.q[block] + 32 * k, 16), descriptor(sh.kv[tile][block] + 32 * k, 16), add);
+            const u64 rows = descriptor(sh.kv[tile][block] + 32 * k, 16);
+            if (block == ROPE)
+                mma_scores(s, q_rope + 4 * k, rows);
+            else
+                mma_scores(s, descriptor(sh.q[block] + 32 * k, 16), rows, !(first && block == A && k == 0));
         }
     }
 }
@@ -332,6 +367,16 @@ __device__ __forceinline__ void store_weights(char* to, const u32 (&p)[16]) {
                      : "memory");
 }
 
+// Rows of q as products take them from registers.
+__device__ __forceinline__ void load_rows(const char* from, u32 (&p)[16]) {
+    const u32 x = thread(), lane = x % 32, row = x % GROUP / 32 * 16 + lane % 16;
+    const u32 at = shared_address(from) + row * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(p[4 * k]), "=r"(p[4 * k + 1]), "=r"(p[4 * k + 2]), "=r"(p[4 * k + 3]) : "r"(at ^ (32 * k)) : "memory");
+}
+
 // Makes rows from `live` on of four blocks zeros, after all of the warpgroup are done reading them.
 __device__ __forceinline__ void clear(char* blocks, int live, int id) {
     meet(id, GROUP);
@@ -360,13 +405,13 @@ struct Fills {
 
 // The first tiles of a piece's pairs, and the left half of the values of all.
 __device__ __forceinline__ void take_first(
-    Shared& sh, const Piece& piece, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
     float s[32], shrink[2];
     u32 p[16];
     for (int t = piece.t0; t < piece.t1; t += 2) {
         const bool both = t + 1 < piece.t1;
         const int live = piece.length - t * TILE;
-        score_blocks<0, TILES>(sh, 0, fills.phase[0], s, true);
+        score_blocks<0, TILES>(sh, q_rope, 0, fills.phase[0], s, true);
         mma_commit();
         mma_wait<0>();
         fills.phase[0] ^= 1;
@@ -379,7 +424,7 @@ __device__ __forceinline__ void take_first(
         largest(s, here);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            here[i] = fmaxf(top[i], here[i] * scale);
+            here[i] = fmaxf(top[i], ceilf(here[i] * scale));
             shrink[i] = power(top[i] - here[i]);
             top[i] = here[i];
             total[i] *= shrink[i];
@@ -411,7 +456,7 @@ __device__ __forceinline__ void take_first(
         }
         if (!__all_sync(~0u, shrink[0] == 1 && shrink[1] == 1)) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) p[i] = packed(s[2 * i] * shrink[i % 2], s[2 * i + 1] * shrink[i % 2]);
+            for (int i = 0; i < 16; ++i) p[i] = times(p[i], packed(shrink[i % 2], shrink[i % 2]));
         }
         store_weights(sh.weights, p);
         fence_async();
@@ -428,7 +473,7 @@ __device__ __forceinline__ void take_first(
 
 // The second tile of a pair, and the right half of the values of both.
 __device__ __forceinline__ void second_of_pair(
-    Shared& sh, const Piece& piece, int t, float scale, Fills& fills, float (&o)[128], float (&total)[2]) {
+    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, int t, float scale, Fills& fills, float (&o)[128], float (&total)[2]) {
     const int live = piece.length - t * TILE;
     float shrink[2];
     if (t + 1 == piece.t1) {
@@ -447,9 +492,9 @@ __device__ __forceinline__ void second_of_pair(
     }
     float s[32], top[2];
     u32 p[16];
-    score_blocks<4, 8>(sh, 1, fills.phase[1], s, true);
-    score_blocks<0, 4>(sh, 1, fills.phase[1], s, false);
-    score_blocks<ROPE, TILES>(sh, 1, fills.phase[1], s, false);
+    score_blocks<4, 8>(sh, q_rope, 1, fills.phase[1], s, true);
+    score_blocks<0, 4>(sh, q_rope, 1, fills.phase[1], s, false);
+    score_blocks<ROPE, TILES>(sh, q_rope, 1, fills.phase[1], s, false);
     mma_commit();
     mma_wait<0>();
     fills.phase[1] ^= 1;
@@ -463,7 +508,7 @@ __device__ __forceinline__ void second_of_pair(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float before = sh.top[0][row + 8 * i];
-        top[i] = fmaxf(before, top[i] * scale);
+        top[i] = fmaxf(before, ceilf(top[i] * scale));
         shrink[i] = sh.shrink[row + 8 * i] * power(before - top[i]);
         total[i] *= shrink[i];
         if (thread() % 4 == 0) sh.top[1][row + 8 * i] = top[i];
@@ -487,6 +532,24 @@ __device__ __forceinline__ void second_of_pair(
     let_go(sh, FIRST_RIGHT);
 }
 
+// Results of a head, which four threads hold: of two blocks of 8 columns, threads with even numbers write the first and those
+// beside them the second, together lines of 64 or 32 bytes.
+template <bool WHOLE> __device__ __forceinline__ void store(char* to, const float (&o)[128], int i, float by, bool live) {
+    const bool odd = thread() % 2;
+    to += (odd * 8 + thread() % 4 / 2 * 4) * (WHOLE ? 2 : 4);
+#pragma unroll
+    for (int j = 2 * i; j < 128; j += 8) {
+        const float a0 = o[j] * by, a1 = o[j + 1] * by, b0 = o[j + 4] * by, b1 = o[j + 5] * by;
+        if constexpr (WHOLE) {
+            const u32 a = packed(a0, a1), b = packed(b0, b1), other = __shfl_xor_sync(~0u, odd ? a : b, 1);
+            if (live) *(uint2*)(to + 4 * (j - 2 * i)) = odd ? make_uint2(other, b) : make_uint2(a, other);
+        } else {
+            const float x = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), y = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
+            if (live) *(float4*)(to + 8 * (j - 2 * i)) = odd ? make_float4(x, y, b0, b1) : make_float4(a0, a1, x, y);
+        }
+    }
+}
+
 struct Arguments {
     const int* tables;
     const int* lengths;
@@ -497,6 +560,7 @@ struct Arguments {
     float* lse;
     float scale_log2, ln2;
     int table_stride, heads, batch, parts;
+    const char* pool;
 };
 
 // Calls `work` with each request of which this program has tiles, and which those are.
@@ -521,10 +585,12 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
         float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
         wait_for(&sh.q_full, q_phase);
         q_phase ^= 1;
+        u32 q_rope[16];
+        load_rows(sh.q[ROPE], q_rope);
         if (group == 0)
-            take_first(sh, piece, a.scale_log2, fills, o, top, total);
+            take_first(sh, q_rope, piece, a.scale_log2, fills, o, top, total);
         else
-            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, piece, t, a.scale_log2, fills, o, total);
+            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, q_rope, piece, t, a.scale_log2, fills, o, total);
         if (lane == 0) arrive_at(&sh.q_empty);
 
         const int row = row_of(threadIdx.x);
@@ -541,24 +607,17 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
         for (int i = 0; i < 2; ++i) {
             const int h = head_block * HEADS + row + 8 * i;
             const float sum = sh.total[0][row + 8 * i] + sh.total[1][row + 8 * i], by = 1 / sum;
-            if (h < a.heads) {
-                const int column = 256 * group + lane % 4 * 2;
-                if (whole) {
-                    u32* to = (u32*)a.o + (((long long)b * a.heads + h) * LATENT + column) / 2;
-#pragma unroll
-                    for (int j = 0; j < 32; ++j) to[4 * j] = packed(o[4 * j + 2 * i] * by, o[4 * j + 2 * i + 1] * by);
-                } else {
-                    float2* to = (float2*)(a.part_o + ((long long)slot * a.heads + h) * LATENT + column);
-#pragma unroll
-                    for (int j = 0; j < 32; ++j) to[4 * j] = make_float2(o[4 * j + 2 * i] * by, o[4 * j + 2 * i + 1] * by);
-                }
-                if (group == 0 && lane % 4 == 0) {
-                    const float log2_sum = sh.top[1][row + 8 * i] + log2f(sum);
-                    if (whole)
-                        a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
-                    else
-                        a.part_lse[(long long)slot * a.heads + h] = log2_sum;
-                }
+            const bool live = h < a.heads;
+            if (whole)
+                store<true>((char*)a.o + (((long long)b * a.heads + h) * LATENT + 256 * group) * 2, o, i, by, live);
+            else
+                store<false>((char*)a.part_o + (((long long)slot * a.heads + h) * LATENT + 256 * group) * 4, o, i, by, live);
+            if (live && group == 0 && lane % 4 == 0) {
+                const float log2_sum = sh.top[1][row + 8 * i] + log2f(sum);
+                if (whole)
+                    a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
+                else
+                    a.part_lse[(long long)slot * a.heads + h] = log2_sum;
             }
         }
         if (piece.t0 == 0 && threadIdx.x == 0) {
@@ -571,11 +630,13 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
 
 extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
 hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const __grid_constant__ Arguments a) {
-    extern __shared__ char raw[];
-    Shared& sh = *(Shared*)(((u64)raw + 1023) & ~1023ull);
+    extern __shared__ __align__(1024) char raw[];
+    Shared& sh = *(Shared*)raw;
+    if (shared_address(raw) % 1024) __trap(); // where swizzled blocks must begin
     const int head_blocks = (a.heads + HEADS - 1) / HEADS;
     const int part = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+    const int first_tiles = tiles_of_request(a.lengths, threadIdx.x % 32, a.batch);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * TILES; ++i) init_barrier(&sh.full[0][0] + i, 1);
         for (int i = 0; i < 4; ++i) init_barrier(&sh.empty[i], 4);
@@ -585,7 +646,7 @@ hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ Te
         asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&kv_map) : "memory");
     }
-    const Share own = share(a.lengths, part, a.parts, a.batch);
+    const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
     if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -597,7 +658,7 @@ hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ Te
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x < 2 * GROUP + 32) {
             Filler filler;
-            for_each_piece(a, own, [&](int b, int, const Piece& piece) { filler.take(sh, &q_map, &kv_map, piece, b * a.heads + head_block * HEADS); });
+            for_each_piece(a, own, [&](int b, int, const Piece& piece) { filler.take(sh, &q_map, &kv_map, piece, b * a.heads + head_block * HEADS, head_blocks > 1 ? a.pool : nullptr); });
         }
     }
 }

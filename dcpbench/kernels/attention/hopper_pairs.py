@@ -110,6 +110,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tables", "lengths", "part_o", "part_lse", "pieces_of", "o", "lse")),
         *((name, ctypes.c_float) for name in ("scale_log2", "ln2")),
         *((name, ctypes.c_int) for name in ("table_stride", "heads", "batch", "parts")),
+        ("pool", ctypes.c_void_p),
     )
 
 
@@ -121,14 +122,14 @@ def launch(
     tensors: tuple[torch.Tensor, ...],
     numbers: tuple[float, float, int, int, int, int],
 ) -> None:
-    """Put one run on the current stream. `tensors`, `numbers`: the fields of the kernel's Arguments, in their order."""
+    """Put one run on the current stream. `tensors`, `numbers`: the fields of the kernel's Arguments before `pool`, in their order."""
     from cuda.bindings import driver
 
     function = _kernel(ELEMENTS[spec.dtype], spec.page_size, q_BHQ.device.index or 0)
     rows = kv.numel() // WIDTH
     q_map = ctypes.create_string_buffer(_tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, BOX, spec.dtype), 128)
     kv_map = ctypes.create_string_buffer(_tensor_map(kv.data_ptr(), rows, min(BOX, spec.page_size), spec.dtype), 128)
-    arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors), *numbers)
+    arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
     places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (q_map, kv_map, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream
     _checked(
