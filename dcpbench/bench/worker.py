@@ -42,10 +42,10 @@ from dcpbench.measuring.timing import capture
 from dcpbench.points.floors import floor_us
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dcpbench.bench.operators.calls import Calls, Run, Workload
-    from dcpbench.bench.record import Case
+    from dcpbench.bench.record import Case, Timing
     from dcpbench.records.record import Gpu
 
 
@@ -63,14 +63,17 @@ class Bench:
     """Calls of an eager pass to be timed beside the graph, where they do what a graph cannot; else 0."""
     fresh: bool = False
     """Its inputs were just written in an engine, too: nothing keeps the L2 cache cold."""
+    turns: bool = False
+    """Variants of a case are timed in turns, as they share what takes memory: else the one that comes after a hot one would be
+    measured at lower clocks."""
 
 
 BENCHES = {
-    "attention": Bench(workload=Attention, limits=("read", "matmul")),
+    "attention": Bench(workload=Attention, limits=("read", "matmul"), turns=True),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul")),
     "linear": Bench(workload=Linear, limits=("read", "matmul", "matmul_fp8")),
-    "moe": Bench(workload=Moe, limits=("read", "matmul", "matmul_fp8")),
+    "moe": Bench(workload=Moe, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
     "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
     "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),
@@ -78,6 +81,22 @@ BENCHES = {
     "padded-slots": Bench(workload=PaddedSlots),
 }
 """A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
+
+
+@dataclasses.dataclass
+class Ready:
+    """A case on its way."""
+
+    calls: Calls
+    result: Result
+    states: list[Gpu | None] = dataclasses.field(default_factory=list)
+    """Of the GPU, while it was timed."""
+    replay: Run | None = None
+    """A pass as a graph."""
+
+    def put(self, **fields: Any) -> None:  # noqa: ANN401 - of a result
+        """Change fields of the result."""
+        self.result = msgspec.structs.replace(self.result, **fields)
 
 
 class BenchWorker:
@@ -88,6 +107,7 @@ class BenchWorker:
         self.events = folder / "events.jsonl"
         self.bench = BENCHES[job.bench]
         self.gpu_time = functools.partial(measuring.gpu_time, device=device, settings=job.settings)
+        self.gpu_times = functools.partial(measuring.gpu_times, device=device, settings=job.settings)
         self.workload = self.bench.workload(device, job.settings.seed)
         self.limits: dict[str, float] = {}
         self.blocking: dict[str, int] = {}
@@ -106,16 +126,12 @@ class BenchWorker:
             found, without = limits.measure(self.bench.limits, self.device)
             self.limits = {limit.name: limit.median for limit in found}
             self.tell(Event(stage="limits", limits=found, without=without))
-        done = []
-        for index, case in enumerate(self.job.cases):
-            self.tell(Event(stage="case", index=index))
-            try:
-                result = self.measure(index, case)
-            except RankError as e:  # the case says it and the others go on
-                result = Result(case=case, outcome="failed", reason=str(e))
-            done.append(result)
-            self.tell(Event(stage="done", index=index, result=result))
-        for index, result in enumerate(done):
+        done = {}
+        for group in self.groups():
+            for index, result in self.measure(group):
+                done[index] = result
+                self.tell(Event(stage="done", index=index, result=result))
+        for index, result in done.items():
             if result.outcome == "ok" and self.bench.host:
                 self.count(index, result)
         ready = {index: self.workload.build(self.job.cases[index]) for index in self.blocking.values()}
@@ -123,39 +139,80 @@ class BenchWorker:
             self.tell(Event(stage="graph", index=index, graph=measuring.try_capture(calls)))
         self.tell(Event(stage="end"))
 
-    def measure(self, index: int, case: Case) -> Result:
-        """Correctness and, on a GPU, times of one case. Raises RankError where some rank could not."""
+    def groups(self) -> list[dict[int, Case]]:
+        """Cases that are measured together, by their numbers: the variants of one where they take turns."""
+        found: list[dict[int, Case]] = []
+        for index, case in enumerate(self.job.cases):
+            if self.bench.turns and self.device.type == "cuda" and found:
+                last = next(iter(found[-1].values()))
+                if (case.sizes, case.calls) == (last.sizes, last.calls):
+                    found[-1][index] = case
+                    continue
+            found.append({index: case})
+        return found
+
+    def measure(self, group: dict[int, Case]) -> Iterator[tuple[int, Result]]:
+        """Correctness and, on a GPU, times of each case. One that some rank could not has failed; the others go on."""
+        ready: dict[int, Ready] = {}
+        for index, case in group.items():
+            self.tell(Event(stage="case", index=index))
+            try:
+                ready[index] = self.prepare(index, case)
+            except RankError as e:
+                yield index, Result(case=case, outcome="failed", reason=str(e))
+        replayed = {index: each for index, each in ready.items() if each.replay}
+        try:
+            passes = [(each.replay, len(each.calls.calls)) for each in replayed.values() if each.replay]
+            times, gpu = together(lambda: self.gpu_times(passes)) if passes else ([], None)
+            for each, time in zip(replayed.values(), times, strict=True):
+                self.replayed(each, time, gpu)
+        except RankError as e:
+            for index, each in ready.items():
+                yield index, Result(case=each.result.case, outcome="failed", reason=str(e))
+            return
+        for index, each in ready.items():
+            yield index, self.finished(each) if self.device.type == "cuda" else each.result
+
+    def prepare(self, index: int, case: Case) -> Ready:
+        """A case that was checked, and on a GPU timed as far as others have no part in it."""
         calls = together(lambda: self.workload.build(case))
         found = checked(calls, calls.check, calls.run)
-        result = Result(case=case, calls=len(calls.calls), work=calls.work, **found)
+        ready = Ready(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
         if self.device.type == "cpu":
-            return result
-        states: list[Gpu | None] = []
+            return ready
         eager = len(calls.calls) if self.bench.host else min(self.bench.eager_calls, len(calls.calls))
         if eager:
             some = functools.partial(measuring.run_all, calls.calls[:eager])
             time, gpu = together(lambda: self.gpu_time(some, eager))
-            result = msgspec.structs.replace(result, time=time)
-            states.append(gpu)
+            ready.put(time=time)
+            ready.states.append(gpu)
         if self.bench.host:
-            host = together(lambda: measuring.host_time(calls, self.job.settings))
-            result = msgspec.structs.replace(result, host=host)
+            ready.put(host=together(lambda: measuring.host_time(calls, self.job.settings)))
         if self.bench.host and together(lambda: measuring.waits(calls.run_captured)):
             self.blocking.setdefault(case.variant, index)
         else:
-            replay = together(lambda: capture(calls.run_captured).replay)
-            found = checked(calls, calls.check_graph or calls.check, replay)
-            graph_time, gpu = together(lambda: self.gpu_time(replay, len(calls.calls)))
-            graph = Graph(captured=True, time=graph_time, correct=found["correct"])
-            if not result.correct:  # what was wrong before is what is told
-                found |= {"correct": False, "difference": result.difference}
-            elif not graph.correct:
-                found |= {"difference": f"replayed graph: {found['difference']}"}
-            result = msgspec.structs.replace(result, graph=graph, **found)
-            states.append(gpu)
-        gpu = worst(state for each in gather_objects(states) for state in each)
+            ready.replay = together(lambda: capture(calls.run_captured).replay)
+        return ready
+
+    def replayed(self, ready: Ready, time: Timing, gpu: Gpu | None) -> None:
+        """Add what was found of the graph, whose results are checked now."""
+        calls, result, replay = ready.calls, ready.result, ready.replay
+        assert replay is not None
+        found = checked(calls, calls.check_graph or calls.check, replay)
+        graph = Graph(captured=True, time=time, correct=found["correct"])
+        if not result.correct:  # what was wrong before is what is told
+            found |= {"correct": False, "difference": result.difference}
+        elif not graph.correct:
+            found |= {"difference": f"replayed graph: {found['difference']}"}
+        ready.put(graph=graph, **found)
+        ready.states.append(gpu)
+
+    def finished(self, ready: Ready) -> Result:
+        """With what follows from its times."""
+        gpu = worst(state for each in gather_objects(ready.states) for state in each)
+        result = ready.result
         return msgspec.structs.replace(
-            result, gpu=gpu, marks=self.marks(calls, gpu, result), **self.rates(calls, result)
+            result, gpu=gpu, marks=self.marks(ready.calls, gpu, result), **self.rates(ready.calls, result)
         )
 
     def rates(self, calls: Calls, result: Result) -> dict[str, float | None]:

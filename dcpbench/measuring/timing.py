@@ -17,9 +17,12 @@ from dcpbench.hangs.beats import collective
 from dcpbench.records.stats import StopRule, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from dcpbench.points.settings import Settings
+
+    Chunk = Callable[[int], tuple[list[float], float]]
+    """Takes so many samples: in ms, and the seconds that they took."""
 
 CHUNK_SECONDS = 0.4
 """Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
@@ -126,31 +129,70 @@ def time_steps(
 
 
 def time_chunks(
-    chunk: Callable[[int], tuple[list[float], float]],
+    chunk: Chunk, rule: StopRule, alive: Callable[[], None] = lambda: None, chunk_seconds: float = CHUNK_SECONDS
+) -> Timing:
+    """The same for any way to take samples."""
+    return time_in_turns([chunk], rule, alive, chunk_seconds)[0]
+
+
+def time_in_turns(
+    chunks: Sequence[Chunk],
     rule: StopRule,
     alive: Callable[[], None] = lambda: None,
     chunk_seconds: float = CHUNK_SECONDS,
-) -> Timing:
-    """The same for any way to take samples: `chunk(steps)` gives that many, in ms, and the seconds that they took."""
-    samples, elapsed = chunk(CHUNK_STEPS[0])
-    steps = _steps_per_chunk(statistics.median(samples), chunk_seconds)
-    previous, calm, medians = None, False, 0
-    while not calm and (elapsed < rule.seconds * WARM_UP_SHARE or medians < LEAST_MEDIANS):
-        samples, seconds = chunk(steps)
-        alive()
-        elapsed += seconds
-        median = statistics.median(samples)
-        calm, previous, medians = settled(previous, median), median, medians + 1
-    measured: list[float] = []
-    elapsed = 0.0
-    verdict = None
-    while verdict is None:
-        samples, seconds = chunk(steps)
-        alive()
-        measured += samples
-        elapsed += seconds
-        verdict = rule.done(measured, elapsed)
-    return Timing(samples_ms=measured, noisy=verdict != "precise", unsettled=not calm)
+) -> list[Timing]:
+    """Several ways that are to be compared, a chunk of each in turn until all are measured: all meet the same clocks."""
+    ways = [_Way(chunk, rule, alive, chunk_seconds) for chunk in chunks]
+    _until_all([way.warm for way in ways])
+    _until_all([way.measured for way in ways])
+    return [way.timing() for way in ways]
+
+
+def _until_all(asked: Sequence[Callable[[], bool]]) -> None:
+    """Ask each in turn, until all say yes in one round."""
+    said = [False]
+    while not all(said):
+        said = [each() for each in asked]
+
+
+class _Way:
+    """One of the ways that are timed in turns."""
+
+    def __init__(self, chunk: Chunk, rule: StopRule, alive: Callable[[], None], chunk_seconds: float) -> None:
+        self.chunk, self.rule, self.alive = chunk, rule, alive
+        samples, self.elapsed = chunk(CHUNK_STEPS[0])
+        self.steps = _steps_per_chunk(statistics.median(samples), chunk_seconds)
+        self.medians: list[float] = []
+        self.calm = False
+        self.samples: list[float] = []
+        self.measuring = 0.0
+        self.verdict: str | None = None
+
+    def warm(self) -> bool:
+        """Run one more chunk; whether it has settled, or has had its time."""
+        median = statistics.median(self._chunk()[0])
+        self.calm = self.calm or settled(self.medians[-1] if self.medians else None, median)
+        self.medians.append(median)
+        over = self.elapsed >= self.rule.seconds * WARM_UP_SHARE and len(self.medians) >= LEAST_MEDIANS
+        return self.calm or over
+
+    def measured(self) -> bool:
+        """Measure one more chunk; whether that is enough."""
+        samples, seconds = self._chunk()
+        self.samples += samples
+        self.measuring += seconds
+        self.verdict = self.rule.done(self.samples, self.measuring)
+        return self.verdict is not None
+
+    def timing(self) -> Timing:
+        """What was found."""
+        return Timing(samples_ms=self.samples, noisy=self.verdict != "precise", unsettled=not self.calm)
+
+    def _chunk(self) -> tuple[list[float], float]:
+        samples, seconds = self.chunk(self.steps)
+        self.alive()
+        self.elapsed += seconds
+        return samples, seconds
 
 
 def _steps_per_chunk(median_ms: float, chunk_seconds: float = CHUNK_SECONDS) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from dcpbench.bench.record import Graph, Syncs, SyncSite, Timing
 from dcpbench.measuring.gpu_state import GpuSampler
-from dcpbench.measuring.timing import Timer, time_chunks
+from dcpbench.measuring.timing import Timer, time_chunks, time_in_turns
 from dcpbench.records.stats import StopRule, median_interval
 from dcpbench.syncs.sites import sites_of
 
@@ -175,9 +175,18 @@ def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings
 
     Run eagerly, the host's waiting and launching is in it; a graph's replay has none of either.
     """
+    (time,), gpu = gpu_times([(run, calls)], device, settings)
+    return time, gpu
+
+
+def gpu_times(
+    passes: Sequence[tuple[Run, int]], device: torch.device, settings: BenchSettings
+) -> tuple[list[Timing], Gpu | None]:
+    """The same of several that take turns, and the state that all of them met."""
     with GpuSampler(device) as sampler:
-        found = time_chunks(Timer(run, device).chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS)
-    return _timing(found, calls), sampler.state()
+        chunks = [Timer(run, device).chunk for run, _ in passes]
+        found = time_in_turns(chunks, _rule(settings), chunk_seconds=CHUNK_SECONDS)
+    return [_timing(each, calls) for each, (_, calls) in zip(found, passes, strict=True)], sampler.state()
 
 
 def host_time(calls: Calls, settings: BenchSettings) -> Timing:

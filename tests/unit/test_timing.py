@@ -1,0 +1,46 @@
+"""Ways that are timed in turns; what a clock says is made up."""
+
+import itertools
+
+from dcpbench.measuring.timing import time_chunks, time_in_turns
+from dcpbench.records.stats import StopRule
+
+RULE = StopRule(precision=0.05, seconds=1.0)
+
+
+def way(name, log, samples):
+    """Takes samples from an endless supply, and a tenth of a second for each chunk of them."""
+
+    def chunk(steps):
+        log.append(name)
+        return list(itertools.islice(samples, steps)), 0.1
+
+    return chunk
+
+
+def test_ways_take_turns_until_the_last_is_measured():
+    """One that is precise at once is measured as long as one that never is, so that all meet the same clocks."""
+    log = []
+    calm, wild = (way(name, log, itertools.cycle(of)) for name, of in (("calm", [1.0]), ("wild", [1.0, 9.0])))
+    first, second = time_in_turns([calm, wild], RULE)
+    assert log == ["calm", "wild"] * (len(log) // 2)
+    assert len(first.samples_ms) == len(second.samples_ms)
+    assert set(first.samples_ms) == {1.0}
+    assert (first.noisy, second.noisy) == (False, True)
+
+
+def test_a_way_alone_is_measured_until_it_is_precise():
+    """Two chunks to settle, behind the one that tells how long a step is."""
+    log = []
+    found = time_chunks(way("one", log, itertools.repeat(2.0)), RULE)
+    assert not found.noisy
+    assert not found.unsettled
+    assert log == ["one"] * (3 + len(found.samples_ms) // 100)
+
+
+def test_warm_up_that_never_settles_ends_after_half_of_the_time():
+    """And the timing says so."""
+    log = []
+    growing = (2.0 ** (i // 100) for i in itertools.count())
+    found = time_chunks(way("one", log, growing), RULE)
+    assert found.unsettled
