@@ -225,6 +225,7 @@ FILLED = {
     "bench.operators.attention": "Pools",
     "bench.operators.padded_slots": "Scene",
     "bench.record": "BenchRecord",
+    "bench.worker": "Ready",
     "commands.ab": "State",
     "commands.runs": "Part",
     "compare.judging": "_Test",
