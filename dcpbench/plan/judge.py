@@ -80,6 +80,8 @@ class Machine:
 def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
     """Raise an error that says what to type instead, unless the point can run."""
     probe = machine.probe
+    if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
+        known_times(settings.step_times).must_be_of(point, settings.step_times)
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
@@ -96,7 +98,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
         _check_gpu_kernels(point, shape)
         _check_fp8(point, shape, probe)
     if point.load:
-        _check_load(point, point.load, settings, shape, probe)
+        _check_load(point, point.load, shape, probe)
     else:
         _check_decode(point, shape)
     _check_memory(point, settings, shape, probe)
@@ -374,15 +376,13 @@ def _power_of_two(width: int) -> bool:
     return width >= SMALLEST_TILE and not width & (width - 1)
 
 
-def _check_load(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:
+def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
     """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
     if point.disaggregate and load.mode != REPLAY:
         raise UsageError(
             f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
             "alone, which serves several in virtual time."
         )
-    if settings.step_times:
-        known_times(settings.step_times).must_be_of(point, settings.step_times)
     if open_ := _open(point):
         raise UsageError(
             f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."

@@ -235,6 +235,15 @@ def test_step_times_of_another_engine_are_refused(call, step_times: Path) -> Non
     assert "measured with --tp 2 instead of 4" in err
 
 
+def test_step_times_of_another_model_are_refused_for_that(call, step_times: Path) -> None:
+    """Before anything that this model lacks, such as what its kernels read; both models are named."""
+    code, _, err = call(
+        "--mode", "replay", "--step-times", str(step_times), "--model", "deepseek-v3", "--dtype", "fp32"
+    )
+    assert code == 2
+    assert "measured with --model tiny instead of deepseek-v3" in err
+
+
 def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_times: Path, tmp_path: Path) -> None:
     """Prompts of 30,000 tokens, of which chunks attend to a prefix longer than the 200 that were measured."""
     run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]

@@ -241,6 +241,11 @@ class TestHost:
 
 
 class TestPath:
+    def test_what_either_side_lacks_is_named_as_lacking(self) -> None:
+        """A precision of its own, or a machine that is emulated, is the empty string where there is none."""
+        assert differences(PATH, PATH | {"kv_dtype": "fp8"}) == ["no --kv-dtype instead of fp8"]
+        assert differences(PATH | {"kv_dtype": "fp8"}, dict(PATH)) == ["--kv-dtype fp8 instead of none"]
+
     def test_differences_are_named_as_options(self) -> None:
         other = PATH | {"backend": "triton", "page_size": 1}
         assert differences(other, PATH) == ["--backend triton instead of flashinfer", "--page-size 1 instead of 64"]
