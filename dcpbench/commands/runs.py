@@ -28,7 +28,8 @@ from dcpbench.points.layout import MOST_RANKS
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
 from dcpbench.records.metrics import SWEPT
-from dcpbench.records.runs import last_records
+from dcpbench.records.record import functional
+from dcpbench.records.runs import last_records, read_run
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
@@ -317,6 +318,15 @@ def say_cut_short(folders: Sequence[Path]) -> None:
     for folder in folders:
         if cut_short(folder):
             say(f"{folder}: the last line of its record file was cut short; it is left out.")
+
+
+def say_if_unjudged(folders: Sequence[Path], slo: str) -> None:
+    """Say that --slo changes nothing where all that finished ran on a CPU."""
+    finished = [r for folder in folders for r in read_run(folder).records if r.outcome == "ok"]
+    if finished and all(functional(r) for r in finished):
+        say(
+            f"--slo {slo} changes nothing here: all points ran on a CPU, whose latencies are held against no objective."
+        )
 
 
 def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:

@@ -65,7 +65,7 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
     """Sentences, of which some are empty, each with how much it counts: 0 most."""
     if frames.everything.empty:
         return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare.")]
-    notes = [(0.0, functional(frames)), (0.15, imported(frames))]
+    notes = [(0.0, functional(frames)), (0.05, slo.unjudged(frames.everything, frames.slo)), (0.15, imported(frames))]
     if len(frames.findings.points):
         notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
         notes.append((2.5, jumps(frames.findings.points)))

@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, floors, rule, words
+from dcpbench.reports import answer, findings, floors, rule, slo, words
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -145,7 +145,8 @@ def _functional(frames: Frames) -> str:
     ran = listed(words.unique(frames.everything["layout"]))
     lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
     not_all = f"; {counted(len(lost), 'point')} did not finish" if len(lost) else ""
-    return f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+    said = f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+    return " ".join(filter(None, (said, slo.unjudged(frames.everything, frames.slo))))
 
 
 def _alone(frames: Frames, timed: pd.DataFrame) -> str:
