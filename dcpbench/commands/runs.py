@@ -102,10 +102,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     on(probe)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     say_defaults(spec, candidates)
-    if run.dry_run:
-        print_plan(candidates, probe, run)
-    grid.check_any(candidates)
-    if run.dry_run:
+    if only_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
     work = work_of(folder, spec.settings, probe, run)
@@ -349,7 +346,15 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     }
 
 
-def print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
+def only_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> bool:
+    """Whether it was a --dry-run, which is then printed. Raises the points' own error where none of them can run."""
+    if run.dry_run:
+        _print_plan(candidates, probe, run)
+    grid.check_any(candidates, listed_above=run.dry_run and not run.as_json)
+    return run.dry_run
+
+
+def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
     """What --dry-run says: the points that can run, and why others cannot; in JSON each with the machine it is for."""
     rows = grid.table(candidates)
     if run.as_json:

@@ -149,10 +149,15 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     nodes = -(-point.tp // machine.probe.count)
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_smaller(point, shape, machine.gpus)} "
+        f"Type instead: {_smaller(point, shape, machine.gpus)}{_as_plan(machine.probe)} "
         f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
         f"{point.layout} from one GPU, add --emulate {_like(machine.probe)}."
     )
+
+
+def _as_plan(probe: Probe) -> str:
+    """The options that make a command a plan for this machine, where it is none that is here."""
+    return f" --dry-run --gpu {probe.gpu.name} --gpus {probe.count}" if probe.gpu else ""
 
 
 def _like(probe: Probe) -> str:

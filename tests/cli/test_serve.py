@@ -125,7 +125,7 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
     code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--dry-run", machine=GPUS)
     assert code == 0
     assert "0.5 req/s, 480 × 4000→1500 tokens" in out
-    assert "cannot run: tp8·dcp8 0.5 req/s, 480 × 4000→1500 tokens, tp8·dcp8 2 req/s" in out
+    assert "cannot run: tp8·dcp8 at 0.5 req/s, 480 × 4000→1500 tokens and 2 req/s" in out
     code, out, _ = call("--tp", "4", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)
     assert [(r["layout"], r["workload"], r["load"]["arrival"], r["added"]) for r in rows] == [
