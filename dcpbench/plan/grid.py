@@ -85,7 +85,7 @@ def check_any(candidates: Sequence[Candidate], *, listed_above: bool = False) ->
     if any(c.error is None for c in typed):
         return
     if listed_above:
-        raise type(typed[0].error)("None of these points can run; above stands why, and what to type instead.")  # type: ignore[misc]
+        raise type(typed[0].error)("None of these points can run; the plan says why, and what to type instead.")  # type: ignore[misc]
     reasons = list({str(c.error).partition(". ")[0]: str(c.error) for c in typed}.values())
     more = f"\n({len(reasons) - MOST_REASONS} more; see them all with --dry-run)" if len(reasons) > MOST_REASONS else ""
     raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
