@@ -403,6 +403,7 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         folder=folder.absolute(),
         settings=settings,
         device=probe.device,
+        hardware=probe.name,
         timeout=run.timeout,
         point_limit=_point_limit(run),
         retries=_retries(run),

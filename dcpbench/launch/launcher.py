@@ -30,7 +30,7 @@ from dcpbench.points import budget
 from dcpbench.points.machine import Probe
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, job_file
-from dcpbench.records.record import Record
+from dcpbench.records.record import READ_LOG, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +65,8 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     retries: int = 0
     """How often a point that hung or failed is begun again."""
     worker: str = WORKER
+    hardware: str = ""
+    """What the machine has, as probes name it."""
     lock: int | None = None
     """Descriptor of the folder's lock (folders.locked)."""
 
@@ -419,7 +421,8 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     """What is known about a point that did not live to write its own record, and had failed so often `before`."""
     gone = end.gone
     tail = running.log_tail([gone.rank] if gone else [])
-    detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
+    detail = {"device": work.hardware} if work.hardware else {}
+    detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
     if end.hung:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         if end.over_s:
@@ -451,7 +454,8 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     if detail.get("error") not in tries.OURS:
         how = tries.how_to_try_again(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
-        reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
+        log = detail["log"].removeprefix("logs/")
+        reason = f"{reason.rstrip('.')}{READ_LOG}{log} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,

@@ -94,7 +94,8 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(dcpbench: Typed, t
     assert "CPU: functional run — these timings say nothing about performance" in first.stderr
     assert "[1/2] tiny tp2·dcp2 reference ag_rs, 2 × 13 tokens  FAILED: rank 1: ValueError" in first.stderr
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens  step 10.0 ms" in first.stderr
-    assert [r.outcome for r in read_records(tmp_path / "run")] == ["failed", "ok"]
+    failed, ok = read_records(tmp_path / "run")
+    assert (failed.outcome, failed.detail["device"], ok.outcome) == ("failed", "CPU", "ok")
 
     again = dcpbench(*sweep)
     assert again.returncode == 2
