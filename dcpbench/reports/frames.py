@@ -61,7 +61,7 @@ SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and 
 """Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
 VARIES = {
     "at_once": "{:,.0f} at once",
-    **{axis.name: axis.label for axis in LOAD_AXES if axis.label},
+    **{axis.name: axis.label for axis in LOAD_AXES if axis.label and axis.name not in words.OF_SESSIONS},
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
