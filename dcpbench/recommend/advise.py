@@ -171,7 +171,10 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     for tp in ask.gpus:
         found = valid_layouts(shape, tp, BY_LAYOUT)
         if not found:
-            raise UsageError(f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; name another number with --gpus.")
+            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if valid_layouts(shape, n, BY_LAYOUT)]
+            raise UsageError(
+                f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; within a host it can on {listed(able, 'or')}, as in --gpus {able[-1]}."
+            )
         layouts += found
     count = len(ask.loads)
     watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]

@@ -99,7 +99,8 @@ def pays(choices: Sequence[Choice]) -> str:
         least, compared = break_even(group)
         if not compared:
             continue
-        tried = f"{min(c.concurrency for c in group)} to {max(c.concurrency for c in group)}"
+        ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
+        tried = " to ".join(map(str, ends))
         where = "at no concurrency" if least is None else f"from concurrency {least} on"
         said.append(f"{of}: {where} (tried: {tried})")
     return f"A layout with DCP is clearly ahead of all without, {'; '.join(said)}." if said else ""
