@@ -256,6 +256,16 @@ def test_without_any_variant_nothing_is_launched(call, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_in_json_is_one_object(ab, tmp_path: Path) -> None:
+    """Both variants with their points, and whose launches follow each other: A B, then B A."""
+    done = ab(*SAME, "--rounds", "2", "--dry-run", "--json", "-o", "out")
+    plan = json.loads(done.stdout)
+    assert (done.returncode, plan["rounds"], plan["launches"]) == (0, 2, ["a", "b", "b", "a"])
+    assert plan["a"]["arguments"][0] == "sweep"
+    assert [row["reason"] for side in "ab" for row in plan[side]["points"]] == [None, None]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.distributed
 def test_a_dry_run_shows_both_plans_and_launches_nothing(ab, tmp_path: Path) -> None:
     done = ab(*SAME, "--rounds", "3", "--dry-run", "-o", "out")

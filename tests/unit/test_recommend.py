@@ -181,6 +181,16 @@ def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() 
     assert len(found.winners) >= 2
 
 
+def test_a_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what was best and what would have been picked, as many of them right as the sentence says."""
+    code, out, _ = run(capsys, "--score", str(DECODED), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["loads"]) == 18
+    assert sum(load["right"] for load in found["loads"]) == found["right"]
+    assert found["fitted_without"] == ["deepseek-v3", "kimi-k2"]
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
