@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -258,10 +258,10 @@ class TestFiles:
         RecordFile(tmp_path).append(Record(point=FOUR[0], outcome="failed", reason="it died"))
         opened = type(tmp_path).open
 
-        def refused(path: Path, *how: str) -> object:
+        def refused(path: Path, *args: Any, **how: Any) -> object:
             if path.name == "records.jsonl":
                 raise PermissionError(13, "Permission denied", str(path))
-            return opened(path, *how)
+            return opened(path, *args, **how)
 
         monkeypatch.setattr(type(tmp_path), "open", refused)
         assert build.state(tmp_path, 3).unread == {"records.jsonl": 1}
