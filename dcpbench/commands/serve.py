@@ -483,7 +483,8 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
                     work.command,
                 )
             except DcpbenchError as e:
-                record = Record(point=point, outcome="failed", reason=str(e))
+                detail = {"device": work.hardware}
+                record = Record(point=point, outcome="failed", reason=str(e), detail=detail)
             out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome
             note = record.reason or (in_short(record.serve) if record.serve else "")

@@ -251,3 +251,4 @@ def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_time
     (record,) = read_records(tmp_path / "run")
     assert (code, record.outcome) == (4, "failed")
     assert "no step time is known" in record.reason
+    assert record.detail == {"device": "CPU"}
