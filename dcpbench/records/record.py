@@ -55,6 +55,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 READ_LOG = ". Read logs/"
 """What begins the end of a failure's reason."""
+IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
+"""What begins the reason of a point that hung."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -578,9 +580,15 @@ def no_room(record: Record) -> bool:
     return bool(SAID_NO_ROOM.search(record.reason or "")) if record.no_room is msgspec.UNSET else bool(record.no_room)
 
 
-def cause(reason: str) -> str:
-    """The reason of a failure without what differs from job to job: which log to read, and how to try again."""
-    return reason.partition(READ_LOG)[0]
+def told(record: Record) -> str:
+    """Why it is not `ok`, without what differs from job to job: which log to read, and how to try again."""
+    return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
+
+
+def cause(record: Record) -> str:
+    """The same, of a point that hung without where its ranks were, which no two points share."""
+    found = IN_STAGE.match(told(record)) if record.outcome == "hung" else None
+    return found[0] if found else told(record)
 
 
 def device_of(record: Record) -> str | None:

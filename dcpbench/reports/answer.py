@@ -354,7 +354,8 @@ def commonest(frames: Frames) -> str:
     first = others.iloc[0]
     same = int((others["cause"] == first["cause"]).sum())
     of = "The reason" if same == len(others) else f"The reason at {same:,} of {len(others):,} points"
-    return f"{of}: {one_line(first['cause']).rstrip('.')}."
+    said = one_line(first["cause"]).rstrip(".")
+    return f"{of}: {said}" + ("" if said.endswith("…") else ".")
 
 
 def scope_name(frames: Frames, run: str, model: str, mode: str) -> str:

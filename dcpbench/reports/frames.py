@@ -20,7 +20,19 @@ from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
-from dcpbench.records.record import CPU, OURS, Interval, Kv, ServeMetrics, cause, device_of, functional, no_room, origin
+from dcpbench.records.record import (
+    CPU,
+    OURS,
+    Interval,
+    Kv,
+    ServeMetrics,
+    cause,
+    device_of,
+    functional,
+    no_room,
+    origin,
+    told,
+)
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
@@ -71,8 +83,9 @@ SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limi
 `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
-LOST = ("outcome", "reason", "detail", "no_room", "cause", "device", "cpu", "gpus")
-"""Whether memory was too small, the reason without what differs from job to job, and what it did not run on."""
+LOST = ("outcome", "reason", "detail", "no_room", "told", "cause", "device", "cpu", "gpus")
+"""Whether memory was too small, the reason without what differs from job to job or from point to point, and on what it did
+not run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +342,8 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
         "reason": record.reason or "no reason was recorded",
         "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
         "no_room": no_room(record),
-        "cause": cause(record.reason or "no reason was recorded"),
+        "told": told(record),
+        "cause": cause(record),
         "device": CPU if functional(record) else device_of(record),
         "cpu": functional(record),
         "gpus": point.gpus,

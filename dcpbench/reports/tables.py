@@ -198,7 +198,7 @@ def others(found: pd.DataFrame) -> Table:
     """Failed, hung and rejected points, those with the same reason together."""
     rows = []
     load = "context × concurrency" if found["load"].isna().all() else "load"
-    same = ["run", "model", "layout", "outcome", "cause"]
+    same = ["run", "model", "layout", "outcome", "told"]
     for key, group in itertools.islice(commonest_first(found).groupby(same, sort=False), MOST_ROWS):
         plain = group[group["load"].isna()]
         loads = sorted({(int(c), int(n)) for c, n in zip(plain["context"], plain["concurrency"], strict=True)})

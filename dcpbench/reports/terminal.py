@@ -67,7 +67,7 @@ def render(frames: Frames) -> Group:
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     parts += [plain(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")] if more else []
     parts += [plain(said) for found in (points, served) if len(found) for said in _of_all(found) + _misses(found)]
-    same = ["model", "layout", "outcome", "cause"]
+    same = ["model", "layout", "outcome", "told"]
     for (model, layout, outcome, _), group in commonest_first(others).groupby(same, sort=False):
         reason = group["reason"].iloc[0]
         parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))

@@ -279,6 +279,19 @@ class TestNoAnswer:
         assert [row[3] for row in rows] == ["4,000 × 2, 4,000 × 3", "4,000 × 1"]
         assert tables.runs(found).rows[0][1] == "NVIDIA H200"
 
+    def test_points_that_hung_alike_share_a_reason_wherever_their_ranks_were(self, tmp_path: Path) -> None:
+        """The sentence has what they share, the table what each was found at."""
+        hung = "no sign of life for 300 s in stage 'measure': rank {} is behind. Read logs/tp4-{} in the run's folder"
+        records = [
+            msgspec.structs.replace(
+                build.failed(build.point(DCP, concurrency=n), hung.format(n, n)), outcome="hung", detail={}
+            )
+            for n in (1, 2)
+        ]
+        found = read(tmp_path, *records)
+        assert overview.sentence(found).endswith("The reason: no sign of life for 300 s in stage 'measure'.")
+        assert [row[3] for row in tables.others(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
+
     def test_a_run_that_all_failed_on_a_cpu_is_marked_as_one(self, tmp_path: Path) -> None:
         record = msgspec.structs.replace(build.failed(build.point(DCP)), marks=["cpu"])
         found = read(tmp_path, record)
