@@ -37,7 +37,7 @@ from dcpbench.points.names import (
 )
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
-from dcpbench.points.sizes import size_text
+from dcpbench.points.sizes import size_text, size_that_holds
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
 
@@ -478,9 +478,11 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     if point.load is None:
         missing = (pages_needed(point) - plan.pages) * one
         if missing > 0:
+            room = pages_needed(point) <= most_pages(point, shape, probe)
+            more = f" --kv-memory {size_that_holds(pages_needed(point) * one)} holds all of them." if room else ""
             raise NoRoomError(
                 f"{holds}, {size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
-                f"{_what_fits(point, settings, shape, probe)}"
+                f"{_what_fits(point, settings, shape, probe)}{more}"
             )
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = extent(point.load, settings.trace_path).shortest
@@ -488,7 +490,7 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if need > plan.pages:
             raise NoRoomError(
                 f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}; all requests "
-                f"here need {size_text(least_pages(point) * one, '')} or more."
+                f"here need {size_that_holds(least_pages(point) * one)} or more."
             )
 
 

@@ -518,6 +518,14 @@ def test_a_small_kv_memory_is_told_in_a_unit_that_fits() -> None:
     assert "--kv-memory holds 576 B of KV cache per GPU, 113.6 KiB less than" in str(found.error)
 
 
+def test_a_kv_memory_that_is_too_small_is_told_with_one_that_is_enough_when_typed() -> None:
+    """203 pages of 576 B are 114.19 KiB: 114.2, and not 114.1, holds them."""
+    (found,) = expand(CPU, kv_memory="1KB", concurrency=2, dcp="1")
+    assert str(found.error).endswith("--kv-memory 114.2KiB holds all of them.")
+    (found,) = expand(CPU, kv_memory="114.2KiB", concurrency=2, dcp="1")
+    assert found.error is None
+
+
 def test_kv_memory_larger_than_the_gpu_says_how_large_it_can_be() -> None:
     """The named size is accepted when typed."""
     text = reason(expand(kv_memory="200GiB", concurrency=8))
