@@ -127,7 +127,7 @@ def ab(
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
-        return _plan(variants, sides, command)
+        return (_plan_in_json if out.as_json else _plan)(variants, sides, command)
     if any(_has(arguments, ["--gpu"]) and not _has(arguments, REMOTE) for arguments in sides.values()):
         raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
@@ -307,6 +307,22 @@ def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) 
             return code
     turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
     say(f"{variants.rounds} rounds: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
+    return 0
+
+
+def _plan_in_json(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
+    """The same for scripts: of each variant what is typed and its points, and whose launches follow each other."""
+    from dcpbench.commands.runs import print_json
+
+    found: dict[str, object] = {}
+    for side, arguments in sides.items():
+        plan = io.StringIO()
+        with contextlib.redirect_stdout(plan):
+            if code := _ended(command, [*arguments, "--dry-run", "--json"]):
+                return code
+        found[side] = {"arguments": [variants.workload, *arguments], "points": json.loads(plan.getvalue())}
+    launches = [side for n in range(1, variants.rounds + 1) for side in order(n)]
+    print_json(found | {"rounds": variants.rounds, "launches": launches})
     return 0
 
 

@@ -10,7 +10,8 @@ from dcpbench.commands.command import command
 app = typer.Typer(
     name="hang",
     no_args_is_help=True,
-    help="Who kept whom waiting in a job that stood still: ours, or any program's by its dumps.",
+    help="Who kept whom waiting in a job that stood still: ours, or any program's by its dumps.\n\n"
+    "Start with: dcpbench hang explain runs/monday",
 )
 
 

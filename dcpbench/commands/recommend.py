@@ -94,7 +94,7 @@ def recommend(
 
     steps = published()
     if score is not None:
-        return _score(score, wanted)
+        return _score(score, wanted, as_json=as_json)
     ask, known = _ask(wanted), _known(runs or [])
     names = ("recommendation.md", "recommendation.json", "recommendation.png")
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
@@ -261,7 +261,8 @@ def _known(paths: list[Path]) -> "Known":
     return Known(runs=runs, times={str(path): read_step_times(path) for path in files})
 
 
-def _score(run: Path, wanted: Wanted) -> int:
+def _score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
+    from dcpbench.commands.runs import print_json
     from dcpbench.errors import UsageError
     from dcpbench.plan.spec import planned
     from dcpbench.points.machines import described
@@ -277,13 +278,16 @@ def _score(run: Path, wanted: Wanted) -> int:
         found = score(records, machine, planned(machine.gpu, machine.gpus_per_host), steps, watch=line)
     if not found.loads:
         raise UsageError(f"{run} has no load that two layouts ran on a GPU; name a run with several layouts.")
+    seen = sorted({r.point.model for r in records} & set(steps.without))
+    if as_json:
+        print_json(found.as_json() | {"fitted_without": seen})
+        return 0
     terminal = console()
     terminal.print(found.words(), soft_wrap=True)
     for load in found.loads:
         if not load.right(load.picked):
             behind = 1 - load.measured[load.picked] / load.measured[load.best]
             terminal.print(f"Wrong at {load.name}: {load.picked} for {load.best}, {behind:.1%} behind.", soft_wrap=True)
-    seen = sorted({r.point.model for r in records} & set(steps.without))
     if seen:
         terminal.print(f"The shares were fitted without the steps of {', '.join(seen)}.", soft_wrap=True)
     return 0

@@ -22,7 +22,7 @@ def report(
 
     Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
     """
-    from dcpbench.commands.runs import no_report, print_paths, say_cut_short
+    from dcpbench.commands.runs import no_report, print_paths, say_cut_short, say_if_unjudged
     from dcpbench.launch.stopping import said_when_stopped
     from dcpbench.reports import write_report
 
@@ -31,5 +31,7 @@ def report(
     with said_when_stopped(no_report(runs)):
         paths = write_report(runs, out, pdf=pdf, **options)
     say_cut_short(runs)
+    if answer.slo is not None:
+        say_if_unjudged(runs, answer.slo)
     print_paths(paths, sys.stdout)
     return 0

@@ -28,7 +28,8 @@ from dcpbench.points.layout import MOST_RANKS
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
 from dcpbench.records.metrics import SWEPT
-from dcpbench.records.runs import last_records
+from dcpbench.records.record import functional
+from dcpbench.records.runs import last_records, read_run
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
@@ -101,10 +102,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     on(probe)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     say_defaults(spec, candidates)
-    if run.dry_run:
-        print_plan(candidates, probe, run)
-    grid.check_any(candidates)
-    if run.dry_run:
+    if only_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
     work = work_of(folder, spec.settings, probe, run)
@@ -319,6 +317,15 @@ def say_cut_short(folders: Sequence[Path]) -> None:
             say(f"{folder}: the last line of its record file was cut short; it is left out.")
 
 
+def say_if_unjudged(folders: Sequence[Path], slo: str) -> None:
+    """Say that --slo changes nothing where all that finished ran on a CPU."""
+    finished = [r for folder in folders for r in read_run(folder).records if r.outcome == "ok"]
+    if finished and all(functional(r) for r in finished):
+        say(
+            f"--slo {slo} changes nothing here: all points ran on a CPU, whose latencies are held against no objective."
+        )
+
+
 def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
     counts = {o: sum(r.outcome == o for r in records) for o in OUTCOMES}
     results = []
@@ -339,7 +346,15 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     }
 
 
-def print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
+def only_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> bool:
+    """Whether it was a --dry-run, which is then printed. Raises the points' own error where none of them can run."""
+    if run.dry_run:
+        _print_plan(candidates, probe, run)
+    grid.check_any(candidates, listed_above=run.dry_run and not run.as_json)
+    return run.dry_run
+
+
+def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
     """What --dry-run says: the points that can run, and why others cannot; in JSON each with the machine it is for."""
     rows = grid.table(candidates)
     if run.as_json:
@@ -388,6 +403,7 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         folder=folder.absolute(),
         settings=settings,
         device=probe.device,
+        hardware=probe.name,
         timeout=run.timeout,
         point_limit=_point_limit(run),
         retries=_retries(run),

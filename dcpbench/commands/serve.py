@@ -333,7 +333,6 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     """Measure a server as it runs."""
     from dcpbench.commands import runs
     from dcpbench.launch import folders
-    from dcpbench.plan import grid
     from dcpbench.plan.server_spec import make_server_spec
     from dcpbench.points.machine import Probe
     from dcpbench.servers.measure import judged, look, manner_of, measure_points
@@ -349,10 +348,7 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
         say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
     runs.on(probe)
     candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
-    if run.dry_run:
-        runs.print_plan(candidates, probe, run)
-    grid.check_any(candidates)
-    if run.dry_run:
+    if runs.only_planned(candidates, probe, run):
         return 0
     manner = manner_of(asked, card.id)
     folder = run.output or folders.new_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
@@ -374,7 +370,6 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     from dcpbench.commands import runs
     from dcpbench.errors import MissingPackageError, UsageError
     from dcpbench.launch import folders
-    from dcpbench.plan import grid
     from dcpbench.plan.options import check_seconds
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.machine import Probe
@@ -396,10 +391,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
     asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
     runs.on(probe)
-    if run.dry_run:
-        runs.print_plan(candidates, probe, run)
-    grid.check_any(candidates)
-    if run.dry_run:
+    if runs.only_planned(candidates, probe, run):
         able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
             traces = str(remote.traces or "")
@@ -491,7 +483,8 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
                     work.command,
                 )
             except DcpbenchError as e:
-                record = Record(point=point, outcome="failed", reason=str(e))
+                detail = {"device": work.hardware}
+                record = Record(point=point, outcome="failed", reason=str(e), detail=detail)
             out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome
             note = record.reason or (in_short(record.serve) if record.serve else "")

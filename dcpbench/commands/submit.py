@@ -345,7 +345,7 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) ->
     example = f"dcpbench submit {where} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
     words = words[1:] if words[:1] == ["dcpbench"] else words
     if not words or words[0] not in RUNNABLE:
-        said = f"{words[0]!r} cannot be submitted" if words else "what is to run?"
+        said = f"{words[0]!r} cannot be submitted." if words else "what is to run?"
         raise UsageError(f"{said} Write {listed(RUNNABLE, 'or')} with its options behind --, as in: {example}")
     if job.nodes < 1:
         raise UsageError(f"--nodes {job.nodes} is not positive; try --nodes 1.")
@@ -383,7 +383,9 @@ def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Mapping[str, A
             typed = dict(parsed.params)
             given = {p.name for p in runs.params if typed.get(p.name) != p.get_default(parsed)}
     except PARSER_ERROR as e:
-        raise UsageError(f"{shlex.join(words)}: {e.format_message()} See `dcpbench {words[0]} --help`.") from e
+        raise UsageError(
+            f"{shlex.join(words)}: {e.format_message().rstrip('.')}. See `dcpbench {words[0]} --help`."
+        ) from e
     return typed, given
 
 

@@ -131,10 +131,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     candidates = grid.expand_layouts(_layouts(spec, layouts, probe), spec, probe)
     if stored := grid.stored_by_default(spec, candidates):
         say(stored)
-    if run.dry_run:
-        runs.print_plan(candidates, probe, run)
-    grid.check_any(candidates)
-    if run.dry_run:
+    if runs.only_planned(candidates, probe, run):
         return 0
     texts = _prompts(spec, load)
     folder = run.output or folders.new_folder("verify", spec.tp)

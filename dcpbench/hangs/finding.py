@@ -628,7 +628,7 @@ def _outside(evidence: Evidence) -> Finding:
         if on_device:
             why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
         return Finding(kind="unknown" if on_device else "outside", said="; ".join(parts), why=why)
-    said = f"unknown: what was read does not tell who keeps whom waiting. {'; '.join(parts)}".strip()
+    said = f"what was read does not tell who keeps whom waiting. {'; '.join(parts)}".strip()
     return Finding(kind="unknown", said=said)
 
 

@@ -30,7 +30,7 @@ from dcpbench.points import budget
 from dcpbench.points.machine import Probe
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, job_file
-from dcpbench.records.record import Record
+from dcpbench.records.record import READ_LOG, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +65,8 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     retries: int = 0
     """How often a point that hung or failed is begun again."""
     worker: str = WORKER
+    hardware: str = ""
+    """What the machine has, as probes name it."""
     lock: int | None = None
     """Descriptor of the folder's lock (folders.locked)."""
 
@@ -417,9 +419,12 @@ def _job(points: list[Point], work: Work, machines: Machines) -> Job:
 
 def _record(point: Point, running: Running, end: _End, work: Work, before: int = 0) -> Record:
     """What is known about a point that did not live to write its own record, and had failed so often `before`."""
-    gone = end.gone
+    gone, cause = end.gone, blame(end.failures)
+    if gone is None and (cause is None or _is_collective(cause)):
+        gone = _unheard(running, end)
     tail = running.log_tail([gone.rank] if gone else [])
-    detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
+    detail = {"device": work.hardware} if work.hardware else {}
+    detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
     if end.hung:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         if end.over_s:
@@ -435,7 +440,6 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     else:
         detail["exit_code"] = str(gone.code if gone else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
-        cause = blame(end.failures)
         apart = hung.differing(running) if cause is None or _is_collective(cause) else None
         if apart is not None:
             folder, found = apart
@@ -451,7 +455,8 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     if detail.get("error") not in tries.OURS:
         how = tries.how_to_try_again(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
-        reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
+        log = detail["log"].removeprefix("logs/")
+        reason = f"{reason.rstrip('.')}{READ_LOG}{log} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
@@ -464,9 +469,16 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
     )
 
 
+def _unheard(running: Running, end: _End) -> Exit | None:
+    """The rank that torchrun saw end first, where it left no error of its own."""
+    first = running.seen_first()
+    return first if first is not None and first.rank not in {f.rank for f in end.failures} else None
+
+
 def _stillborn(running: Running, end: _End) -> str:
     what = f"gave no sign of life for {end.hung_s:g} s" if end.hung_s else code_words(end.code)
-    cause, gone = blame(end.failures), end.gone
+    cause = blame(end.failures)
+    gone = end.gone or _unheard(running, end)
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
     if gone:
         why = f"{exit_words(gone)}.\n"

@@ -17,6 +17,7 @@ from dcpbench.points.axes import Role, words
 from dcpbench.points.point import point_axes
 from dcpbench.points.sizes import size_text
 from dcpbench.show.numbers import span
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -163,13 +164,21 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The points that cannot run, each with its reason; equal reasons together."""
-    reasons: dict[str, list[str]] = {}
+    """The points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`."""
+    several = len({r["model"] for r in rows}) > 1
+    reasons: dict[str, dict[tuple[str, str], dict[str, None]]] = {}
     for r in rows:
         if r["reason"]:
-            load = str(r["load_text"]) if r["load"] else f"{r['concurrency']}×{r['context']}"
-            reasons.setdefault(str(r["reason"]), []).append(f"{r['layout']} {load}")
-    return [f"{', '.join(dict.fromkeys(loads))}: {reason}" for reason, loads in reasons.items()]
+            who = (f"{r['model']} " if several else "", str(r["layout"]))
+            reasons.setdefault(str(r["reason"]), {}).setdefault(who, {})[str(r["load_text"])] = None
+    lines = []
+    for reason, found in reasons.items():
+        same: dict[tuple[str, str], list[str]] = {}
+        for (model, layout), loads in found.items():
+            same.setdefault((model, listed(list(loads))), []).append(layout)
+        points = "; ".join(f"{model}{listed(layouts)} at {loads}" for (model, loads), layouts in same.items())
+        lines.append(f"{points}: {reason}")
+    return lines
 
 
 def checks_table(checks: Sequence[jobs.Check]) -> Table:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from dcpbench.launch import child, hung
-from dcpbench.launch.jobs import Job, Progress, decode_progress
-from dcpbench.launch.ranks import Ranks, environment
+from dcpbench.launch.jobs import Exit, Job, Progress, decode_progress
+from dcpbench.launch.ranks import Ranks, environment, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +41,12 @@ FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
 """File by which torchrun's agent meets itself, in the folder of a job's logs."""
+ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?\(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
+)
+"""What torchrun's log ends with where one of its ranks ended first."""
+OF_A_SHELL = 128
+"""Exit codes above are of signals, which child.py passes on so."""
 STOPPED = "T"
 """State of a process that got SIGSTOP, in proc(5)."""
 
@@ -113,6 +120,17 @@ class Running(Ranks):
         """The last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
         name, lines = self.last_words(first)
         return "\n".join([f"{name}:", *lines]) if lines else ""
+
+    def seen_first(self) -> Exit | None:
+        """The rank that torchrun saw end first, where its log says it: also one that was killed with what kept account
+        of it, and so left no file.
+        """
+        found = ROOT_CAUSE.search(read(self.agent_log))
+        if found is None:
+            return None
+        rank, code = int(found[1]), int(found[2])
+        code = OF_A_SHELL - code if code > OF_A_SHELL else code
+        return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
 
     def other_logs(self) -> list[Path]:
         """Torchrun's."""

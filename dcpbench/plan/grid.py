@@ -75,12 +75,18 @@ def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> 
     return sorted(found.values(), key=lambda c: _order(c.point, spec))
 
 
-def check_any(candidates: Sequence[Candidate]) -> None:
-    """Raise the typed points' own error when none of them can run: a baseline alone is not what was asked for."""
+def check_any(candidates: Sequence[Candidate], *, listed_above: bool = False) -> None:
+    """Raise the typed points' own error when none of them can run: a baseline alone is not what was asked for.
+
+    Reasons that begin with the same sentence are one, told as of the last point, which has the most DCP; `listed_above`:
+    they are on the screen already.
+    """
     typed = [c for c in candidates if not c.added]
     if any(c.error is None for c in typed):
         return
-    reasons = list(dict.fromkeys(str(c.error) for c in typed))
+    if listed_above:
+        raise type(typed[0].error)("None of these points can run; the plan says why, and what to type instead.")  # type: ignore[misc]
+    reasons = list({str(c.error).partition(". ")[0]: str(c.error) for c in typed}.values())
     more = f"\n({len(reasons) - MOST_REASONS} more; see them all with --dry-run)" if len(reasons) > MOST_REASONS else ""
     raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
 

@@ -37,7 +37,7 @@ from dcpbench.points.names import (
 )
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
-from dcpbench.points.sizes import size_text
+from dcpbench.points.sizes import size_text, size_that_holds
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
 
@@ -80,6 +80,8 @@ class Machine:
 def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine) -> None:
     """Raise an error that says what to type instead, unless the point can run."""
     probe = machine.probe
+    if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
+        known_times(settings.step_times).must_be_of(point, settings.step_times)
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
@@ -96,7 +98,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
         _check_gpu_kernels(point, shape)
         _check_fp8(point, shape, probe)
     if point.load:
-        _check_load(point, point.load, settings, shape, probe)
+        _check_load(point, point.load, shape, probe)
     else:
         _check_decode(point, shape)
     _check_memory(point, settings, shape, probe)
@@ -147,10 +149,15 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     nodes = -(-point.tp // machine.probe.count)
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_smaller(point, shape, machine.gpus)} "
+        f"Type instead: {_smaller(point, shape, machine.gpus)}{_as_plan(machine.probe)} "
         f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
         f"{point.layout} from one GPU, add --emulate {_like(machine.probe)}."
     )
+
+
+def _as_plan(probe: Probe) -> str:
+    """The options that make a command a plan for this machine, where it is none that is here."""
+    return f" --dry-run --gpu {probe.gpu.name} --gpus {probe.count}" if probe.gpu else ""
 
 
 def _like(probe: Probe) -> str:
@@ -374,15 +381,13 @@ def _power_of_two(width: int) -> bool:
     return width >= SMALLEST_TILE and not width & (width - 1)
 
 
-def _check_load(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:
+def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
     """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
     if point.disaggregate and load.mode != REPLAY:
         raise UsageError(
             f"--disaggregate {point.disaggregate}: a live run serves on the GPUs of one instance; take --mode replay "
             "alone, which serves several in virtual time."
         )
-    if settings.step_times:
-        known_times(settings.step_times).must_be_of(point, settings.step_times)
     if open_ := _open(point):
         raise UsageError(
             f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."
@@ -480,9 +485,11 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     if point.load is None:
         missing = (pages_needed(point) - plan.pages) * one
         if missing > 0:
+            room = pages_needed(point) <= most_pages(point, shape, probe)
+            more = f" --kv-memory {size_that_holds(pages_needed(point) * one)} holds all of them." if room else ""
             raise NoRoomError(
                 f"{holds}, {size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
-                f"{_what_fits(point, settings, shape, probe)}"
+                f"{_what_fits(point, settings, shape, probe)}{more}"
             )
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = extent(point.load, settings.trace_path).shortest
@@ -490,7 +497,7 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if need > plan.pages:
             raise NoRoomError(
                 f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}; all requests "
-                f"here need {size_text(least_pages(point) * one, '')} or more."
+                f"here need {size_that_holds(least_pages(point) * one)} or more."
             )
 
 

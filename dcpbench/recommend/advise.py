@@ -14,9 +14,9 @@ import msgspec
 from dcpbench.errors import LayoutError, NoRoomError, UsageError
 from dcpbench.plan.spec import planned
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.layout import experts_placed, valid_layouts
+from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB, RESERVE_BYTES
-from dcpbench.points.names import BY_LAYOUT, CLOSED, NO_EXCHANGE
+from dcpbench.points.names import BY_LAYOUT, CLOSED, NO_EXCHANGE, REPLAY
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
@@ -24,12 +24,11 @@ from dcpbench.recommend import forecast
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.record import functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.show.text import counted
+from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dcpbench.points.layout import Layout
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Load
@@ -90,6 +89,8 @@ class Choice:
     """Objectives that a layout misses."""
     refused: dict[str, str]
     """Layouts that do not fit, or of which nothing is known, with the reason."""
+    short: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
 
     @property
     def best(self) -> Forecast | None:
@@ -116,6 +117,11 @@ class Choice:
         return [self.best, *(f for f in rest if not ahead(self.best, f))]
 
     @property
+    def factor(self) -> float | None:
+        """By what its estimates were set right; None where none were."""
+        return next((f.factor for f in self.forecasts if f.factor), None)
+
+    @property
     def decided(self) -> bool:
         """Whether there is one best."""
         return len(self.level) == 1
@@ -132,7 +138,7 @@ def margin(a: Forecast, b: Forecast) -> float:
     Of two estimates, or one set right by records, what ratios are off by, and what their calls between
     ranks are: a kind of call errs the same way in both, and one kind whatever another does; else both bands; and never less than repeats differ.
     """
-    if all(f.source == ESTIMATED for f in (a, b)) or a.anchored or b.anchored:
+    if all(f.source == ESTIMATED for f in (a, b)) or a.factor or b.factor:
         kinds = a.wire_errors.keys() | b.wire_errors.keys()
         wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
         return max(max(a.ratio_error, b.ratio_error) + wire, REPEATS_AGREE_WITHIN)
@@ -159,22 +165,27 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     Raises UsageError where no layout can be at all.
     """
     records, notes = _records(ask, known)
+    times, unused = _times(ask, known)
     shape = load_shape(ask.model)
     layouts: list[Layout] = []
     for tp in ask.gpus:
         found = valid_layouts(shape, tp, BY_LAYOUT)
         if not found:
-            raise UsageError(f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; name another number with --gpus.")
+            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if valid_layouts(shape, n, BY_LAYOUT)]
+            raise UsageError(
+                f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; within a host it can on {listed(able, 'or')}, as in --gpus {able[-1]}."
+            )
         layouts += found
     count = len(ask.loads)
     watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]
     named = zip(ask.loads, watched, strict=True)
-    return [_choice(ask, known, steps, records, layouts, tell, *load) for load, tell in named], notes
+    choices = [_choice(ask, times, steps, records, layouts, tell, *load) for load, tell in named]
+    return choices, [*notes, *unused, *_of_other_loads(records, choices)]
 
 
 def _choice(
     ask: Ask,
-    known: Known,
+    times: Mapping[str, StepTimes],
     steps: Steps,
     records: Sequence[tuple[Record, str]],
     layouts: Sequence[Layout],
@@ -186,6 +197,7 @@ def _choice(
     name = _name(concurrency, context, load)
     best: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
+    short: dict[str, str] = {}
     for number, layout in enumerate(layouts, 1):
         watch(f"{name}: {layout}, layout {number} of {len(layouts)}")
         found: list[Forecast] = []
@@ -196,20 +208,20 @@ def _choice(
             refused[str(layout)] = reason
             continue
         found += [forecast.of_record(r, run) for r, run in records if _same(r.point, points[0])]
-        found += [f for times in known.times.items() if (f := _replayed(ask, points[0], *times, refused))]
+        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short))]
         if found:
-            refused.pop(str(layout), None)
+            short.pop(str(layout), None)
             surest = min(SOURCES.index(f.source) for f in found)
             best[str(layout)] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
             continue
         try:
             best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps)
         except UsageError as e:
-            refused[str(layout)] = str(e)
+            refused[str(layout)] = short.pop(str(layout), str(e))
     best = _anchored(ask, best, steps)
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
-    return Choice(name=name, concurrency=concurrency, forecasts=ordered, misses=misses, refused=refused)
+    return Choice(name=name, concurrency=concurrency, forecasts=ordered, misses=misses, refused=refused, short=short)
 
 
 def _estimated(ask: Ask, point: Point, steps: Steps) -> Forecast:
@@ -299,35 +311,81 @@ def _no_room(ask: Ask, point: Point) -> str:
 
 
 def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str]]:
-    """Records that say something of this machine and model, and what was left out."""
+    """Records that say something of this machine and model, and in sentences what was left out."""
     found: list[tuple[Record, str]] = []
     left: dict[str, int] = {}
     held: set[str] = set()
     for run in known.runs:
         for record in run.records:
-            point = record.point
-            if record.outcome != "ok" or point.model != ask.model:
+            if record.outcome != "ok":
                 continue
-            device = record.environment.device if record.environment else ""
-            if functional(record):
-                why = "ran on a CPU, whose times say nothing about speed"
-            elif point.emulate and not _stands_for(point, ask):
-                why = f"stand for {point.emulate}"
-            elif not point.emulate and ask.machine.card.name not in re.split(r"[\s-]", device):
-                why = f"ran on {device}, not on {ask.machine.card.device}"
-            elif point.load is not None and _pool(record) != ask.kv_memory_bytes:
-                why = f"had {_gib(_pool(record))} of KV on each GPU, not {_gib(ask.kv_memory_bytes)}"
-            elif (point.weights_precision, point.kv_precision) != (ask.weights_dtype, ask.kv_dtype):
-                why = f"are of {point.precision}"
-            else:
-                found.append((record, run.name))
-                if record.honesty and record.honesty.layers_held < record.honesty.layers:
-                    held.add(run.name)
+            if why := _left_out(record, ask):
+                left[why] = left.get(why, 0) + 1
                 continue
-            left[why] = left.get(why, 0) + 1
-    notes = [f"{counted(n, 'record')} {why}, and {'was' if n == 1 else 'were'} left out." for why, n in left.items()]
+            found.append((record, run.name))
+            if record.honesty and record.honesty.layers_held < record.honesty.layers:
+                held.add(run.name)
+    notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _ended(run)]
+    notes += [f"Left out: {counted(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
     return found, notes
+
+
+def _left_out(record: Record, ask: Ask) -> str:
+    """Why a record says nothing of what is asked; empty where it does."""
+    point = record.point
+    device = record.environment.device if record.environment else ""
+    if functional(record):
+        return _on_a_cpu(ask)
+    if point.model != ask.model:
+        return f"of {point.model}, not of {ask.model}"
+    if point.emulate and not _stands_for(point, ask):
+        return f"emulated for {point.emulate}, not for {ask.named}"
+    if not point.emulate and not _is_card(device, ask):
+        return f"run on {device or 'an unnamed machine'}, not on {ask.machine.card.device}"
+    if point.load is not None and _pool(record) != ask.kv_memory_bytes:
+        return f"with {_gib(_pool(record))} of KV on each GPU, not {_gib(ask.kv_memory_bytes)} (--kv-memory)"
+    return _other_precision(point, ask)
+
+
+def _ended(run: Run) -> bool:
+    return any(record.outcome == "ok" for record in run.records)
+
+
+def _on_a_cpu(ask: Ask) -> str:
+    """Why what ran on a CPU is left out, and how to get what counts."""
+    command = f"serve --mode {REPLAY}" if any(load for _, _, load in ask.loads) else "sweep"
+    return (
+        f"run on a CPU, whose times say nothing about speed; on {ask.machine.card.device} type dcpbench {command} --model {ask.model} "
+        f"--tp {ask.gpus[0]} -o runs/measured, and name runs/measured here"
+    )
+
+
+def _is_card(device: str, ask: Ask) -> bool:
+    return ask.machine.card.name in re.split(r"[\s-]", device)
+
+
+def _other_precision(point: Point, ask: Ask) -> str:
+    """How it is not as asked; empty where it is."""
+    pairs = (
+        ("--weights-dtype", point.weights_precision, ask.weights_dtype),
+        ("--kv-dtype", point.kv_precision, ask.kv_dtype),
+    )
+    return listed([f"{option} {seen}, not {wanted}" for option, seen, wanted in pairs if seen != wanted])
+
+
+def _of_other_loads(records: Sequence[tuple[Record, str]], choices: Sequence[Choice]) -> list[str]:
+    """Of each run that no figure is from, in a sentence, what loads it has."""
+    used = {f.whence for choice in choices for f in choice.forecasts}
+    loads: dict[str, dict[str, None]] = {}
+    for record, run in records:
+        if run not in used:
+            point = record.point
+            loads.setdefault(run, {})[_name(point.concurrency, point.context, point.load)] = None
+    return [
+        f"{run}: no figure is from it; the first of its {counted(len(of), 'load')} is {next(iter(of))}."
+        for run, of in loads.items()
+    ]
 
 
 def _stands_for(point: Point, ask: Ask) -> bool:
@@ -358,21 +416,49 @@ def _same(seen: Point, wanted: Point) -> bool:
     )
 
 
-def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, refused: dict[str, str]) -> Forecast | None:
-    """By a file of step times, where it is of this layout; where it does not reach, that is the reason to refuse."""
-    path = times.path
-    if point.load is None or any(path[name] != getattr(point, name) for name in ("model", "tp", "dp", "dcp")):
+def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
+    """Files of step times that say something of what is asked, and in sentences why the others do not."""
+    found, notes = {}, []
+    for file, times in known.times.items():
+        of, device = _by(times, _point(ask, Layout(1), NO_EXCHANGE, 1, 1, None)), times.environment.device
+        if times.blocking:
+            why = f"step times {_on_a_cpu(ask)}"
+        elif of.model != ask.model:
+            why = f"step times of {of.model}, not of {ask.model}"
+        elif of.emulate and not _stands_for(of, ask):
+            why = f"step times emulated for {of.emulate}, not for {ask.named}"
+        elif not of.emulate and not _is_card(device, ask):
+            why = f"step times of {device}, not of {ask.machine.card.device}"
+        elif of.tp not in ask.gpus:
+            why = f"step times of {counted(of.tp, 'GPU')}, not of {listed([str(n) for n in ask.gpus], 'or')} (--gpus)"
+        elif wrong := _other_precision(of, ask):
+            why = f"step times of {wrong}"
+        elif not any(load for _, _, load in ask.loads):
+            why = "step times, by which served loads are replayed; --context asks for decode steps alone"
+        else:
+            found[file] = times
+            continue
+        notes.append(f"Left out: {file}, {why}.")
+    return found, notes
+
+
+def _by(times: StepTimes, point: Point) -> Point:
+    """The point, by the engine of the step times."""
+    own = {name: times.path[name] for name in Point.__struct_fields__ if name in times.path}
+    return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
+
+
+def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str]) -> Forecast | None:
+    """By a file of step times, where it is of this layout; where it does not reach, why not is in `short`."""
+    if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
         return None
-    own = {name: path[name] for name in Point.__struct_fields__ if name in path}
-    load = msgspec.structs.replace(point.load, mode="replay", prefill=str(path["prefill"]))
-    of = msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own), load=load)
-    if (of.weights_precision, of.kv_precision) != (ask.weights_dtype, ask.kv_dtype):
-        return None
+    load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
+    of = msgspec.structs.replace(_by(times, point), load=load)
     try:
         plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
         return forecast.replayed(of, plan, times, ask.settings, file)
     except UsageError as e:
-        refused[str(point.layout)] = f"{file}: {e}"
+        short[str(point.layout)] = f"{file}: {e}"
         return None
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.points.names import CLOSED, GAMMA
+from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES
 from dcpbench.recommend.advise import break_even, dollars, margin, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
-from dcpbench.show.numbers import number, percent
+from dcpbench.show import numbers
+from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 4
 """Layouts in a clause of the sentence."""
-COLUMNS = ("load", "best", "tok/s", "per GPU", "ITL p50", "TTFT p50", "runner-up", "ahead by", "from")
+COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
 
 
 def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
@@ -98,7 +99,8 @@ def pays(choices: Sequence[Choice]) -> str:
         least, compared = break_even(group)
         if not compared:
             continue
-        tried = f"{min(c.concurrency for c in group)} to {max(c.concurrency for c in group)}"
+        ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
+        tried = " to ".join(map(str, ends))
         where = "at no concurrency" if least is None else f"from concurrency {least} on"
         said.append(f"{of}: {where} (tried: {tried})")
     return f"A layout with DCP is clearly ahead of all without, {'; '.join(said)}." if said else ""
@@ -123,6 +125,13 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             )
         if any(f.source == ESTIMATED for f in used):
             said.append(f"Measured steps replace estimates: {emulate_command(ask, choices)}, then name its run here.")
+    if right := [f"{times(c.factor)} at {c.name}" for c in choices if c.factor]:
+        said.append(
+            "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
+            f"({listed(right)}), ITL, TTFT and other latencies by one over that."
+        )
+    for choice in choices:
+        said += [f"{who} at {choice.name} is estimated: {why.rstrip('.')}." for who, why in choice.short.items()]
     if ask.cycled:
         said.append("With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs.")
     if any(f.source == EMULATED for f in used):
@@ -179,13 +188,13 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
         row = [
             choice.name,
             who,
-            f"{number(best.tok_s, 3)} [{number(best.low, 3)}–{number(best.high, 3)}]",
+            numbers.tok_s(best.tok_s, best.low, best.high, unit=""),
             number(per_gpu(best), 3),
             number(best.itl_ms.p50, 3),
             number(best.ttft_ms.p50, 3),
             behind.who if behind else "",
             by,
-            best.source,
+            best.origin,
         ]
         if ask.price is not None:
             cost, low, high = dollars(ask.price, best)
@@ -203,8 +212,8 @@ def _open(choice: Choice) -> str:
 
 
 def columns(ask: Ask) -> list[str]:
-    """Those of `rows`."""
-    return [*COLUMNS, *(["$/M output tokens"] if ask.price is not None else [])]
+    """Those of `rows`, with their units; on two lines what a terminal has no room for on one."""
+    return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 
 def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
@@ -254,10 +263,11 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
         "layout": f.who,
         "gpus": f.point.tp,
         "source": f.source,
+        "set_right_by": f.factor,
         "whence": f.whence,
         "output_tok_s": {"mean": f.tok_s, "low": f.low, "high": f.high},
         "output_tok_s_per_gpu": per_gpu(f),
-        **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},
+        **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
         "misses": choice.misses.get(f.who, []),
         "dollars_per_million_output_tokens": None
         if cost is None
@@ -294,7 +304,7 @@ def show(
 
 def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched) -> str:
     """A page, with the picture beside it."""
-    names = columns(ask)
+    names = [name.replace("\n", " ") for name in columns(ask)]
     lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
     lines += ["![Output tokens a second and GPU of each layout](recommendation.png)", ""]
     lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]

@@ -10,6 +10,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.gpus import GPUS
+from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.record import Percentiles
@@ -37,7 +38,7 @@ ROUNDS = 4
 """Requests of each client, where an estimate is served in virtual time: more change it by no more than its band."""
 MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
 """Where a figure comes from, the best first."""
-
+PERCENTILES = ("p50", "p90", "p95", "p99")
 
 NONE = Percentiles()
 """Of what nobody measured."""
@@ -60,13 +61,18 @@ class Forecast:
     """What of the band is that of calls between ranks, by the kind of call."""
     ratio_error: float = 0.0
     """What the ratio of two such figures is off by, besides that."""
-    anchored: bool = False
-    """Whether an estimate was set right by what records of other layouts under the same load are of their estimates."""
+    factor: float | None = None
+    """By what an estimate was set right: what records of other layouts under the same load are of their estimates."""
     ttft_ms: Percentiles = NONE
     itl_ms: Percentiles = NONE
     tpot_ms: Percentiles = NONE
     e2el_ms: Percentiles = NONE
     preemptions: int | None = None
+
+    @property
+    def origin(self) -> str:
+        """`estimated`, or `estimated, set right`."""
+        return self.source if self.factor is None else f"{self.source}, set right"
 
     @property
     def who(self) -> str:
@@ -77,7 +83,7 @@ class Forecast:
     def objective(self, name: str) -> tuple[str, float] | None:
         """(percentile, ms) that an objective is held against: p99 where there are samples enough, else the next."""
         latencies: Percentiles = getattr(self, f"{name}_ms")
-        for percentile in ("p99", "p95", "p90", "p50"):
+        for percentile in reversed(PERCENTILES):
             value = getattr(latencies, percentile)
             if value is not None:
                 return percentile, value
@@ -113,13 +119,14 @@ def of_record(record: Record, run: str) -> Forecast:
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,
-        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},  # type: ignore[arg-type]
+        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
     )
 
 
-def _percentiles(of: Percentiles) -> Percentiles:
-    return Percentiles(p50=of.p50, p90=of.p90, p95=of.p95, p99=of.p99, samples=of.samples)
+def _percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
+    known = {name: getattr(of, name) for name in PERCENTILES}
+    return Percentiles(samples=of.samples, **{name: None if ms is None else ms * times for name, ms in known.items()})
 
 
 def estimated(
@@ -151,20 +158,25 @@ def estimated(
         error,
         own,
         steps,
-        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},
+        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},
         preemptions=serve.preemptions,
     )
 
 
 def anchored(found: Forecast, factor: float) -> Forecast:
-    """The estimate times what others' figures are of their own estimates; its band is then that of ratios."""
+    """The estimate as if its steps ran `factor` times as fast, what others' figures are of their own estimates.
+
+    All latencies are divided by it. The band is then that of ratios.
+    """
     tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.wire_errors.values())
-    itl = found.itl_ms
-    if found.point.load is None and itl.p50 is not None:
-        itl = Percentiles(p50=itl.p50 / factor)
-    whence = f"{found.whence}, set right by records of other layouts"
     return dataclasses.replace(
-        found, tok_s=tok_s, low=tok_s / high, high=tok_s * high, itl_ms=itl, anchored=True, whence=whence
+        found,
+        tok_s=tok_s,
+        low=tok_s / high,
+        high=tok_s * high,
+        factor=factor,
+        whence=f"{found.whence}, set right by records of other layouts",
+        **{f"{name}_ms": _percentiles(getattr(found, f"{name}_ms"), 1 / factor) for name in OBJECTIVES},  # type: ignore[arg-type]
     )
 
 
@@ -182,7 +194,7 @@ def replayed(point: Point, plan: EnginePlan, times: StepTimes, settings: Setting
         tok_s=tok_s,
         low=tok_s,
         high=tok_s,
-        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in ("ttft", "itl", "tpot", "e2el")},  # type: ignore[arg-type]
+        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.names import CLOSED, REPLAY
@@ -92,6 +92,26 @@ class Score:
             for load in self.loads
             for a, b in itertools.combinations(load.measured, 2)
         ]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it; numbers in output tok/s."""
+        who, constant = self.constant
+        return {
+            "answer": self.words(),
+            "right": self.right,
+            "constant": {"layout": who, "right": constant},
+            "loads": [
+                {
+                    "load": load.name,
+                    "best": load.best,
+                    "picked": load.picked,
+                    "right": load.right(load.picked),
+                    "measured": dict(load.measured),
+                    "forecast": dict(load.forecast),
+                }
+                for load in self.loads
+            ],
+        }
 
     def words(self) -> str:
         """The sentence."""

@@ -87,7 +87,7 @@ def placed_records(run: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
             f.seek(begin)
             yield from records_in(f, path, begin)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
 
 
 def records_in(lines: Iterable[bytes], path: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
@@ -146,7 +146,7 @@ def cut_short(run: Path) -> bool:
     try:
         last = _last_line(path)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
     if last is None or last.error is None:
         return False
     return not last.line or is_cut_short(last.line, last.error)

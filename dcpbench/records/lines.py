@@ -23,7 +23,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unread = 0
-        """Lines, but for blank ones, that `decoded` could not read."""
+        """Lines, but for blank ones, that `decoded` could not read; 1 for a file that is there and cannot be opened."""
         self._read = 0
         self._inode = 0
 
@@ -43,6 +43,7 @@ class Tail:
         try:
             file = self.path.open("rb")
         except OSError:
+            self.unread = self.unread or 1
             return
         with file:
             self._inode = os.fstat(file.fileno()).st_ino

@@ -53,6 +53,12 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
+READ_LOG = ". Read logs/"
+"""What begins the end of a failure's reason."""
+IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
+"""What begins the reason of a point that hung."""
+
+
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     """p50 to p99; null where there are too few samples (stats.percentile)."""
 
@@ -506,7 +512,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     no_room: bool | msgspec.UnsetType = msgspec.UNSET
     """Of a rejected point: whether memory was too small. In the lines of no other."""
     detail: dict[str, str] = {}
-    """For failures: exit code, last log lines, stacks."""
+    """For failures: the device, exit code, last log lines, stacks."""
     marks: list[str] = []
     """What to be careful about; reports/explain.py lists them, with a sentence for each."""
     metrics: Metrics | None = None
@@ -572,6 +578,22 @@ def no_room(record: Record) -> bool:
     if record.outcome != "rejected":
         return False
     return bool(SAID_NO_ROOM.search(record.reason or "")) if record.no_room is msgspec.UNSET else bool(record.no_room)
+
+
+def told(record: Record) -> str:
+    """Why it is not `ok`, without what differs from job to job: which log to read, and how to try again."""
+    return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
+
+
+def cause(record: Record) -> str:
+    """The same, of a point that hung without where its ranks were, which no two points share."""
+    found = IN_STAGE.match(told(record)) if record.outcome == "hung" else None
+    return found[0] if found else told(record)
+
+
+def device_of(record: Record) -> str | None:
+    """What the point ran on, or failed on; None where nobody says."""
+    return record.environment.device if record.environment else record.detail.get("device")
 
 
 def functional(record: Record) -> bool:

@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[_Line]:
                 if line.strip() or line != whole:
                     yield _read(number, line)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
 
 
 def _read(number: int, line: bytes) -> _Line:

@@ -15,9 +15,10 @@ from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, instances, marks, slo, stalls
+from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.words import short_shapes, unique
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
-from dcpbench.show.text import capital, counted, listed
+from dcpbench.show.text import capital, counted, listed, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,8 +65,8 @@ def apart(frames: Frames) -> list[float]:
 def _weighed(frames: Frames) -> list[tuple[float, str]]:
     """Sentences, of which some are empty, each with how much it counts: 0 most."""
     if frames.everything.empty:
-        return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare.")]
-    notes = [(0.0, functional(frames)), (0.15, imported(frames))]
+        return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare."), (0.1, commonest(frames))]
+    notes = [(0.0, functional(frames)), (0.05, slo.unjudged(frames.everything, frames.slo)), (0.15, imported(frames))]
     if len(frames.findings.points):
         notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
         notes.append((2.5, jumps(frames.findings.points)))
@@ -343,6 +344,18 @@ def outcomes(frames: Frames) -> str:
     """`8 rejected and 1 hung`."""
     counts = frames.others["outcome"].value_counts()
     return listed([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
+
+
+def commonest(frames: Frames) -> str:
+    """Why most of the points that did not run did not, with how many; empty where all ran."""
+    others = commonest_first(frames.others)
+    if others.empty:
+        return ""
+    first = others.iloc[0]
+    same = int((others["cause"] == first["cause"]).sum())
+    of = "The reason" if same == len(others) else f"The reason at {same:,} of {len(others):,} points"
+    said = one_line(first["cause"]).rstrip(".")
+    return f"{of}: {said}" + ("" if said.endswith("…") else ".")
 
 
 def scope_name(frames: Frames, run: str, model: str, mode: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points import point
 from dcpbench.records.metrics import FLOORS
 from dcpbench.reports import answer, floors
+from dcpbench.reports.frames import LOST
 from dcpbench.show.numbers import finite
 from dcpbench.show.text import spreadsheet_cell
 
@@ -34,7 +35,7 @@ def write_csv(frames: Frames, path: Path) -> None:
     import pandas as pd
 
     ran = [table.assign(outcome="ok") for table in (frames.points, frames.served) if len(table)]
-    others = [frames.others.drop(columns=["detail", "no_room"])] if len(frames.others) else []
+    others = [frames.others.drop(columns=[*LOST[2:]])] if len(frames.others) else []
     if len(parts := [*ran, *others]) > 1:
         table = pd.concat([part.astype(object) for part in parts]).infer_objects().reset_index(drop=True)
     else:

@@ -29,6 +29,7 @@ from dcpbench.reports.floors import PHASE_COLUMN
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
 from dcpbench.show.figures import (
     GREY,
+    LEGEND_LINE_INCHES,
     axis_labels,
     columns_for,
     dashes,
@@ -38,6 +39,7 @@ from dcpbench.show.figures import (
     measured_ticks,
     value_axis,
     watermark,
+    watermark_below,
 )
 from dcpbench.show.layouts import colours, paled
 from dcpbench.show.numbers import count
@@ -563,7 +565,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
     columns = columns_for(len(contexts))
     row_inches = 0.32 if any("\n" in _bar_name(label) for label in labels) else 0.2
-    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9)
+    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _line_below(points))
     figure, axes = _grid(title, len(contexts), columns, size, 1.1)
     times, floors = phases_in_ms(points), floors_in_ms(points)
     for ax, context in zip(axes, contexts, strict=True):
@@ -572,7 +574,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
         ax.set_title(f"context {count(context)} tokens")
         ax.set_xlabel("profiled step (ms)")
         if bool(panel["cpu"].any()):
-            watermark(ax)
+            watermark_below(ax)
     handles = [Patch(color=_colour(str(name)), label=str(name).replace("_", " ")) for name in times]
     outside = "outside ranges" if bool(points["cpu"].all()) else "idle"
     handles.append(Patch(facecolor=IDLE_COLOUR, hatch="///", edgecolor="#999999", label=outside))
@@ -636,6 +638,11 @@ def _stack(
     ax.tick_params(axis="y", length=0, labelleft=True)
 
 
+def _line_below(points: pd.DataFrame) -> float:
+    """Inches of what `watermark_below` adds to panels of bars."""
+    return LEGEND_LINE_INCHES if bool(points["cpu"].any()) else 0.0
+
+
 def _bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
     """Parts of bars that look alike, each its row, width and left end: drawn in one call, which is much faster."""
     if parts:
@@ -653,7 +660,9 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
     if len(real):
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
     columns = len(panels)
-    figure, axes = _grid(title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9), 0.6)
+    figure, axes = _grid(
+        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _line_below(best)), 0.6
+    )
     for ax, (column, label, table) in zip(axes, panels, strict=True):
         values = table[column].astype(float).tolist()
         ax.barh(range(len(values)), values, color=[colours(name)[0] for name in table["layout"]], height=0.7)
@@ -667,7 +676,7 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
         ax.grid(visible=False)
         ax.spines["bottom"].set_visible(False)
         if bool(table["cpu"].any()):
-            watermark(ax)
+            watermark_below(ax)
         ax.tick_params(axis="y", length=0)
     return figure
 

@@ -20,7 +20,19 @@ from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
-from dcpbench.records.record import OURS, Interval, Kv, ServeMetrics, functional, no_room, origin
+from dcpbench.records.record import (
+    CPU,
+    OURS,
+    Interval,
+    Kv,
+    ServeMetrics,
+    cause,
+    device_of,
+    functional,
+    no_room,
+    origin,
+    told,
+)
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
@@ -61,7 +73,7 @@ SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and 
 """Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
 VARIES = {
     "at_once": "{:,.0f} at once",
-    **{axis.name: axis.label for axis in LOAD_AXES if axis.label},
+    **{axis.name: axis.label for axis in LOAD_AXES if axis.label and axis.name not in words.OF_SESSIONS},
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
@@ -70,7 +82,10 @@ SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limi
 """Of these, what only some points have: that the others have none tells nothing new. No import says any but
 `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
-"""Columns of points that did not run, before their outcome, reason and detail, and whether memory was too small."""
+"""Columns of points that did not run, before those of LOST."""
+LOST = ("outcome", "reason", "detail", "no_room", "told", "cause", "device", "cpu", "gpus")
+"""Whether memory was too small, the reason without what differs from job to job or from point to point, and on what it did
+not run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Frames:
     served: pd.DataFrame
     """The same of `serve` (see `_served_columns`)."""
     others: pd.DataFrame
-    """Points of any workload that did not, with the columns OTHERS, outcome, reason, detail and no_room."""
+    """Points of any workload that did not, with the columns OTHERS and LOST."""
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
     """Objectives asked for, in ms; empty: those that the runs were measured with (slo.py)."""
 
@@ -94,8 +109,9 @@ class Frames:
 
     @property
     def cpu(self) -> bool:
-        """Whether any point was taken on a CPU."""
-        return any(len(table) > 0 and bool(table["cpu"].any()) for table in (self.points, self.served))
+        """Whether any point was taken on a CPU; where none was taken, whether any failed on one."""
+        table = self.others if self.everything.empty else self.everything
+        return len(table) > 0 and bool(table["cpu"].any())
 
     @cached_property
     def everything(self) -> pd.DataFrame:
@@ -138,7 +154,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
         points=_plain(objectives.judged(_as_loads(_tidy(rows)), slo)),
         served=_plain(objectives.judged(_as_served(_tidy(served)), slo)),
         slo=slo,
-        others=pd.DataFrame(others, columns=[*OTHERS, "outcome", "reason", "detail", "no_room"]),
+        others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
     )
 
 
@@ -326,7 +342,20 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
         "reason": record.reason or "no reason was recorded",
         "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
         "no_room": no_room(record),
+        "told": told(record),
+        "cause": cause(record),
+        "device": CPU if functional(record) else device_of(record),
+        "cpu": functional(record),
+        "gpus": point.gpus,
     }
+
+
+def commonest_first(others: pd.DataFrame) -> pd.DataFrame:
+    """Points that did not run: of what broke those of the commonest cause first, then what was rejected, as it comes."""
+    if others.empty:
+        return others
+    shared = others.groupby("cause", sort=False)["cause"].transform("size").where(others["outcome"] != "rejected", 0)
+    return others.assign(shared=shared).sort_values("shared", ascending=False, kind="stable").drop(columns="shared")
 
 
 def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
@@ -353,7 +382,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "origin": origin(records[0]),
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
         "cpu": any(map(functional, records)),
-        "device": next((r.environment.device for r in records if r.environment), None),
+        "device": next(filter(None, map(device_of, records)), None),
         "slo_recorded": objectives.recorded(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
         "room_for": kv.capacity_requests * instances.serving if kv else None,

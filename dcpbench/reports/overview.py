@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import A_SERVER, of_a_file
+from dcpbench.records.record import A_SERVER, CPU, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, floors, rule, words
+from dcpbench.reports import answer, findings, floors, rule, slo, words
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -34,7 +34,7 @@ def title(frames: Frames) -> str:
     """`DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`; what no record says is left out."""
     table = frames.everything
     if table.empty:
-        return "dcpbench: " + ", ".join(run.name for run in frames.runs)
+        return _title_of_none(frames)
     parts = [
         _few([words.MODELS.get(name, name) for name in words.unique(table["model"])], "models"),
         _few(words.unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
@@ -48,6 +48,16 @@ def title(frames: Frames) -> str:
     return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
 
 
+def _title_of_none(frames: Frames) -> str:
+    """Of runs in which no point finished."""
+    lost = frames.others
+    if lost.empty:
+        return "dcpbench: " + ", ".join(run.name for run in frames.runs)
+    models = _few([words.MODELS.get(name, name) for name in words.unique(lost["model"])], "models")
+    parts = [models, _few(words.unique(lost["layout"]), "layouts"), hardware(frames), _dates(frames)]
+    return words.SEPARATOR.join([*filter(None, parts), "no point finished"])
+
+
 def _imports(table: pd.DataFrame) -> str:
     """`imported from vllm bench serve`; with points of ours beside, that some are."""
     theirs = [name for name in words.unique(table["origin"]) if of_a_file(name)]
@@ -57,7 +67,9 @@ def _imports(table: pd.DataFrame) -> str:
 
 def hardware(frames: Frames) -> str:
     """`4 × NVIDIA H200`, `CPU`; empty where no record says."""
-    return hardware_of(frames.everything)
+    if not frames.everything.empty:
+        return hardware_of(frames.everything)
+    return hardware_of(frames.others[frames.others["device"].notna()])
 
 
 def hardware_of(table: pd.DataFrame) -> str:
@@ -120,7 +132,10 @@ def sentence(frames: Frames) -> str:
     """Which layout to take, and from which load on; on a CPU, and of other tools' files, what the numbers are."""
     table = frames.everything
     if table.empty:
-        return f"No point finished ({answer.outcomes(frames)}), so nothing here says which layout to take."
+        where = hardware(frames)
+        on = f" on {'a CPU' if where == CPU else where}" if where else ""
+        said = f"No point finished{on} ({answer.outcomes(frames)}), so nothing here says which layout to take."
+        return " ".join(filter(None, (said, answer.commonest(frames))))
     timed = findings.timed(table)
     foreign = [name for name in words.unique(table["origin"]) if of_a_file(name)]
     if timed.empty and foreign:
@@ -145,7 +160,8 @@ def _functional(frames: Frames) -> str:
     ran = listed(words.unique(frames.everything["layout"]))
     lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
     not_all = f"; {counted(len(lost), 'point')} did not finish" if len(lost) else ""
-    return f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+    said = f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+    return " ".join(filter(None, (said, slo.unjudged(frames.everything, frames.slo))))
 
 
 def _alone(frames: Frames, timed: pd.DataFrame) -> str:

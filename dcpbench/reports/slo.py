@@ -106,6 +106,14 @@ def words(table: pd.DataFrame, given: Limits) -> str:
     return f"SLO ({source}): {said}.{left}"
 
 
+def unjudged(table: pd.DataFrame, given: Limits) -> str:
+    """That objectives judge nothing where all ran on a CPU, in a sentence; empty without any, or with a point on a GPU."""
+    if table.empty or not table["cpu"].all() or not (given or any(table["slo_limits"])):
+        return ""
+    source = "--slo " + ",".join(f"{name}={ms:g}" for name, ms in given.items()) if given else "the SLO of the run"
+    return f"No point is held against {source}: latencies of a CPU say nothing."
+
+
 def _who(points: pd.DataFrame) -> str:
     """Of which points the sentence speaks: `deepseek-v3 live, kimi-k2 live`."""
     pairs = dict.fromkeys(keys(points, SCOPE))

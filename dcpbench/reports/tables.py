@@ -14,9 +14,10 @@ import pandas as pd
 from dcpbench.records import metrics
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import OURS, hardware
+from dcpbench.records.record import OURS, device_of, hardware
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import marks, words
+from dcpbench.reports.frames import commonest_first
 from dcpbench.show.numbers import ABSENT, count, gib, missing, number, percent, text, times, with_interval
 from dcpbench.show.text import cut
 
@@ -197,14 +198,15 @@ def others(found: pd.DataFrame) -> Table:
     """Failed, hung and rejected points, those with the same reason together."""
     rows = []
     load = "context × concurrency" if found["load"].isna().all() else "load"
-    same = ["run", "model", "layout", "outcome", "reason"]
-    for key, group in itertools.islice(found.groupby(same, sort=False), MOST_ROWS):
+    same = ["run", "model", "layout", "outcome", "told"]
+    for key, group in itertools.islice(commonest_first(found).groupby(same, sort=False), MOST_ROWS):
         plain = group[group["load"].isna()]
         loads = sorted({(int(c), int(n)) for c, n in zip(plain["context"], plain["concurrency"], strict=True)})
         served = dict.fromkeys(f"{r['mode']}: {r['load']}" for _, r in group[group["load"].notna()].iterrows())
         detail = group["detail"].iloc[0]
         row = {
             load: ", ".join([*(f"{c:,} × {n}" for c, n in loads), *served]),
+            "reason": group["reason"].iloc[0],
             "detail": detail if len(detail) <= MOST_DETAIL else f"… {detail[-MOST_DETAIL:]}",
         }
         rows.append(dict(zip(same, key, strict=True)) | row)
@@ -265,6 +267,7 @@ def runs(frames: Frames) -> Table:
     for run in frames.runs:
         outcomes = [r.outcome for r in run.records]
         env = next((r.environment for r in run.records if r.environment), None)
+        device = next(filter(None, map(device_of, run.records)), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
         versions = [
             f"{n} {getattr(env, n)}"
@@ -273,7 +276,7 @@ def runs(frames: Frames) -> Table:
         ]
         counts = [str(outcomes.count(outcome)) for outcome in OUTCOMES]
         rows.append(
-            [run.name, text(hardware(env) if env else None), ", ".join(versions) or ABSENT, text(started), *counts]
+            [run.name, text(hardware(env) if env else device), ", ".join(versions) or ABSENT, text(started), *counts]
         )
     return Table("Runs", ["run", "hardware", "versions", "started (UTC)", *OUTCOMES], rows, text_columns=4)
 

@@ -17,6 +17,7 @@ from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, floors, marks
+from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.tables import whole
 from dcpbench.reports.words import FEW_SAMPLES
 from dcpbench.show.numbers import ABSENT, missing, number
@@ -66,8 +67,9 @@ def render(frames: Frames) -> Group:
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     parts += [plain(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")] if more else []
     parts += [plain(said) for found in (points, served) if len(found) for said in _of_all(found) + _misses(found)]
-    same = ["model", "layout", "outcome", "reason"]
-    for (model, layout, outcome, reason), group in others.groupby(same, sort=False):
+    same = ["model", "layout", "outcome", "told"]
+    for (model, layout, outcome, _), group in commonest_first(others).groupby(same, sort=False):
+        reason = group["reason"].iloc[0]
         parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
     parts += [plain(f"• {sentence}") for sentence in answer.sentences(frames) + floors.told(frames)]
     return Group(*parts)

@@ -20,6 +20,8 @@ FEW_SAMPLES = "few_samples"
 """The mark that dashes say, and the percentile that an SLO is held against."""
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
+OF_SESSIONS = ("turns", "turn_tokens", "think_time")
+"""Fields of a load that `shape` says where requests are turns of sessions, and leaves out where they are not."""
 MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
 """As their makers write them."""
 

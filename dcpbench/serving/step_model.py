@@ -230,6 +230,7 @@ class PrefillTimes:
             raise _outside(
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
                 f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.top(rows):,.0f} tokens",
+                "a smaller --chunk or load" if rows > self.most else "a smaller load",
             )
         return surface(rows, x) + (self.begin.held(rows) + self.gather_ms * prefix if prefix else 0.0)
 
@@ -370,8 +371,8 @@ class StepModel:
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
 
 
-def _outside(what: str, measured: str) -> UsageError:
+def _outside(what: str, measured: str, less: str = "a smaller load") -> UsageError:
     return UsageError(
         f"no step time is known for {what}: measured were {measured}. Measure again with the points that need it "
-        "(leave --step-times out), or give a smaller load."
+        f"(leave --step-times out), or give {less}."
     )

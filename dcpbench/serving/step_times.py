@@ -130,7 +130,9 @@ def engine_path(point: Point) -> EnginePath:
 def differences(path: EnginePath, wanted: EnginePath) -> list[str]:
     """Where a path is not what is wanted, as options: `--backend triton instead of flashinfer`. `auto` takes all."""
     return [
-        f"{flag(name)} {path[name]} instead of {value}"
+        f"{flag(name)} {path[name]} instead of {value or 'none'}"
+        if path[name] != ""
+        else f"no {flag(name)} instead of {value}"
         for name, value in wanted.items()
         if value not in (path[name], AUTO)
     ]

@@ -121,10 +121,10 @@ def with_reach(value: float, low: float, high: float, form: str = "{:.2f}×") ->
     return said if set(ends) == {said.rstrip("×")} else f"{said} [{ends[0]}–{ends[1]}]"
 
 
-def tok_s(value: float, low: float, high: float) -> str:
+def tok_s(value: float, low: float, high: float, unit: str = " tok/s") -> str:
     """`286 tok/s [285–286]`."""
     said, ends = number(value, 3), (number(low, 3), number(high, 3))
-    return f"{said} tok/s" + ("" if set(ends) == {said} else f" [{ends[0]}–{ends[1]}]")
+    return f"{said}{unit}" + ("" if set(ends) == {said} else f" [{ends[0]}–{ends[1]}]")
 
 
 def _known(value: float | None) -> TypeGuard[float]:

@@ -1,7 +1,7 @@
 """Stands in for torchrun on one machine without torch, importing which takes its agent two seconds.
 
-As torchrun does, it ends the other ranks with SIGTERM once one has failed, or once it gets SIGTERM itself, and kills
-what is left after half a minute.
+As torchrun does, it ends the other ranks with SIGTERM once one has failed, and says which, or once it gets SIGTERM itself,
+and kills what is left after half a minute.
 """
 
 import os
@@ -9,6 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+
+ROOT_CAUSE = """\
+Root Cause (first observed failure):
+[0]:
+  rank      : {0} (local_rank: {0})
+  exitcode  : {1}
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +33,8 @@ def main(arguments: list[str]) -> int:
             threading.Thread(target=lambda rank=rank: (rank.wait(), ended.release()), daemon=True).start()
         for _ in ranks:
             ended.acquire()
-            if any(rank.poll() for rank in ranks):
+            if first := [(number, code) for number, rank in enumerate(ranks) if (code := rank.poll())]:
+                sys.stderr.write(ROOT_CAUSE.format(*first[0]))
                 return 1
         return 0
     finally:

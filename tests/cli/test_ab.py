@@ -89,7 +89,7 @@ def test_it_says_what_cpus_are_worth_and_what_runs_then_a_line_a_round_and_one_r
     first, a, refused, *_ = said = done.stderr.splitlines()
     assert first.startswith("CPU: functional run — these timings say nothing about performance; all of them will be")
     assert a == "A: dcpbench sweep --tp 2 --dcp 2,4 --concurrency 2 --context 100 --no-baseline  (1 point)"
-    assert refused.startswith("   cannot run: tp2·dp1·dcp4 2×100: ")
+    assert refused.startswith("   cannot run: tp2·dp1·dcp4 at 2 × 100: ")
     assert "2 rounds of A and B in turn. Output: out" in said
     rounds = [
         line for line in said[said.index("2 rounds of A and B in turn. Output: out") + 1 :] if "matched" not in line
@@ -254,6 +254,16 @@ def test_without_any_variant_nothing_is_launched(call, tmp_path: Path) -> None:
     assert code == 2
     assert "--a" in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_in_json_is_one_object(ab, tmp_path: Path) -> None:
+    """Both variants with their points, and whose launches follow each other: A B, then B A."""
+    done = ab(*SAME, "--rounds", "2", "--dry-run", "--json", "-o", "out")
+    plan = json.loads(done.stdout)
+    assert (done.returncode, plan["rounds"], plan["launches"]) == (0, 2, ["a", "b", "b", "a"])
+    assert plan["a"]["arguments"][0] == "sweep"
+    assert [row["reason"] for side in "ab" for row in plan[side]["points"]] == [None, None]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.distributed

@@ -94,7 +94,8 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(dcpbench: Typed, t
     assert "CPU: functional run — these timings say nothing about performance" in first.stderr
     assert "[1/2] tiny tp2·dcp2 reference ag_rs, 2 × 13 tokens  FAILED: rank 1: ValueError" in first.stderr
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens  step 10.0 ms" in first.stderr
-    assert [r.outcome for r in read_records(tmp_path / "run")] == ["failed", "ok"]
+    failed, ok = read_records(tmp_path / "run")
+    assert (failed.outcome, failed.detail["device"], ok.outcome) == ("failed", "CPU", "ok")
 
     again = dcpbench(*sweep)
     assert again.returncode == 2
@@ -188,8 +189,21 @@ def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_
     assert "dp1·tp4·dcp4" in out
     assert "+ baseline, added by default" in out
     assert "GiB" in out
-    assert "cannot run: tp8·dcp8 8×4000: --tp 8 needs 8 GPUs and there are 4 (NVIDIA H200)." in out
+    assert "cannot run: tp8·dcp8 at 8 × 4,000: --tp 8 needs 8 GPUs and there are 4 (NVIDIA H200)." in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_which_nothing_can_run_gives_each_reason_once_and_stays_a_plan(call) -> None:
+    """Two loads and a layout with DCP beside one without, on a machine of 8 that is not here."""
+    words = "sweep --tp 16 --dcp 1,16 --concurrency 8,16 --dry-run --gpu H200 --gpus 8"
+    code, out, err = call(*words.split())
+    assert code == 3
+    assert out.count("cannot run: tp16·dcp16 at 8 × 4,000 and 16 × 4,000: --tp 16 needs 16 GPUs") == 1
+    assert "Type instead: dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200 --gpus 8 (or" in out
+    assert err.endswith("error: None of these points can run; the plan says why, and what to type instead.\n")
+    assert "--tp 16 needs" not in err
+    code, _, err = call(*words.split(), "--json")
+    assert (code, err.count("--tp 16 needs 16 GPUs")) == (3, 1)
 
 
 def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:

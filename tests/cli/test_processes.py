@@ -25,7 +25,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
 from tests import as_fork
-from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
+from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
 from tests.cli.waiting import LOOK_S
 
@@ -133,6 +133,18 @@ class TestKilled:
         (record,) = read_records(tmp_path)
         assert str(record.reason).startswith("torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it.")
         assert not processes(mark)
+
+    def test_a_rank_that_is_killed_with_what_keeps_account_of_it_is_named(self, mark: str, tmp_path: Path) -> None:
+        """It leaves no file that says how it ended, and torchrun's own log does."""
+
+        def watch(event: Progress) -> None:
+            if event.stage == "measure":
+                os.kill(of_role(mark, ACCOUNT)[0], signal.SIGKILL)
+
+        launcher.run([point(2, 66)], work(tmp_path), Machines(), watch)
+        (record,) = read_records(tmp_path)
+        assert re.match(r"rank \d was killed by signal 9 \(out of memory is the usual cause", str(record.reason))
+        assert record.detail["exit_code"] == "-9"
 
     def test_a_stopped_agent_goes_on_and_it_is_said(self, mark: str, tmp_path: Path) -> None:
         """Stopped, it would never hear that its ranks are done, and the sweep would wait for it."""

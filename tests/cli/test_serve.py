@@ -125,7 +125,7 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
     code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--dry-run", machine=GPUS)
     assert code == 0
     assert "0.5 req/s, 480 × 4000→1500 tokens" in out
-    assert "cannot run: tp8·dcp8 0.5 req/s, 480 × 4000→1500 tokens, tp8·dcp8 2 req/s" in out
+    assert "cannot run: tp8·dcp8 at 0.5 req/s, 480 × 4000→1500 tokens and 2 req/s" in out
     code, out, _ = call("--tp", "4", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)
     assert [(r["layout"], r["workload"], r["load"]["arrival"], r["added"]) for r in rows] == [
@@ -235,6 +235,15 @@ def test_step_times_of_another_engine_are_refused(call, step_times: Path) -> Non
     assert "measured with --tp 2 instead of 4" in err
 
 
+def test_step_times_of_another_model_are_refused_for_that(call, step_times: Path) -> None:
+    """Before anything that this model lacks, such as what its kernels read; both models are named."""
+    code, _, err = call(
+        "--mode", "replay", "--step-times", str(step_times), "--model", "deepseek-v3", "--dtype", "fp32"
+    )
+    assert code == 2
+    assert "measured with --model tiny instead of deepseek-v3" in err
+
+
 def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_times: Path, tmp_path: Path) -> None:
     """Prompts of 30,000 tokens, of which chunks attend to a prefix longer than the 200 that were measured."""
     run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]
@@ -242,3 +251,4 @@ def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_time
     (record,) = read_records(tmp_path / "run")
     assert (code, record.outcome) == (4, "failed")
     assert "no step time is known" in record.reason
+    assert record.detail == {"device": "CPU"}

@@ -67,9 +67,19 @@ WHY = {
     (RANK, 9): r"rank \d was killed by signal 9",
     (RANK, 15): r"rank \d was ended by signal 15 \(SIGTERM\), sent by another process",
     (RANK, 2): r"rank \d was ended by signal 2 \(SIGINT\), sent by another process",
+    (ACCOUNT, 9): r"rank \d was killed by signal 9",
+    (ACCOUNT, 15): r"rank \d was ended by signal 15 \(SIGTERM\), sent by another process",
+    (ACCOUNT, 2): r"rank \d was ended by signal 2 \(SIGINT\), sent by another process",
     (AGENT, 9): r"torchrun itself was ended by signal 9 \(SIGKILL\)",
 }
-SHORT = {(COMMAND, 9, MEASURE), (AGENT, 9, BUILD), (ACCOUNT, 9, RECORDED), (RANK, 9, MEASURE), (RANK, 15, RECORD)}
+SHORT = {
+    (COMMAND, 9, MEASURE),
+    (AGENT, 9, BUILD),
+    (ACCOUNT, 9, RECORDED),
+    (ACCOUNT, 9, BUILD),
+    (RANK, 9, MEASURE),
+    (RANK, 15, RECORD),
+}
 
 
 def _wrong() -> list[Case]:

@@ -118,3 +118,17 @@ def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> No
     look = Style.of(found)
     markers = [look.look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
     assert markers == ["^", "P", "s"]
+
+
+def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_path: Path) -> None:
+    """Behind points, lines and bars of error; below the axis of bars, which may fill their panel."""
+    points = frames.load([build.write(tmp_path / "run", build.cpu_sweep())]).points
+    look = Style.of(points)
+    for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
+        for ax in draw(points, look, "title").axes:
+            (said,) = [text for text in ax.texts if "functional run" in text.get_text()]
+            assert said.get_zorder() < min(o.get_zorder() for o in (*ax.lines, *ax.collections))
+    for draw in (figures.draw_phases, figures.draw_capacity):
+        for ax in draw(points, look, "title").axes:
+            assert ax.get_xlabel().endswith("\nCPU: functional run, not performance")
+            assert not [text for text in ax.texts if "functional run" in text.get_text()]

@@ -389,6 +389,64 @@ def test_where_torchrun_was_killed_it_is_named_and_none_of_its_ranks(launched: L
     assert str(record.reason).startswith("torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it.")
 
 
+ROOT_CAUSE = """\
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 143 (pid: 20155)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-25_16:52:08
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : {} (pid: 20156)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (-9, "rank 1 was killed by signal 9 (out of memory is the usual cause: lower --concurrency or --context)"),
+        (143, "rank 1 was ended by signal 15 (SIGTERM), sent by another process"),
+    ],
+)
+@pytest.mark.parametrize("said", [False, True])
+def test_a_rank_that_was_ended_with_what_kept_account_of_it_is_named_and_its_point_tried_again(
+    launched: Launched, code: int, told: str, *, said: bool
+) -> None:
+    """It left no file, while rank 0 built and was ended for it; torchrun's log says who was first, whatever rank 0 said."""
+
+    def script(job: Scripted) -> Acts:
+        job.tells("build", A)
+        yield
+        job.agent_log.write_text(ROOT_CAUSE.format(code))
+        if said:
+            job.raises(0, "RuntimeError", "Connection closed by peer", A)
+        job.ends(0, -15, asked=True)
+        return 1
+
+    first, second = launched([A], script, measuring(A), retries=1)
+    assert str(first.reason).startswith(f"{told}. Read logs/tp2-0")
+    assert (first.outcome, second.outcome) == ("failed", "ok")
+
+
+def test_a_rank_that_said_what_was_wrong_is_not_said_to_have_ended_without_a_word(launched: Launched) -> None:
+    """Both heard that a connection was closed: torchrun saw rank 1 end first, and its error is known."""
+
+    def script(job: Scripted) -> Acts:
+        job.tells("measure", A)
+        yield
+        job.agent_log.write_text(ROOT_CAUSE.format(1))
+        for rank in (0, 1):
+            job.raises(rank, "RuntimeError", "Connection closed by peer", A)
+            job.ends(rank, 1)
+        return 1
+
+    (record,) = launched([A], script)
+    assert str(record.reason).startswith("rank 0: RuntimeError: Connection closed by peer")
+
+
 def test_a_torchrun_that_was_stopped_is_let_go_on(launched: Launched) -> None:
     def script(job: Scripted) -> Acts:
         job.tells("measure", A)

@@ -24,6 +24,7 @@ from dcpbench.points.wire import Seconds
 from dcpbench.recommend import advise, answer, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, anchored, of_record
 from dcpbench.recommend.score import Load, Score, score
+from dcpbench.records.record import Percentiles
 from dcpbench.records.runs import read_run
 from dcpbench.servers.presets import PRESETS
 from dcpbench.show import terminal
@@ -180,6 +181,16 @@ def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() 
     assert len(found.winners) >= 2
 
 
+def test_a_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what was best and what would have been picked, as many of them right as the sentence says."""
+    code, out, _ = run(capsys, "--score", str(DECODED), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["loads"]) == 18
+    assert sum(load["right"] for load in found["loads"]) == found["right"]
+    assert found["fitted_without"] == ["deepseek-v3", "kimi-k2"]
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
@@ -254,6 +265,25 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     found = json.loads(out)
     assert {layout["source"] for layout in found["loads"][0]["layouts"]} == {"estimated"}
     assert any("not on NVIDIA H20" in text for text in found["unknown"])
+    asked[asked.index("4000")] = "777"
+    _, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
+    assert any(text.startswith(f"{DECODED}: no figure is from it") for text in json.loads(out)["unknown"])
+
+
+def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
+    """Though its model is none that anybody asks for; a run that all failed is named, too."""
+    run = read_run(DECODED)
+    first = next(r for r in run.records if r.outcome == "ok")
+    tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
+    found, (note,) = advise._records(ask("H200"), advise.Known(runs=[dataclasses.replace(run, records=[tiny, tiny])]))
+    assert found == []
+    assert note.startswith(
+        "Left out: 2 records run on a CPU, whose times say nothing about speed; on NVIDIA H200 type "
+    )
+    assert "dcpbench sweep --model deepseek-v3 --tp 4 -o runs/measured, and name runs/measured here" in note
+    failed = msgspec.structs.replace(first, outcome="failed")
+    _, notes = advise._records(ask("H200"), advise.Known(runs=[dataclasses.replace(run, records=[failed])]))
+    assert notes == [f"{run.name}: no point of it ran to its end."]
 
 
 def ask(machine: str) -> advise.Ask:
@@ -311,7 +341,7 @@ def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> Non
     asked = ask("H200")
     none, notes = advise._records(asked, advise.Known(runs=[run]))
     assert none == []
-    assert "had 8 GiB of KV on each GPU, not all that was left" in notes[0]
+    assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
     same, _ = advise._records(dataclasses.replace(asked, kv_memory_bytes=8 << 30), advise.Known(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
@@ -421,9 +451,7 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     steps = estimate.published()
     tp4 = [Layout(4)]
     served = load(**given)
-    return advise._choice(
-        asked, advise.Known(times={"times.json": times}), steps, [], tp4, lambda _: None, concurrency, context, served
-    )
+    return advise._choice(asked, {"times.json": times}, steps, [], tp4, lambda _: None, concurrency, context, served)
 
 
 def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
@@ -439,21 +467,78 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     """Prompts of 100,000 tokens by steps of up to 5,500; with nothing else known, that would be the reason."""
     choice = stepped(1, 100_020, input_tokens="100000", requests=2)
     assert [f.source for f in choice.forecasts] == ["estimated"]
-    refused: dict[str, str] = {}
+    assert choice.refused == {}
+    assert choice.short["tp4"].startswith("times.json: no step time is known")
+    told = answer.unknown(ask("H200"), [choice], estimate.published())
+    assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
+    short: dict[str, str] = {}
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
-    assert advise._replayed(ask("H200"), served, "times.json", times, refused) is None
-    assert refused["tp4"].startswith("times.json: ")
+    assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
+    assert short["tp4"].startswith("times.json: ")
 
 
-@pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"model": "kimi-k2"}, {"load": None}])
+@pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
     """Nor do any of a decode point, whose step is what is asked."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
-    refused: dict[str, str] = {}
+    short: dict[str, str] = {}
     served = point(**({"load": load(), "context": 1020} | other))
-    assert advise._replayed(ask("H200"), served, "times.json", times, refused) is None
-    assert refused == {}
+    assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
+    assert short == {}
+
+
+SERVED = ((8, 1020, load()),)
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "loads", "said"),
+    [
+        ({}, "CPU", SERVED, "step times run on a CPU, whose times say nothing about speed"),
+        ({"model": "kimi-k2"}, "NVIDIA H200", SERVED, "step times of kimi-k2, not of deepseek-v3"),
+        ({}, "NVIDIA H100 80GB HBM3", SERVED, "step times of NVIDIA H100 80GB HBM3, not of NVIDIA H200"),
+        ({"emulate": "B200"}, "NVIDIA H200", SERVED, "step times emulated for B200, not for H200"),
+        ({"tp": 8}, "NVIDIA H200", SERVED, "step times of 8 GPUs, not of 4 (--gpus)"),
+        ({"kv_dtype": "fp8"}, "NVIDIA H200", SERVED, "step times of --kv-dtype fp8, not bf16"),
+        ({}, "NVIDIA H200", ((8, 4000, None),), "--context asks for decode steps alone"),
+        ({}, "NVIDIA H200", SERVED, ""),
+    ],
+)
+def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_with_the_reason(
+    path: dict[str, str | int], device: str, loads: tuple[tuple[int, int, PointLoad | None], ...], said: str
+) -> None:
+    """Its model, machine, size, precision and what it can replay; one that fits is kept in silence."""
+    of = step_times_builder.path_of(
+        **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
+    )
+    times = step_times_builder.step_times(path=of, device=device)
+    asked = dataclasses.replace(ask("H200"), loads=loads)
+    kept, notes = advise._times(asked, advise.Known(times={"times.json": times}))
+    assert list(kept) == ([] if said else ["times.json"])
+    assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
+
+
+def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
+    """Steps that ran twice as fast: twice the output, half of every latency, and percentiles that are not known stay so."""
+    known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
+    found = anchored(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
+    assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, set right")
+    for name in known:
+        assert getattr(found, name) == Percentiles(p50=40.0, p99=50.0)
+
+
+def test_what_is_set_right_is_said_with_its_factor() -> None:
+    """In the table's last column and in a sentence, for who does not read the JSON."""
+    right = dataclasses.replace(choice(200, 320), forecasts=[anchored(forecast(200, tp=2), 0.5)])
+    assert answer.rows(ask("H200"), [right])[0][-1] == "estimated, set right"
+    (text,) = [t for t in answer.unknown(ask("H200"), [right], estimate.published()) if "set right" in t]
+    assert "(0.500× at 8 × 4,000)" in text
+
+
+def test_columns_of_numbers_name_their_units() -> None:
+    """Whoever sees the table alone must not guess."""
+    named = [name.replace("\n", " ") for name in answer.columns(dataclasses.replace(ask("H200"), price=1.0))]
+    assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 ms", "$/M output tokens"} <= set(named)
 
 
 def choice(*tok_s: float, slo: bool = True) -> advise.Choice:

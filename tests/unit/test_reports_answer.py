@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from dcpbench.commands import runs
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import Latencies
-from dcpbench.reports import answer, answer_tables, findings, frames, markdown, sections
+from dcpbench.reports import answer, answer_tables, findings, frames, markdown, overview, sections
 from dcpbench.reports.tables import Table
 from dcpbench.reports.words import shared_shape, short_shapes
 from tests.unit import record_builder as build
@@ -155,7 +156,24 @@ class TestSlo:
     def test_a_cpu_run_meets_and_misses_nothing(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
         assert set(found.points["slo_said"]) == {""}
-        assert not [s for s in answer.sentences(found) if "SLO" in s]
+        said = "No point is held against --slo itl=1e-06: latencies of a CPU say nothing."
+        assert [s for s in answer.sentences(found) if "slo" in s.lower()] == [said]
+        assert overview.sentence(found).endswith(said)
+        assert "slo" not in overview.sentence(read(tmp_path / "without", *build.cpu_sweep())).lower()
+
+    def test_the_objectives_of_a_run_on_a_cpu_judge_nothing_either(self, tmp_path: Path) -> None:
+        record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
+        record = msgspec.structs.replace(record, marks=["cpu"])
+        said = "No point is held against the SLO of the run: latencies of a CPU say nothing."
+        assert said in answer.sentences(read(tmp_path, record))
+
+    @pytest.mark.parametrize(("records", "told"), [(build.cpu_sweep(), True), ([step(build.point(TP), 40)], False)])
+    def test_the_command_says_that_an_slo_changes_nothing_on_a_cpu(
+        self, records: list[Record], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Beside the path of the report, as who typed it waits for its effect."""
+        runs.say_if_unjudged([build.write(tmp_path / "run", records)], "itl=60")
+        assert ("--slo itl=60 changes nothing here" in capsys.readouterr().err) is told
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
         from dcpbench.commands.options import OneAnswer

@@ -18,7 +18,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.names import REPLAY
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import no_room
-from dcpbench.reports import answer, figures, frames, overview, sections
+from dcpbench.reports import answer, figures, frames, overview, sections, tables
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -255,7 +255,48 @@ class TestNoAnswer:
 
     def test_no_point_that_finished(self, tmp_path: Path) -> None:
         text = said(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
-        assert text == "No point finished (1 failed and 1 rejected), so nothing here says which layout to take."
+        assert text == (
+            "No point finished (1 failed and 1 rejected), so nothing here says which layout to take. "
+            "The reason at 1 of 2 points: rank 3 exited with code 1; read logs/rank-3.txt."
+        )
+
+    def test_a_run_that_all_failed_says_on_what_and_the_commonest_reason_first(self, tmp_path: Path) -> None:
+        """Two of three died alike, each with a log of its own, and behind the one that died otherwise."""
+        died = [f"rank 1 ended with exit code 7. Read logs/tp4-{n} in the run's folder" for n in range(2)]
+        reasons = ["rank 0: ValueError: no", *died]
+        records = [
+            msgspec.structs.replace(
+                build.failed(build.point(DCP, concurrency=n), reason), detail={"device": "NVIDIA H200"}
+            )
+            for n, reason in enumerate(reasons, 1)
+        ]
+        found = read(tmp_path, *records)
+        assert overview.title(found).endswith("tp4·dcp4 · 4 × NVIDIA H200 · no point finished")
+        text = overview.sentence(found)
+        assert text.startswith("No point finished on 4 × NVIDIA H200 (3 failed), so nothing")
+        assert text.endswith("The reason at 2 of 3 points: rank 1 ended with exit code 7.")
+        rows = tables.others(found.others).rows
+        assert [row[3] for row in rows] == ["4,000 × 2, 4,000 × 3", "4,000 × 1"]
+        assert tables.runs(found).rows[0][1] == "NVIDIA H200"
+
+    def test_points_that_hung_alike_share_a_reason_wherever_their_ranks_were(self, tmp_path: Path) -> None:
+        """The sentence has what they share, the table what each was found at."""
+        hung = "no sign of life for 300 s in stage 'measure': rank {} is behind. Read logs/tp4-{} in the run's folder"
+        records = [
+            msgspec.structs.replace(
+                build.failed(build.point(DCP, concurrency=n), hung.format(n, n)), outcome="hung", detail={}
+            )
+            for n in (1, 2)
+        ]
+        found = read(tmp_path, *records)
+        assert overview.sentence(found).endswith("The reason: no sign of life for 300 s in stage 'measure'.")
+        assert [row[3] for row in tables.others(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
+
+    def test_a_run_that_all_failed_on_a_cpu_is_marked_as_one(self, tmp_path: Path) -> None:
+        record = msgspec.structs.replace(build.failed(build.point(DCP)), marks=["cpu"])
+        found = read(tmp_path, record)
+        assert overview.sentence(found).startswith("No point finished on a CPU (1 failed)")
+        assert found.cpu
 
     def test_a_run_on_a_cpu_says_nothing_about_speed(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep())

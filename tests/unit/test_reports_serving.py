@@ -392,6 +392,16 @@ class TestWords:
     def test_shared_prefixes_are_named(self) -> None:
         assert words.shape(build.load(prefix_share=0.5, prefix_groups=4)) == "400 in · 40 out · 50 % shared by 4 groups"
 
+    def test_sessions_beside_single_requests_are_named_once_and_these_not_as_sessions_of_one(
+        self, tmp_path: Path
+    ) -> None:
+        """4 turns with 5 s between them; of requests that stand alone neither `1 turns` nor `think 0 s`."""
+        changes: list[dict[str, Any]] = [{}, {"turns": "4", "think_time": 5.0, "turn_tokens": "200"}]
+        found = loaded(tmp_path, *(build.served(build.point(TP, changed=load)) for load in changes)).served
+        alone, session = sorted(found["rest"], key=len)
+        assert session == f"{alone} · sessions of 4 turns, 200 tokens each later one, 5 s between them"
+        assert "turn" not in alone
+
     def test_what_tells_loads_of_a_report_apart_is_added(self, tmp_path: Path) -> None:
         """Two chunks and both settings of the prefix cache; what all share is left out."""
         points = [build.point(TP, 8, {"chunk": c, "prefix_cache": on}) for c in (1024, 2048) for on in (True, False)]

@@ -381,11 +381,12 @@ class TestPools:
         )
 
     def test_a_size_in_which_no_request_fits_is_refused_with_what_would(self) -> None:
-        """22 pages of 64 rows of 70,272 B and the padding page: 98.6 MiB."""
+        """22 pages of 64 rows of 70,272 B and the padding page: 98.65 MiB, so that 98.6 would not do when typed."""
         found = self.of(kv_memory="50MiB")
         assert isinstance(found.error, CapacityError)
-        assert "all requests here need 98.6MiB or more" in str(found.error)
-        assert self.of(kv_memory="99MiB").error is None
+        assert "all requests here need 98.7MiB or more" in str(found.error)
+        assert self.of(kv_memory="98.7MiB").error is None
+        assert self.of(kv_memory="98.6MiB").error is not None
 
     def test_a_size_in_which_only_short_requests_fit_serves_those(self) -> None:
         assert self.of(kv_memory="50MiB", input_tokens="uniform:10-4000", output_tokens=10).error is None

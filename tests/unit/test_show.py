@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dcpbench
-from dcpbench.points.sizes import size_text
+from dcpbench.points.sizes import size_text, size_that_holds
 from dcpbench.show import streams, terminal
 from dcpbench.show.numbers import (
     BYTES,
@@ -108,6 +108,11 @@ class TestNumbers:
     def test_sizes_are_written_in_a_unit_that_fits_and_never_rounded_up(self, size: int, text: str) -> None:
         """1,535 B are 1.499 KiB: 1.5 KiB would be more than there is."""
         assert size_text(size) == text
+
+    @pytest.mark.parametrize(("size", "text"), [(600, "600B"), (1535, "1.5KiB"), (1536, "1.5KiB"), (1537, "1.6KiB")])
+    def test_sizes_to_be_typed_are_never_rounded_down(self, size: int, text: str) -> None:
+        """1,535 B are 1.499 KiB, of which 1.4 would not be enough; 1,536 are 1.5."""
+        assert size_that_holds(size) == text
 
     def test_gib_of_a_column_have_digits_where_they_are_few(self) -> None:
         """3 MiB are 0.0029 GiB."""

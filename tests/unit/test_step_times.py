@@ -202,8 +202,8 @@ class TestRefusal:
             (replica([99] * 49), "56 decode rows|64 decode rows"),
             (replica([99] * 600), "captured graphs"),
             (replica([7000]), "1 decode rows with 7,001 KV tokens"),
-            (replica([], [(9000, 0)]), "9,216 rows"),
-            (replica([], [(64, 9 * 1024)]), "64 rows whose chunks' tokens attend to 9,248"),
+            (replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --chunk or load\."),
+            (replica([], [(64, 9 * 1024)]), r"64 rows whose chunks' tokens attend to 9,248.*give a smaller load\."),
             (replica([9000], [(64, 0)]), "beside chunks"),
         ],
         ids=["rows", "eager", "kv", "chunk", "prefix", "mixed-kv"],
@@ -241,6 +241,11 @@ class TestHost:
 
 
 class TestPath:
+    def test_what_either_side_lacks_is_named_as_lacking(self) -> None:
+        """A precision of its own, or a machine that is emulated, is the empty string where there is none."""
+        assert differences(PATH, PATH | {"kv_dtype": "fp8"}) == ["no --kv-dtype instead of fp8"]
+        assert differences(PATH | {"kv_dtype": "fp8"}, dict(PATH)) == ["--kv-dtype fp8 instead of none"]
+
     def test_differences_are_named_as_options(self) -> None:
         other = PATH | {"backend": "triton", "page_size": 1}
         assert differences(other, PATH) == ["--backend triton instead of flashinfer", "--page-size 1 instead of 64"]

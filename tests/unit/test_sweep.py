@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
+from dcpbench.launch.progress import rejected_lines
 from dcpbench.plan import grid
-from dcpbench.plan.spec import make_spec
+from dcpbench.plan.spec import make_spec, planned
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
@@ -283,6 +284,28 @@ def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], in
     assert f"Type instead: dcpbench sweep --model deepseek-v3 {instead} (or run it on 2 such machines" in text
 
 
+def test_what_to_type_instead_stays_a_plan_for_the_same_gpus() -> None:
+    """Of who plans for four H200 that are not here: the shorter command must not run on this machine."""
+    text = reason(expand(planned("H200", 4), tp="8", dcp="8", concurrency=8))
+    assert "--tp 4 --dcp 4 --dry-run --gpu H200 --gpus 4 (or" in text
+
+
+def test_reasons_that_differ_in_advice_alone_are_one() -> None:
+    """tp8 and tp8·dcp8 on 4 GPUs; told is the layout with the most DCP, whose baseline is measured beside it."""
+    with pytest.raises(CapacityError) as caught:
+        grid.check_any(expand(tp="8", dcp="1,8", concurrency=8))
+    assert str(caught.value).count("--tp 8 needs 8 GPUs") == 1
+    assert "--tp 4 --dcp 4 (or" in str(caught.value)
+
+
+def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -> None:
+    """And each layout once, however many loads share a reason."""
+    rows = grid.table(expand(model="deepseek-v3,kimi-k2", tp="8", dcp="8", concurrency="8,16"))
+    assert [line.partition(": ")[0] for line in rejected_lines(rows)] == [
+        f"{model} tp8·dcp8 at 8 × 4,000 and 16 × 4,000" for model in ("deepseek-v3", "kimi-k2")
+    ]
+
+
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
     found = expand(tp="4,8", concurrency=8)
@@ -493,6 +516,14 @@ def test_a_small_kv_memory_is_told_in_a_unit_that_fits() -> None:
     """1,000 B hold one page of 3·48·4 = 576 B; 2·101 more are 116,352 B. `0.0 GiB` would say nothing of either."""
     (found,) = expand(CPU, kv_memory="1KB", concurrency=2, dcp="1")
     assert "--kv-memory holds 576 B of KV cache per GPU, 113.6 KiB less than" in str(found.error)
+
+
+def test_a_kv_memory_that_is_too_small_is_told_with_one_that_is_enough_when_typed() -> None:
+    """203 pages of 576 B are 114.19 KiB: 114.2, and not 114.1, holds them."""
+    (found,) = expand(CPU, kv_memory="1KB", concurrency=2, dcp="1")
+    assert str(found.error).endswith("--kv-memory 114.2KiB holds all of them.")
+    (found,) = expand(CPU, kv_memory="114.2KiB", concurrency=2, dcp="1")
+    assert found.error is None
 
 
 def test_kv_memory_larger_than_the_gpu_says_how_large_it_can_be() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -249,6 +249,22 @@ class TestFiles:
         assert found.now
         assert found.now.stage == "profile"
         assert found.unread == {"progress-tp2-0.jsonl": 3, "records.jsonl": 1, "job-tp4-0.json": 1}
+
+    def test_a_file_that_is_there_and_cannot_be_opened_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else a run whose records belong to somebody else would look as if it had measured nothing."""
+        build.job(tmp_path, FOUR)
+        RecordFile(tmp_path).append(Record(point=FOUR[0], outcome="failed", reason="it died"))
+        opened = type(tmp_path).open
+
+        def refused(path: Path, *args: Any, **how: Any) -> object:
+            if path.name == "records.jsonl":
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, *args, **how)
+
+        monkeypatch.setattr(type(tmp_path), "open", refused)
+        assert build.state(tmp_path, 3).unread == {"records.jsonl": 1}
 
     def test_a_record_that_does_not_fit_its_checksum_is_counted_and_not_shown(self, tmp_path: Path) -> None:
         build.job(tmp_path, FOUR)

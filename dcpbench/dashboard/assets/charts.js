@@ -137,7 +137,7 @@
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${measure.label} over ${histories.length} histories; the values are in the tables below` });
     const notes = [measure.better ? `${measure.better} is better` : "", undated ? `${undated} values of runs without a date are not shown; choose “by run”` : ""].filter(Boolean);
     const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, dcp.measured(measure)), el("p", { class: "note" }, notes.join("; ")), chart, ...(said.length ? [el("ul", {}, ...said)] : []));
-    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes, annotations: [...labels, ...marks], margin: { t: TOP } };
+    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes: [...shapes, ...marks], annotations: labels, margin: { t: TOP } };
     const draw = () => {
       const done = dcp.draw(chart, traces, layout);
       const apart = () => keepApart(chart, layout, labels);

@@ -24,8 +24,11 @@ dcp.charts = (() => {
   const title = (name) => dcp.measured(fields.get(name));
   const tipOf = (point) => [dcp.points.brief(series[point.series].name), dcp.points.words(point)];
   const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
-  const watermark = (points) => (points.some((p) => p.marks.includes("cpu") || p.device === "CPU")
-    ? [dcp.watermark(data.watermark)] : []);
+  const onCpu = (points) => points.some((p) => p.marks.includes("cpu") || p.device === "CPU");
+  const watermark = (points) => (onCpu(points) ? [dcp.watermark(data.watermark)] : []);
+  /** The title of an axis below bars, which would cover a watermark. */
+  const below = (points, words) => ({ text: [words, onCpu(points) ? data.watermark.replaceAll("\n", " ") : ""].filter(Boolean).join("<br>") });
+  const lineBelow = (points) => (onCpu(points) ? LABEL_PIXELS : 0); // that much taller
 
   const scaled = (words) => (words.endsWith(")") ? `${words.slice(0, -1)}, log scale)` : `${words} (log scale)`);
 
@@ -157,7 +160,7 @@ dcp.charts = (() => {
       const all = heights.get(inside[0].model).flatMap((p) => drawn.flatMap(([column]) => [p[column], p[`${column}_high`]]));
       return {
         key: name, title: name, traces,
-        layout: { margin: MARGIN, xaxis, yaxis: values(all, figure.axis), annotations: watermark(inside) },
+        layout: { margin: MARGIN, xaxis, yaxis: values(all, figure.axis), shapes: watermark(inside) },
       };
     });
     const traced = points.some((p) => p.arrival === "trace") ? "Requests of a file have one load: they are in the table of points and under Explore. " : "";
@@ -254,7 +257,7 @@ dcp.charts = (() => {
         key: name, title: name, traces,
         layout: {
           margin: MARGIN, xaxis: values(same.map((p) => p.tok_s_per_user), title("tok_s_per_user")), yaxis: values(same.map((p) => p.output_tok_s_per_gpu), title("output_tok_s_per_gpu")),
-          annotations: watermark(inside),
+          shapes: watermark(inside),
         },
       };
     });
@@ -273,15 +276,15 @@ dcp.charts = (() => {
       tops.sort((a, b) => a.tp - b.tp || a.dp - b.dp || a.dcp - b.dcp);
       const first = tops[0][column];
       return {
-        key: `${model} ${column}`, title: `${model}, ${words}`, rows: tops.length,
+        key: `${model} ${column}`, title: `${model}, ${words}`, rows: tops.length, below: lineBelow(inside),
         traces: [{
           type: "bar", orientation: "h", x: tops.map((p) => p[column]), y: tops.map((p) => dcp.text(p.layout)), marker: { color: tops.map((p) => series[p.series].colour) },
           text: tops.map((p) => `${dcp.number(p[column])} (${Number((p[column] / first).toPrecision(3))}×)`), textposition: "outside", cliponaxis: false, textfont: { color: "var(--ink)" },
           tip: (i) => tipOf(tops[i]),
         }],
         layout: {
-          xaxis: { range: [0, Math.max(...tops.map((p) => p[column])) * 1.8], showticklabels: false, ticks: "", showgrid: false, showline: false },
-          yaxis: { type: "category", autorange: "reversed", showline: false, showgrid: false, ticks: "" }, bargap: 0.35, annotations: watermark(inside),
+          xaxis: { range: [0, Math.max(...tops.map((p) => p[column])) * 1.8], showticklabels: false, ticks: "", showgrid: false, showline: false, title: below(inside, "") },
+          yaxis: { type: "category", autorange: "reversed", showline: false, showgrid: false, ticks: "" }, bargap: 0.35,
         },
       };
     })).filter(Boolean);
@@ -331,14 +334,14 @@ dcp.charts = (() => {
       const labelled = (point) => { const text = dcp.text(dcp.points.brief(point.label)); return wordy ? text.replace(" (", "<br>(") : text; };
       const bars = rows.map((row, y) => ({ ...row, y })).filter((row) => row.point);
       return {
-        key: name, title: name, rows: rows.length * (wordy ? 1.4 : 1),
+        key: name, title: name, rows: rows.length * (wordy ? 1.4 : 1), below: lineBelow(inside),
         traces: [...on.map((phase) => ({
           type: "bar", orientation: "h", y: bars.map((bar) => bar.y), x: bars.map((bar) => bar.point[`phase:${phase}`]), marker: { color: `var(--phase-${phase})`, line: { color: "var(--paper)", width: 0.5 } },
           tip: (i) => shareOf(bars[i].point, phase),
         })), ...(floored && !figure.off.has(FLOOR) ? [floorsOf(bars)] : [])],
         layout: {
-          barmode: "stack", bargap: 0.2, annotations: watermark(inside),
-          xaxis: { title: { text: "profiled step (ms)" }, range: [0, longest(inside[0].model) * 1.04], nticks: 5 },
+          barmode: "stack", bargap: 0.2,
+          xaxis: { title: below(inside, "profiled step (ms)"), range: [0, longest(inside[0].model) * 1.04], nticks: 5 },
           yaxis: {
             tickvals: rows.map((_, y) => y), ticktext: rows.map((row) => (row.heading ? `<b>${row.heading}</b>` : labelled(row.point))),
             range: [rows.length - 0.4, -0.6], showgrid: false, showline: false, ticks: "", tickfont: { size: 12 },
@@ -376,7 +379,7 @@ dcp.charts = (() => {
     });
     const on = placed.filter((p) => !figure.off.has(group(p)));
     const axis = (name) => (joined && name === x ? loads(on.map((p) => p[name]), title(name)) : values(on.map((p) => p[name]), title(name)));
-    const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { margin: MARGIN, xaxis: axis(x), yaxis: axis(y), annotations: watermark(on) } }];
+    const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { margin: MARGIN, xaxis: axis(x), yaxis: axis(y), shapes: watermark(on) } }];
     const without = points.length - placed.length;
     return { panels, items, note: without > 0 ? `Not drawn: ${without} of ${dcp.counted(points.length, "point")} without ${fields.get(x).label} or without ${fields.get(y).label}.` : "", wide: true };
   }

@@ -92,7 +92,7 @@
         box.classList.toggle("begins", Boolean(panel.begins));
         chartBox.classList.toggle("low", Boolean(panel.low));
         chartBox.dataset.paper = wide || panels.length === 1 ? 660 : 325;
-        chartBox.style.height = panel.rows ? `${panel.rows * dcp.charts.ROW_PIXELS + 80}px` : "";
+        chartBox.style.height = panel.rows ? `${panel.rows * dcp.charts.ROW_PIXELS + 80 + (panel.below ?? 0)}px` : "";
         pending.set(chartBox, panel);
         if (marksOf(panel) > MOST_IDLE) chartBox.dataset.later = `${dcp.number(marksOf(panel))} marks, drawn once they are in sight.`;
         if (near.has(chartBox)) drawPending(chartBox);

@@ -11,7 +11,7 @@
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
    trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: says all of its i-th mark when a pointer
                                       comes over it, however much that is; Plotly's own labels must be shorter than a chart
-   dcp.watermark(text)                a layout annotation across the whole chart, with its line breaks
+   dcp.watermark(text)                a shape of a layout: the text across the whole chart, with its line breaks, behind what is drawn
    dcp.sample({colour, symbol, dash}) the line and the marker of a series, as a small picture
    dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
                                       change(i, on) is called when one is pressed, by mouse or keyboard */
@@ -176,8 +176,8 @@
   });
 
   const watermark = (words) => ({
-    text: text(words).replaceAll("\n", "<br>"), xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, textangle: -12,
-    font: { size: 17, color: "var(--watermark)" }, opacity: 0.8, captureevents: false,
+    type: "rect", xref: "paper", yref: "paper", x0: 0, x1: 1, y0: 0, y1: 1, line: { width: 0 }, layer: "below",
+    label: { text: text(words).replaceAll("\n", "<br>"), textposition: "middle center", textangle: -12, font: { size: 17, color: "var(--watermark)" } },
   });
 
   /** The line and the marker of a series, as a small picture. */
