@@ -30,7 +30,7 @@ def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterable[str]:
     return (name for name in fields if name not in later or getattr(of, name) not in (later[name], names.UNKNOWN))
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the workload `serve` is asked to serve, and how; docs/serving.md has a sentence for each option."""
 
     mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=names.MODES)] = names.LIVE
@@ -79,7 +79,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return f"Load({', '.join(fields)})"
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One layout × workload × load, as asked for."""
 
     model: Annotated[str, Axis(ENGINE, 1, title="model")]

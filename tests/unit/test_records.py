@@ -73,6 +73,23 @@ def test_records_from_before_an_option_was_there_match_points_that_leave_it_off(
     assert msgspec.structs.replace(POINT, overlap=True).key() != POINT.key()
 
 
+@pytest.mark.parametrize("place", [["point"], ["point", "load"]])
+def test_a_point_with_an_option_that_nobody_knows_is_not_taken_for_the_one_without_it(
+    tmp_path: Path, place: list[str]
+) -> None:
+    """As a later dcpbench would write it."""
+    line = msgspec.json.decode(msgspec.json.encode(serve.served(serve.point()) if "load" in place else FULL))
+    inner = line
+    for name in place:
+        inner = inner[name]
+    inner["halves"] = 2
+    (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
+    with pytest.raises(
+        RecordsError, match=r"line 1: Object contains unknown field `halves`.*Not written by this version"
+    ):
+        read_records(tmp_path)
+
+
 def test_an_exchange_is_called_by_its_options_too() -> None:
     """Without an exchange there is nothing to call."""
     changed = msgspec.structs.replace(POINT, exchange="a2a", q_replicate=True, overlap=True)
