@@ -113,7 +113,7 @@ class TestBeats:
         """Of a rank that waits in an all-gather of prefixes `hang` says the layer by its last beat."""
         said, gathered = [], []
         monkeypatch.setattr(beats, "layer", said.append)
-        monkeypatch.setattr(Prefiller, "gather", lambda _, seen, index: gathered.append((index, said[-1])))
+        monkeypatch.setattr(Prefiller, "gather", lambda _, _seen, index: gathered.append((index, said[-1])))
         of, prefiller = engine(TINY, window=window)
         pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
         for tokens in (14, 6):
