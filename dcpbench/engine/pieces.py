@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.engine.model import StepInput
+from dcpbench.hangs import beats
 from dcpbench.measuring.ranges import quiet
 from dcpbench.points.batches import PADDING_POSITION, chunk_row_sizes
 
@@ -156,7 +157,9 @@ class Cut:
 
         def run(index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             if first_seen is not None and index < model.shape.layers:
+                beats.layer(index)
                 pieces.prefiller.gather(first_seen, index)
+                beats.layer(max(index - 1, 0))  # which the piece ends first
             return self.run(index, y_BhV)
 
         def attend(index: int, *_: torch.Tensor) -> torch.Tensor:

@@ -408,7 +408,9 @@ def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
     """(phase, layer) of a meeting that a rank is in."""
     if not _by_host(rank):
         assert rank.device is not None
-        return wait.meeting.phase or REDUCES[rank.device.half], rank.device.layer
+        # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/pieces.py).
+        ahead = wait.meeting.phase == "prefix_gather" and rank.device.half == "mlp"
+        return wait.meeting.phase or REDUCES[rank.device.half], rank.device.layer + ahead
     phase, layer, _ = spot(rank)
     host_waits = rank.beats is not None and rank.beats.waits
     return wait.meeting.phase or (phase if host_waits else ""), layer if host_waits else None

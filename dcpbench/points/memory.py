@@ -24,7 +24,8 @@ CACHE_FACTOR = 4
 LOCATIONS = 1 << 31
 """Places of tokens that can be told apart, as kernels read them in 32 bits: virtual pages times their tokens."""
 PREFILL_WINDOW = 16384
-"""Tokens of the stored prefix that are decompressed at once; engine/prefill.py."""
+"""Keys that are decompressed at once, or as many as a step has rows where these are more, and most stored ones among them;
+engine/prefill.py."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
 ABSORBED = ("w_uk", "w_uv")

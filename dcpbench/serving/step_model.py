@@ -252,7 +252,7 @@ def _rows_and_x(work: Work) -> tuple[int, float]:
 class MixedTimes:
     """What attention of decode rows adds to a step with chunks: G(padded rows, KV tokens), by the chunks' tokens.
 
-    It depends little on the chunks, except where the host, launching kernel by kernel, is slower than the device; past
+    It depends little on the chunks, except where the host, launching, is slower than the device; past
     the fewest and the most tokens that were measured it stays as it was there.
     """
 

@@ -3,8 +3,8 @@
     agree ─▶ submit ─▶ decide k+1 ─▶ launch k+1 ─▶ wait for the tokens of k ─▶ stamp them ─▶ …
     device:  ────────── step k ──────────────────▶│────────── step k+1 ────────
 
-A step with chunks is launched kernel by kernel, which may take longer than step k runs: then the tokens of k are read
-as soon as they are there, between two layers of the launch.
+A step with chunks takes some launches a layer, which may take longer than step k runs: then the tokens of k are read as
+soon as they are there, between two layers of the launch.
 
 Rank 0's clock decides how many turns and sessions have come and when the run ends; it tells the others, through sockets, while
 the device is busy. All else follows from the same integers on every rank.

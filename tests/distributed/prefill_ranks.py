@@ -30,17 +30,17 @@ from tests.unit.engine_builder import CPU
 from tests.unit.prefill_builder import Prompt, prompt_tokens, step
 
 LENGTH = 40
-CONTEXT = 64
+CONTEXT = 96
 
 Step = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 LOAD: tuple[tuple[Step, ...], tuple[Step, ...]] = (
-    (((), ((0, 16),)), ((), ((0, 16), (1, 16))), ((), ((0, 5),)), ((0,), ((1, 16),)), ((0,), ())),
+    (((), ((0, 16),)), ((), ((0, 16), (1, 16))), ((), ((0, 5), (1, 16))), ((0,), ((1, 5),)), ((0, 1), ())),
     (((), ((0, 32),)), ((), ((1, 3),)), ((1,), ((0, 8),)), ((1,), ()), ((), ())),
 )
 """For each of two replicas, steps of prompts that decode a token, and of prompts with the tokens of their chunk.
 
-Chunks begin at multiples of 16, the largest page_size · dcp here. Rows are 16, 32, 5, 17, 1 and 32, 3, 9, 1, 0, so that
-with attention DP both are padded."""
+Chunks begin at multiples of 16, the largest page_size · dcp here. Rows are 16, 32, 21, 6, 2 and 32, 3, 9, 1, 0, so that
+with attention DP both are padded. The third step has two prefixes, 32 and 16 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -436,10 +436,10 @@ def test_threads_of_faulthandler_and_of_py_spy_are_told_apart() -> None:
     assert [t.main for t in dumps.threads(SPY.format(pid=1, frames=IN_REDUCE))] == [True, False]
 
 
-def merges(rank: int, ranks: int, ended: int, heard: dict[int, int], number: int = 0) -> Signals:
+def merges(rank: int, ranks: int, ended: int, heard: dict[int, int], number: int = 0, phase: str = "merge") -> Signals:
     """One kind of meeting in the memory of a rank: how many it has ended, and how often peers have signalled."""
     row = [ended, *(ended if peer == rank else heard[peer] for peer in range(ranks))]
-    one = Meeting(number=number, what="merge of symm", phase="merge", ranks=tuple(range(ranks)), rows=[row])
+    one = Meeting(number=number, what="merge of symm", phase=phase, ranks=tuple(range(ranks)), rows=[row])
     return Signals(meetings=[one])
 
 
@@ -460,6 +460,16 @@ def test_a_rank_whose_signal_never_came_is_named_and_not_the_one_that_waits_for_
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("signal", [1], [0], "merge", 1)
     assert (found.collective, found.number) == ("merge of symm", 70)
     assert "rank 1 has passed merge of symm, meeting 70, and no signal of it has come to rank 0" in found.said
+
+
+@pytest.mark.parametrize("norm", [2, 3])
+def test_a_prefix_is_of_the_layer_that_attends_to_it_also_where_it_comes_ahead_of_its_norm(
+    tmp_path: Path, norm: int
+) -> None:
+    """Norm 2 = 2 · 0 + 2 is the last before layer 1's prefixes are gathered in captured pieces, 3 = 2 · 1 + 1 for its windows."""
+    signals = [merges(0, 2, 4, {1: 4}, phase="prefix_gather"), merges(1, 2, 5, {0: 5}, phase="prefix_gather")]
+    found = replayed(tmp_path, signals, [norm, norm])
+    assert (found.kind, found.phase, found.layer) == ("signal", "prefix_gather", 1)
 
 
 def test_of_four_ranks_the_one_whose_signal_all_others_miss_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dcpbench.engine.pieces import Cut, Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
+from dcpbench.hangs import beats
 from dcpbench.kernels.prefill.sdpa import PlainRagged
 from dcpbench.points import memory
 from dcpbench.points.batches import chunk_row_sizes, chunk_rows
@@ -104,6 +105,21 @@ class TestLogits:
         assert {len(sized.graphs) for sized in pieces.cuts.values()} == {BIG.layers + 1}
         assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: BIG.layers, 2: BIG.layers}
         assert len(pieces.graphs) == BIG.layers
+
+
+class TestBeats:
+    @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
+    def test_a_prefix_is_gathered_in_the_layer_that_attends_to_it(self, window, monkeypatch):
+        """Of a rank that waits in an all-gather of prefixes `hang` says the layer by its last beat."""
+        said, gathered = [], []
+        monkeypatch.setattr(beats, "layer", said.append)
+        monkeypatch.setattr(Prefiller, "gather", lambda _, _seen, index: gathered.append((index, said[-1])))
+        of, prefiller = engine(TINY, window=window)
+        pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
+        for tokens in (14, 6):
+            step(of, prefiller, [], [(prompt, tokens)], pieces=pieces)
+        assert {index for index, _ in gathered} == set(range(TINY.layers))
+        assert all(index == layer for index, layer in gathered)
 
 
 class TestLaunches:

@@ -1,6 +1,6 @@
 """The experts of one rank for prompts: tokens are sorted by expert, and tensor descriptors fetch both operands.
 
-    sort       place of each assignment among those sorted by expert (torch), and their rows gathered in that order
+    sort       place of each assignment among those sorted by expert, three kernels; their rows are gathered in that order
     tiles      each expert's rows cut into tiles; one kernel
     gate-up    a tile times a block of columns of gate and of up; their silu and product are its epilogue
     down       the same for the second matrix

@@ -29,7 +29,7 @@ WIDTH, VALUE = 192, 128
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended size for split-KV partials; calls in one stream may share it."""
 WRAPPERS_AT_START = 8
-"""Made early, as each takes 8 MiB of pinned memory and of the GPU's: enough for two steps with three windows."""
+"""Made early, as each takes 8 MiB of pinned memory and of the GPU's: enough for two steps of four calls each."""
 
 
 class FlashInferPrefill:
