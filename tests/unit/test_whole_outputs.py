@@ -31,6 +31,7 @@ from dcpbench.errors import UsageError
 from dcpbench.exports import FORMATS as EXPORTS
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device, Seen
+from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.machines import described
@@ -52,6 +53,7 @@ from dcpbench.syncs.gating.gate import Gate
 from dcpbench.syncs.gating.gate import judge as judge_syncs
 from dcpbench.syncs.scan import scan
 from dcpbench.top import words as top_words
+from dcpbench.top.facts import Facts
 from dcpbench.top.render import render as top_render
 from tests.unit import (
     compare_builder,
@@ -261,6 +263,100 @@ def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
     said = "\n".join([*top_words.snapshot(state), *top_words.changes(None, state)])
     told = msgspec.json.format(msgspec.json.encode(state)).decode()
     hold(f"top-{width}.txt", f"{out.getvalue()}\n{said}\n{told}", tmp_path)
+
+
+def measured(folder: Path) -> None:
+    """Two jobs of tp 2 and tp 4: three points ended, of which one failed; one is at work since 40 s; one was rejected."""
+    points = [top_builder.point(context) for context in (100, 200, 300)]
+    wide = [top_builder.point(context, tp=4) for context in (100, 200)]
+    first = top_builder.job(folder, points, pool=[*points, *wide])
+    top_builder.record(folder, top_builder.point(999), start=0, seconds=0, outcome="rejected", reason="too long")
+    top_builder.tell(first, 1, "build")
+    top_builder.done(first, folder, points[0], 2, 10)
+    top_builder.done(first, folder, points[1], 10, 21)
+    top_builder.record(folder, points[2], start=21, seconds=8, outcome="failed", reason="rank 1: ValueError: no row")
+    top_builder.tell(first, 29, "done", points[2])
+    top_builder.tell(first, 30, "end")
+    second = top_builder.job(folder, wide, pool=[*points, *wide], tag="tp4-0", at=33)
+    top_builder.tell(second, 40, "measure", wide[0], "1/9 requests")
+    top_builder.tell(second, 41, "measure", wide[0])
+
+
+def verified(folder: Path) -> None:
+    """Two layouts checked, of which the second is at work."""
+    points = [top_builder.point(100), top_builder.point(200)]
+    job = top_builder.job(folder, points, kind="verify", pool=[])
+    top_builder.tell(job, 3, "done", points[0])
+    top_builder.tell(job, 41, "check", points[1])
+
+
+def resumed(folder: Path) -> None:
+    """One measured and one lost at first; 20 s later the second command has measured another one."""
+    points = [top_builder.point(context) for context in (100, 200, 300)]
+    first = top_builder.job(folder, points)
+    top_builder.done(first, folder, points[0], 0, 5)
+    top_builder.record(folder, points[1], start=5, seconds=3, outcome="failed")
+    second = top_builder.job(folder, points[1:], pool=points, tag="tp2-1", at=20, command="dcpbench sweep --resume")
+    top_builder.done(second, folder, points[1], 22, 41)
+
+
+def replayed_here(folder: Path) -> None:
+    """No job; two points ended, of which one was spared as it would fail, too."""
+    top_builder.record(folder, top_builder.point(100), start=0, seconds=41)
+    top_builder.record(folder, top_builder.point(200), start=41, seconds=0, outcome="failed", reason="as before")
+
+
+def not_begun(folder: Path) -> None:
+    """A job file, and no event."""
+    top_builder.job(folder, [top_builder.point(100)], at=41, device="cpu", command="dcpbench sweep --timeout=30")
+
+
+def finished(folder: Path) -> None:
+    """One point, which failed, and a rank that said why."""
+    job = top_builder.job(folder, [top_builder.point(100)])
+    top_builder.record(folder, job.points[0], start=1, seconds=40, outcome="failed", reason="rank 0: OSError: none")
+    top_builder.tell(job, 41, "end")
+
+
+@pytest.mark.parametrize("story", [measured, verified, resumed, replayed_here, not_begun, finished])
+def test_a_run_at_any_moment(story: Callable[[Path], None], tmp_path: Path) -> None:
+    """Its last sign of life was at 41 s. As its command or its workers live or nobody does; as it was seen before, or not."""
+    story(tmp_path)
+    facts = Facts(tmp_path)
+    lines: dict[str, list[str]] = {}
+    for alive, began, here, at in itertools.product(
+        (COMMAND, WORKERS, NONE), (None, 0, 22, 23), (False, True), (41, 101, 101.5)
+    ):
+        state = top_builder.state(facts, at, alive=alive, began=began, known_here=here)
+        told = msgspec.to_builtins(msgspec.structs.replace(state, folder="run", at=0.0))
+        said = {k: v for k, v in rounded(told).items() if v not in (None, "", [], {}) and k != "last"}
+        text = "\n".join([json.dumps(said, ensure_ascii=False), *(f"  {line}" for line in top_words.snapshot(state))])
+        when = f"{alive or 'nobody'} of {began} at {at}{' seen here' if here else ''}"
+        lines.setdefault(text.replace(str(tmp_path), "run"), []).append(when)
+    last = [json.dumps(msgspec.to_builtins(point)) for point in facts.last]
+    hold(
+        f"top-{story.__name__}.txt",
+        "\n".join([*last, *(f"--- {', '.join(whens)}\n{text}" for text, whens in lines.items())]),
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_watched_run_on_terminals_of_all_sizes(count: int, tmp_path: Path) -> None:
+    """With so many GPUs: which columns and points there is room for."""
+    measured(tmp_path / "run")
+    gpus = [
+        msgspec.structs.replace(GPU, index=n, **({"power_w": None, "name": ""} if n == 1 else {})) for n in range(count)
+    ]
+    state = msgspec.structs.replace(top_builder.state(tmp_path / "run", 45), gpus=gpus, folder="run")
+    last = [msgspec.structs.replace(state.last[0], point=f"p{n}", ttft_ms=n * 10.0 or None) for n in range(30)]
+    state = msgspec.structs.replace(state, last=last, unread={"records.jsonl": 2})
+    lines = []
+    for width, height in ((49, 12), (50, 14), (59, 16), (60, 18), (61, 20), (69, 25), (70, 30), (71, 33), (90, 60)):
+        out = io.StringIO()
+        Console(file=out, width=width).print(top_render(state, width, height))
+        lines.append(f"--- {width} × {height}\n{out.getvalue()}")
+    hold(f"top-sizes-{count}.txt", "\n".join(lines), tmp_path)
 
 
 PLANS = {
