@@ -38,6 +38,11 @@ from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
+from dcpbench.recommend import answer, estimate
+from dcpbench.recommend.advise import Choice
+from dcpbench.recommend.estimate import published
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, REPLAYED, Estimator
+from dcpbench.records.record import Percentiles
 from dcpbench.reports import export, frames, markdown, plots, sections
 from dcpbench.reports.page.points import page_data
 from dcpbench.serving.loads import make_requests
@@ -65,6 +70,7 @@ from tests.unit import (
     syncs_builder,
     top_builder,
 )
+from tests.unit import test_recommend as advised
 from tests.unit import test_replay_point as replayed
 from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
 from tests.unit.test_hangs import HALF, X, merges, recorded
@@ -394,6 +400,137 @@ ADVICE = {
 @pytest.mark.parametrize("name", ADVICE)
 def test_a_recommendation(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
     hold(f"recommend-{name}.txt", typed(*ADVICE[name].split()), tmp_path)
+
+
+def test_estimates_of_steps(tmp_path: Path) -> None:
+    """µs of each part of a step and of calls between ranks, what they may be off by, and the whole: padded rows, chunks, hosts."""
+    lines = []
+    fitted = published().terms
+    chunked = StepRows(decodes=(4000,) * 3, chunks=((512, 1000),), sampled=4, tokens=515)
+    ways = (
+        *({"tp": tp, "exchange": "none"} for tp in (1, 4, 8, 16)),
+        *({"tp": 8, "dcp": 8, "exchange": exchange} for exchange in ("a2a", "ag_rs")),
+        {"tp": 4, "dcp": 2, "exchange": "a2a", "kv_dtype": "fp8", "weights_dtype": "fp8"},
+        {"tp": 8, "dp": 8, "ep": "tp"},
+        {"tp": 8, "dp": 2, "dcp": 4, "ep": "tp", "exchange": "a2a"},
+        {"tp": 16, "dp": 16, "ep": "tp"},
+        {"tp": 16, "dp": 4, "ep": "tp"},
+    )
+    for machine, model in (("H200", "deepseek-v3"), ("H200+rdma-400", "kimi-k2"), ("B200", "deepseek-v2")):
+        for of in ways:
+            one = advised.point(**{"model": model, **of})
+            lines.append(f"{machine} {model} {one.layout} {one.exchange} {one.weights_precision}")
+            try:
+                estimator = Estimator(one, described(machine), fitted)
+                for rows in (estimator.decode_rows(1, 100), estimator.decode_rows(37, 32_000), chunked):
+                    full = estimate.padded(rows, one.dp)
+                    parts = estimate.terms(estimator.sharding, full, estimator.rates, estimator.wire, one.exchange)
+                    calls = estimate.calls(estimator.sharding, full, estimator.wire, one.exchange)
+                    own = {what: [1e6 * s for s in (c.mean, c.low, c.high)] for what, c in calls.items()}
+                    lines.append(
+                        f"  {len(full.decodes)} of {full.tokens}: {json.dumps(rounded(parts))} {json.dumps(rounded(own))}"
+                    )
+                    lines.append(
+                        f"    {estimator.ms(rows):.6g} ms ± {json.dumps(rounded(estimator.wire_errors(rows)))}"
+                    )
+            except UsageError as e:
+                lines.append(f"  {e}")
+    hold("estimates.txt", "\n".join(lines), tmp_path)
+
+
+def chosen(name: str, *of: tuple[dict[str, Any], float, str], slo: tuple[str, ...] = (), **refused: str) -> Choice:
+    """A load's choice among layouts with these rates, of which some miss the SLO."""
+    found = [
+        dataclasses.replace(
+            advised.forecast(tok_s, source, {"all-reduce": 0.02 * n}, **degrees),
+            itl_ms=Percentiles(p50=12.345 * (n + 1), p99=99.0),
+            ttft_ms=Percentiles(p50=1234.5 / (n + 1)),
+        )
+        for n, (degrees, tok_s, source) in enumerate(of)
+    ]
+    misses = {f.who: ["ITL p99 99 ms"] for f in found if f.who in slo}
+    return Choice(
+        name=name,
+        concurrency=int(name.partition(" ")[0]),
+        forecasts=found,
+        misses=misses,
+        refused=refused,
+    )
+
+
+TP8, DCP8 = {"tp": 8}, {"tp": 8, "dcp": 8, "exchange": "a2a"}
+WIDE, DP8 = {"tp": 16, "dp": 2, "ep": "tp"}, {"tp": 8, "dp": 8, "ep": "tp"}
+FULL = "its weights take 99 GiB of each GPU."
+CHOICES: dict[str, tuple[dict[str, Any], list[Choice]]] = {
+    "alone": ({}, [chosen("8 × 4,000 tokens", (TP8, 800, MEASURED), tp4=FULL, tp2=FULL)]),
+    "dcp": (
+        {"price": 2.5, "gpus": (8, 16)},
+        [
+            chosen("8 × 4,000 tokens", (TP8, 900, ESTIMATED), (DCP8, 800, ESTIMATED), (WIDE, 1500, ESTIMATED), tp4=FULL),
+            chosen("16 × 4,000 tokens", (DCP8, 1500, ESTIMATED), (TP8, 1200, ESTIMATED), (DP8, 1190, ESTIMATED), tp4="none"),
+            chosen("32 × 4,000 tokens", (DCP8, 2500, ESTIMATED), (TP8, 2450, MEASURED), (DP8, 900, EMULATED)),
+            chosen("64 × 4,000 tokens", (DCP8, 5000, ESTIMATED), (DP8, 3000, EMULATED), tp8="no room."),
+            chosen("8 × 32,000 tokens", (TP8, 700, ESTIMATED), (DP8, 690, ESTIMATED), (DCP8, 680, ESTIMATED)),
+            chosen("64 × 32,000 tokens", tp8="no room.", tp4=FULL),
+        ],
+    ),
+    "slo": (
+        {"slo": {"itl": 50.0}, "weights_dtype": "fp8", "cycled": True, "price": 9.99},
+        [
+            chosen("4 × 4,000 tokens", (TP8, 700, ESTIMATED), (DCP8, 900, ESTIMATED), (DP8, 950, REPLAYED), slo=("tp8·dp8",)),
+            chosen("8 × 4,000 tokens", (TP8, 700, ESTIMATED), (DCP8, 695, ESTIMATED), slo=("tp8", "tp8·dcp8 (a2a)")),
+            chosen("16 × 4,000 tokens", (TP8, 700, ESTIMATED), (DCP8, 300, ESTIMATED), slo=("tp8", "tp8·dcp8 (a2a)")),
+        ],
+    ),
+    "served": (
+        {"machine": described("B200"), "named": "B200"},
+        [
+            chosen(
+                f"{n} × 1000 → 20 tokens",
+                *(({**of, "concurrency": n, "load": advised.load(requests=4 * n)}, rate / k, REPLAYED) for k, of in ((1, TP8), (2, DCP8))),
+            )
+            for n, rate in ((8, 700), (16, 1300))
+        ],
+    ),
+    "arriving": (
+        {},
+        [
+            chosen(
+                f"1 × {of} req/s",
+                ({**TP8, "load": advised.load(requests=9, arrival="gamma", request_rate=of, chunk=1024)}, 100 * of, ESTIMATED),
+            )
+            for of in (0.5, 2.0)
+        ],
+    ),
+    "none": ({}, [chosen("8 × 4,000 tokens", tp4=FULL)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_answer_to_what_to_run(name: str, tmp_path: Path) -> None:
+    """Its page and its JSON, from choices as made up: alone, undecided, DCP ahead from a load on, an SLO missed, nothing that fits."""
+    of, choices = CHOICES[name]
+    ask = dataclasses.replace(advised.ask("H200"), **{"gpus": (8,), **of})
+    launched = {f.who: {"vllm": "vllm serve", "sglang": "sglang"} for f in answer.recommended(choices)}
+    text = answer.markdown(ask, choices, ["One was left out."], published(), launched)
+    told = answer.as_json(ask, choices, ["One was left out."], published(), launched)
+    level = [f"{c.name}: {c.meets} {c.decided} {c.next.who if c.next else '-'}" for c in choices]
+    out = io.StringIO()
+    answer.show(ask, choices, [], published(), launched, Console(file=out, width=120))
+    said = "\n".join(level)
+    hold(
+        f"answer-{name}.txt",
+        f"{text}\n{out.getvalue()}\n{said}\n{json.dumps(rounded(told), indent=1, ensure_ascii=False)}",
+        tmp_path,
+    )
+
+
+def test_the_picture_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("dcpbench.show.figures.save", lambda figure, *_: said.append(figure_words(figure)))
+    for name in ("dcp", "slo"):
+        answer.picture(advised.ask("H200"), CHOICES[name][1], tmp_path / "x.png")
+    hold("answer-picture.txt", "\n".join(said), tmp_path)
 
 
 def test_machines(tmp_path: Path, typed: Callable[..., str]) -> None:
