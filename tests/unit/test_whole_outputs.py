@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, REPLAYED,
 from dcpbench.records.record import Percentiles
 from dcpbench.reports import export, frames, markdown, plots, sections
 from dcpbench.reports.page.points import page_data
+from dcpbench.servers import agreement
+from dcpbench.servers.presets import PRESETS, Engine, launched
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
@@ -60,6 +63,7 @@ from dcpbench.syncs.scan import scan
 from dcpbench.top import words as top_words
 from dcpbench.top.facts import Facts
 from dcpbench.top.render import render as top_render
+from tests.servers import test_agreement as agreeing
 from tests.unit import (
     compare_builder,
     dashboard_builder,
@@ -531,6 +535,76 @@ def test_the_picture_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("dcp", "slo"):
         answer.picture(advised.ask("H200"), CHOICES[name][1], tmp_path / "x.png")
     hold("answer-picture.txt", "\n".join(said), tmp_path)
+
+
+def test_command_lines_of_servers(tmp_path: Path) -> None:
+    """Of both presets and of an engine of one's own, for layouts, exchanges, precisions, machines and settings."""
+    own = Engine(
+        name="own",
+        command="run '{model} x' --at {host}:{port} {attn_tp} {nnodes}",
+        layout={"interleave": "-i {interleave}", "exchange": "-x {exchange}", "tp": "-t {tp}", "kv": "--kv"},
+        flags={"eager": True, "off": False, "seqs": [32, 64], "quiet": [True, False], "rate": 0.5},
+        profiler="--traces {traces}",
+    )
+    lines = [str(settings) for settings in own.servers()]
+    layouts: list[dict[str, Any]] = [
+        {"tp": 1, "exchange": "unknown", "ep": "unknown"},
+        {"tp": 1},
+        {"tp": 4, "exchange": "a2a"},
+        {"tp": 8, "dcp": 8, "exchange": "a2a"},
+        {"tp": 8, "dcp": 2, "exchange": "symm", "interleave": 64},
+        {"tp": 8, "dp": 2, "dcp": 4, "ep": "tp", "exchange": "ag_rs", "interleave": 2, "kv_dtype": "fp8"},
+        {"tp": 8, "dp": 8, "ep": "tp", "interleave": 16},
+    ]
+    for engine, of in itertools.product((*PRESETS.values(), own), layouts):
+        one = advised.point(**of)
+        for more in ({}, {"nnodes": 2}, {"traces": "/t"}):
+            for settings in ({}, {"seqs": "32", "quiet": "False", "eager": "False"}) if not more else ({},):
+                words = engine.words(one, settings, "m", 7, **more)
+                lines.append(f"{engine.name} {one.layout} {one.exchange} {more or ''}: {shlex.join(words)}")
+    for model, nnodes in (("kimi-k2", 1), ("deepseek-v2-lite", 2), ("mine", 1)):
+        lines += map(str, launched(advised.point(model=model), nnodes).items())
+    hold("servers.txt", "\n".join(lines), tmp_path)
+
+
+def test_verdicts_on_answers_of_two_servers(tmp_path: Path) -> None:
+    """Found at one length and judged over several: differing tokens, near-ties, drift, noise of their own."""
+    rng = np.random.default_rng(5)
+    ways: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+        "alike": ({}, {}),
+        "wrong": ({"noise": 0.02}, {"wrong": 3, "noise": 0.02}),
+        "off": ({"noise": 0.02}, {"off": 0.3, "noise": 0.02}),
+        "a little off": ({"noise": 0.02}, {"off": 0.05, "noise": 0.02}),
+        "noisy": ({"flips": 0.2}, {"flips": 0.2}),
+        "both": ({"flips": 0.002}, {"wrong": 1, "off": 0.4}),
+    }
+    found = {
+        (name, context, runs): agreement.compare(
+            context, *[[[agreeing.made(rng, **how) for _ in range(runs)] for _ in range(6)] for how in sides]
+        )
+        for name, sides in ways.items()
+        for context, runs in ((64, 2), (1024, 3))
+    }
+    tied = agreeing.answer("x", "y", gaps=(1.0, 0.1))
+    for gap in (0.1, 0.11):
+        mine = agreeing.answer("x", "z", gaps=(1.0, gap))
+        found[f"tied {gap}", 64, 3] = agreement.compare(64, [[mine] * 3] * 8, [[tied] * 3] * 8)
+    lines = [
+        f"{name} {context} {runs}: {json.dumps(rounded(msgspec.to_builtins(f)))}"
+        for (name, context, runs), f in found.items()
+    ]
+    for a, b in itertools.product(found.values(), repeat=2):
+        if a.context < b.context or a is b:
+            judged, verdict, why = agreement.judge([a] if a is b else [a, b])
+            flags = [f"{f.tokens_differ:d}{f.drifts:d}" for f in judged]
+            next_one = [agreement.between(judged, apart) for apart in (959, 960)]
+            lines.append(f"{' '.join(flags)} {next_one} {verdict}: {why}")
+    middle = msgspec.structs.replace(found["alike", 64, 2], context=256)
+    last = msgspec.structs.replace(found["alike", 64, 2], context=2048)
+    for several in ([found["wrong", 64, 2], middle, found["wrong", 1024, 3]], [middle, found["off", 1024, 3], last]):
+        judged, verdict, why = agreement.judge(several)
+        lines.append(f"{agreement.between(judged, 10)} {verdict}: {why}")
+    hold("agreement.txt", "\n".join(lines), tmp_path)
 
 
 def test_machines(tmp_path: Path, typed: Callable[..., str]) -> None:
