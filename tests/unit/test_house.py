@@ -1,7 +1,9 @@
 """The house rules that no linter knows: what a wheel holds, what an import costs, what documents promise."""
 
+import ast
 import dataclasses
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -257,18 +259,21 @@ FILLED = {
 """Dataclasses and structs that are filled step by step, or so often that freezing them would take long."""
 
 
-@pytest.mark.parametrize(
-    "room",
-    sorted({name.split(".")[1] for name in TORCH_FREE if name.count(".")} | {"plan", "points", "records", "show"}),
-)
+ROOMS = sorted({name.split(".")[1] for name in TORCH_FREE if name.count(".")} | {"plan", "points", "records", "show"})
+
+
+def modules_without_torch(room: str) -> list[str]:
+    """Of a room, those that can be imported here."""
+    paths = sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [n for n in names if not (n.startswith(WITH_TORCH) or "recorder" in n or n.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("room", ROOMS)
 def test_values_cannot_be_changed(room: str) -> None:
     """All other dataclasses and structs of the rooms without torch are frozen."""
     found = set()
-    paths = sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
-    for path in paths:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if name.startswith(WITH_TORCH) or "recorder" in name or name.endswith("__main__"):
-            continue
+    for name in modules_without_torch(room):
         module = importlib.import_module(name)
         for cls in vars(module).values():
             if not isinstance(cls, type) or cls.__module__ != name:
@@ -284,3 +289,64 @@ def test_values_cannot_be_changed(room: str) -> None:
     assert found == {
         (module, cls) for module, names in FILLED.items() for cls in names.split() if module.split(".")[0] == room
     }
+
+
+def numbers_in(value: object) -> str:
+    """A value made of plain ones, as it is written; empty where there is no number in it, or something else is."""
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        parts = [
+            (numbers_in(k) or repr(k), numbers_in(v)) for k, v in value.items() if isinstance(k, str | int | float)
+        ]
+        return f"{{{', '.join(f'{k}: {v}' for k, v in parts)}}}" if all(v for _, v in parts) and parts else ""
+    if isinstance(value, tuple | list):
+        parts = [numbers_in(v) or (repr(v) if isinstance(v, str) else "") for v in value]
+        return f"({', '.join(parts)})" if all(parts) and any(map(numbers_in, value)) else ""
+    return ""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_values_that_decide_something_are_held(room: str) -> None:
+    """In tests/data/said, so that who changes one says so twice; SAID=write writes them.
+
+    Limits, tolerances and sizes that modules name; and fields of classes with their defaults, most of which are in files.
+    """
+    lines = []
+    for name in modules_without_torch(room):
+        module = importlib.import_module(name)
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        own = [
+            n.id
+            for node in tree.body
+            for n in ast.walk(node)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        ]
+        found = {c: numbers_in(getattr(module, c, None)) for c in own if c.isupper()}
+        lines += [f"{name.removeprefix('dcpbench.')} {constant} = {text}" for constant, text in found.items() if text]
+        for cls in vars(module).values():
+            if isinstance(cls, type) and cls.__module__ == name and (fields := fields_of(cls)):
+                lines.append(f"{name.removeprefix('dcpbench.')} {cls.__name__}({fields})")
+    path = ROOT / "tests" / "data" / "said" / f"values-{room}.txt"
+    if os.environ.get("SAID") == "write":
+        path.write_text("".join(f"{line}\n" for line in lines))
+    assert lines == path.read_text().splitlines()
+
+
+def fields_of(cls: type) -> str:
+    """Of a dataclass or struct, as it is made: those behind a * by name alone; plain defaults, and … for others."""
+    if dataclasses.is_dataclass(cls):
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    elif issubclass(cls, msgspec.Struct):
+        parameters = [*inspect.signature(cls).parameters.values()]
+    else:
+        return ""
+    said, named = [], False
+    for parameter in parameters:
+        if parameter.kind == parameter.KEYWORD_ONLY and not named:
+            said.append("*")
+            named = True
+        default, plain = parameter.default, isinstance(parameter.default, bool | int | float | str | None)
+        shown = "" if default is parameter.empty else f"={default!r}" if plain else "=…"
+        said.append(f"{parameter.name}{shown}")
+    return ", ".join(said)
