@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import inspect
 import os
 import re
 import subprocess
@@ -336,17 +335,21 @@ def test_values_that_decide_something_are_held(room: str) -> None:
 def fields_of(cls: type) -> str:
     """Of a dataclass or struct, as it is made: those behind a * by name alone; plain defaults, and … for others."""
     if dataclasses.is_dataclass(cls):
-        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        defaults = {
+            f.name: ... if f.default_factory is not dataclasses.MISSING else f.default for f in dataclasses.fields(cls)
+        }
     elif issubclass(cls, msgspec.Struct):
-        parameters = [*inspect.signature(cls).parameters.values()]
+        known = [msgspec.NODEFAULT] * len(cls.__struct_fields__) + list(cls.__struct_defaults__)
+        defaults = dict(zip(cls.__struct_fields__, known[-len(cls.__struct_fields__) :], strict=True))
     else:
         return ""
-    said, named = [], False
-    for parameter in parameters:
-        if parameter.kind == parameter.KEYWORD_ONLY and not named:
-            said.append("*")
-            named = True
-        default, plain = parameter.default, isinstance(parameter.default, bool | int | float | str | None)
-        shown = "" if default is parameter.empty else f"={default!r}" if plain else "=…"
-        said.append(f"{parameter.name}{shown}")
-    return ", ".join(said)
+
+    def said(name: str) -> str:
+        default = defaults[name]
+        plain = isinstance(default, bool | int | float | str | None)
+        missing = default in (dataclasses.MISSING, msgspec.NODEFAULT)
+        return name if missing else f"{name}={default!r}" if plain else f"{name}=…"
+
+    by_place = cls.__match_args__
+    by_name = [name for name in defaults if name not in by_place]
+    return ", ".join([*map(said, by_place), *["*"][: len(by_name)], *map(said, by_name)])
