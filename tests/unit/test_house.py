@@ -293,7 +293,7 @@ def test_values_cannot_be_changed(room: str) -> None:
 def numbers_in(value: object) -> str:
     """A value made of plain ones, as it is written; empty where there is no number in it, or something else is."""
     if isinstance(value, bool | int | float):
-        return repr(value)
+        return repr(value if isinstance(value, bool | float) else int(value))  # a signal's number
     if isinstance(value, dict):
         parts = [
             (numbers_in(k) or repr(k), numbers_in(v)) for k, v in value.items() if isinstance(k, str | int | float)

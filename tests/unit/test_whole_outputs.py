@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import shlex
 from pathlib import Path
@@ -43,8 +44,9 @@ from dcpbench.recommend import answer, estimate
 from dcpbench.recommend.advise import Choice
 from dcpbench.recommend.estimate import published
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, REPLAYED, Estimator
-from dcpbench.records.record import Percentiles
-from dcpbench.reports import export, frames, markdown, plots, sections
+from dcpbench.records.record import Interval, Latencies, Percentiles
+from dcpbench.reports import answer as answer_of_report
+from dcpbench.reports import export, frames, markdown, overview, plots, sections
 from dcpbench.reports.page.points import page_data
 from dcpbench.servers import agreement
 from dcpbench.servers.presets import PRESETS, Engine, launched
@@ -127,6 +129,7 @@ def hold(name: str, text: str, tmp_path: Path) -> None:
     text = "".join(f"{line.rstrip()}\n" for line in text.split("\n")).rstrip() + "\n"
     path = SAID / name
     if os.environ.get("SAID") == "write":
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text.split("\n") == path.read_text().split("\n")
 
@@ -191,6 +194,174 @@ def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
     text = markdown.render("title", sections.report(read, []), tmp_path)
     export.write_csv(read, tmp_path / "points.csv")
     hold(f"report-{name}{'-slo' if slo else ''}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
+
+
+def small_run(rng: random.Random) -> list[Record]:
+    """A few points that are near each other: layouts, lengths and loads of which some are missing, level, or did not run."""
+    models = rng.choice([["kimi-k2"], ["kimi-k2", "deepseek-v3"]])
+    lengths = rng.choice([[4_000], [4_000, 32_000], [1_000, 4_000, 16_000, 64_000]])
+    loads = rng.choice([[8], [8, 16], [4, 8, 24, 64]])
+    layouts = rng.sample(
+        [TP, Layout(4, 1, 2), DCP, DP, Layout(4, 2, 2), Layout(8), Layout(8, 1, 8)], rng.choice([1, 2, 3, 3, 4])
+    )
+    missing = rng.choice([0.0, 0.0, 0.2])
+    grows = rng.choice([0.0, 0.002, 0.01])
+    found = []
+    for model, length, load, layout in itertools.product(models, lengths, loads, layouts):
+        of = record_builder.point(
+            layout,
+            model=model,
+            context=length,
+            concurrency=load,
+            exchange=rng.choice(["ag_rs", "ag_rs", "a2a"]) if layout.dcp > 1 else "none",
+            emulate=rng.choice(["", "", "", "", "H200"]) if grows else "",
+        )
+        if rng.random() < missing:
+            found.append(rng.choice([record_builder.rejected, record_builder.failed, record_builder.rejected])(of))
+            continue
+        rate = load * (100.0 + grows * load * layout.dcp + rng.choice([0, 0, 2, 2.5, 5, 20])) * layout.tp / 4
+        spread = rng.choice([0.0, 0.005, 0.02])
+        record = small_record(of, rate, spread, held=rng.choice([19, 19, 61]) if grows else 61)
+        found.append(record)
+        if rng.random() < 0.1:
+            found.append(
+                small_record(msgspec.structs.replace(of, repeat=1), rate * rng.choice([1.0, 1.02, 1.1]), spread)
+            )
+    return found
+
+
+SMALL = record_builder.ok(record_builder.point(TP), steps=8)
+
+
+def small_record(of: Point, rate: float, spread: float, *, held: int = 61) -> Record:
+    """A point with this rate of output tokens, give or take, and what follows from it."""
+    assert SMALL.metrics is not None
+    assert SMALL.honesty is not None
+    ms = of.concurrency / rate * 1e3
+    metrics = msgspec.structs.replace(
+        SMALL.metrics,
+        step_ms=Interval(median=ms, low=ms * (1 - spread), high=ms * (1 + spread), samples=100),
+        itl_ms=Percentiles(p50=ms, p90=ms * 1.1, p95=ms * 1.2, p99=ms * 1.5, samples=100),
+        output_tok_s=Interval(median=rate, low=rate * (1 - spread), high=rate * (1 + spread), samples=100),
+        output_tok_s_per_gpu=rate / of.tp,
+        tok_s_per_user=rate / of.concurrency,
+        step_samples_ms=[],
+    )
+    honesty = msgspec.structs.replace(SMALL.honesty, layers_held=held)
+    return msgspec.structs.replace(SMALL, point=of, metrics=metrics, honesty=honesty)
+
+
+def small_served(rng: random.Random) -> list[Record]:
+    """The same of served requests: closed loops and open ones, live and replayed, short of KV or not, of other origins."""
+    open_loop = rng.random() < 0.3
+    loads = rng.choice([[8], [8, 32], [8, 24, 64]])
+    lengths = rng.choice([["400"], ["400", "1600"], ["uniform:100-400"]])
+    layouts = rng.sample([TP, DCP, DP, Layout(4, 1, 2), Layout(8)], rng.choice([1, 2, 3]))
+    modes = rng.choice([["live"], ["replay"], ["live", "replay"]])
+    missing = rng.choice([0.0, 0.0, 0.2])
+    found = []
+    for length, load, layout, mode in itertools.product(lengths, loads, layouts, modes):
+        arrives = {"arrival": "gamma", "request_rate": load / 4} if open_loop else {}
+        of = serve_record_builder.point(
+            layout,
+            load,
+            {"input_tokens": length, "mode": mode, **arrives},
+            exchange="ag_rs" if layout.dcp > 1 else "none",
+        )
+        if rng.random() < missing:
+            found.append(rng.choice([record_builder.rejected, record_builder.failed])(of))
+            continue
+        rate = load * (50.0 + rng.choice([0, 0, 1, 1.25, 5, 20])) * layout.tp / 4
+        preempted = rng.choice([0, 0, 0, 1, 40])
+        serve = msgspec.structs.replace(
+            SERVED.serve,
+            output_tok_s=rate,
+            output_tok_s_per_gpu=rate / of.tp,
+            tok_s_per_user=rate / load,
+            ttft_ms=latencies(rng.choice([800.0, 1900.0, 2000.0, 2000.5, 4000.0])),
+            itl_ms=latencies(load / rate * 1e3),
+            steady_tok_s=rng.choice([None, rate * 1.1]),
+            preemptions=preempted,
+            decode_batch=load * rng.choice([0.5, 0.9, 0.95]),
+        )
+        environment = record_builder.CPU if rng.random() < 0.05 else record_builder.GPU
+        marks = (
+            ["cpu", "noisy"] if environment is record_builder.CPU else rng.choice([[], [], ["noisy"], ["kv_pressure"]])
+        )
+        found.append(msgspec.structs.replace(SERVED, point=of, serve=serve, environment=environment, marks=marks))
+        if rng.random() < 0.1:
+            again = msgspec.structs.replace(of, repeat=1)
+            found.append(
+                msgspec.structs.replace(
+                    SERVED, point=again, serve=msgspec.structs.replace(serve, output_tok_s=rate * 1.02)
+                )
+            )
+    return found
+
+
+SERVED = serve_record_builder.served(serve_record_builder.point(TP, 8))
+
+
+def latencies(median: float) -> Latencies:
+    """Of so many ms, and more in the tail."""
+    return Latencies(mean=median * 1.1, p50=median, p90=median * 1.2, p95=median * 1.3, p99=median * 1.5, samples=200)
+
+
+def answered(folder: Path, slo: dict[str, float] | None = None) -> list[str]:
+    """All that a report says in sentences, without its tables."""
+    read = frames.load([folder], slo=slo)
+    first, more = answer_of_report.split(read)
+    noted = [
+        overview.title(read),
+        *overview.caveats(read),
+        "",
+        overview.sentence(read),
+        *overview.short(read),
+        "",
+        *first,
+        "",
+        *more,
+    ]
+    return [*noted, "", json.dumps(rounded(overview_words(read)), ensure_ascii=False)]
+
+
+def overview_words(read: frames.Frames) -> list[Any]:
+    """The tables that answers rest on, in short."""
+    found = read.findings
+    columns = (
+        "label",
+        "load",
+        "rival",
+        "ratio",
+        "verdict",
+        "near",
+        "from",
+        "best",
+        "ever",
+        "least",
+        "next",
+        "lead",
+        "clear",
+        "meets",
+    )
+    tables = (found.against_best, found.against_others, found.break_even, found.best, found.most)
+    return [
+        [
+            " ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row)
+            for row in t[[c for c in columns if c in t]].values.tolist()
+        ]
+        for t in tables
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("made", [small_run, small_served], ids=["decode", "serve"])
+def test_answers_about_small_runs(made: Callable[[random.Random], list[Record]], seed: int, tmp_path: Path) -> None:
+    """Made at random, so that they meet in many ways; half of them with an SLO that some points miss."""
+    folder = record_builder.write(tmp_path / "run", made(random.Random(seed)))
+    limits = {"itl": 14.8} if made is small_run else {"ttft": 2000.0, "itl": 29.5}
+    slo = limits if seed % 2 else None
+    hold(f"answers/{made.__name__}-{seed:02}.txt", "\n".join(answered(folder, slo)), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["cpu", "instances", "stalls", "floors"])
