@@ -47,6 +47,7 @@ from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, REPLAYED,
 from dcpbench.records.record import Interval, Latencies, Percentiles
 from dcpbench.reports import answer as answer_of_report
 from dcpbench.reports import export, frames, markdown, overview, plots, sections
+from dcpbench.reports import terminal as report_terminal
 from dcpbench.reports.page.points import page_data
 from dcpbench.servers import agreement
 from dcpbench.servers.presets import PRESETS, Engine, launched
@@ -1079,7 +1080,22 @@ def figure_words(figure: Figure) -> str:
     return "\n".join(re.sub(r"_child\d+", "", line) for line in lines)
 
 
-@pytest.mark.parametrize("name", RUNS)
+SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
+    **{name: (lambda run=run: [run()]) for name, run in RUNS.items()},
+    "of-two-decodes": lambda: [small_run(random.Random(seed)) for seed in (5, 12)],
+    "of-two-serves": lambda: [small_served(random.Random(seed)) for seed in (4, 9)],
+    "of-both": lambda: [[*small_run(random.Random(7)), *small_served(random.Random(13))]],
+}
+"""Runs of which figures are drawn together."""
+
+
+def read_several(name: str, folder: Path) -> frames.Frames:
+    """The records of these runs; those made at random are held against an SLO."""
+    folders = [record_builder.write(folder / f"run{n or ''}", found) for n, found in enumerate(SEVERAL[name]())]
+    return frames.load(folders, slo=None if name in RUNS else {"ttft": 2900.0, "itl": 14.8})
+
+
+@pytest.mark.parametrize("name", SEVERAL)
 def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they draw and write, not how a version of matplotlib renders it."""
     said: list[str] = []
@@ -1089,10 +1105,22 @@ def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(plots, "save", save)
-    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
-    pictures = plots.draw_all(read, tmp_path / "figures")
+    pictures = plots.draw_all(read_several(name, tmp_path), tmp_path / "figures")
     told = [f"{p.subject} {p.mode} {p.png.name}: {p.title}. {p.alt}" for p in pictures]
     hold(f"figures-{name}.txt", "\n".join([*told, *said]), tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in SEVERAL if name not in RUNS])
+def test_a_report_of_runs_made_at_random(name: str, tmp_path: Path) -> None:
+    """All of its tables and texts; and what a page's scripts and a terminal make of it."""
+    read = read_several(name, tmp_path)
+    text = markdown.render("title", sections.report(read, []), tmp_path)
+    told = rounded(page_data(read))
+    page = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in told.items() if key != "columns"]
+    out = io.StringIO()
+    for width in (150, 70):
+        Console(file=out, width=width).print(report_terminal.render(read))
+    hold(f"report-{name}.md", "\n".join([text, out.getvalue(), *page]), tmp_path)
 
 
 def rounded(value: Any) -> Any:
