@@ -295,13 +295,12 @@ def numbers_in(value: object) -> str:
     if isinstance(value, bool | int | float):
         return repr(value if isinstance(value, bool | float) else int(value))  # a signal's number
     if isinstance(value, dict):
-        parts = [
-            (numbers_in(k) or repr(k), numbers_in(v)) for k, v in value.items() if isinstance(k, str | int | float)
-        ]
-        return f"{{{', '.join(f'{k}: {v}' for k, v in parts)}}}" if all(v for _, v in parts) and parts else ""
+        parts = {k: numbers_in(v) or (repr(v) if isinstance(v, str | None) else "") for k, v in value.items()}
+        named = ", ".join(f"{numbers_in(k) or repr(k)}: {said}" for k, said in parts.items())
+        return f"{{{named}}}" if all(parts.values()) and any(map(numbers_in, (*value, *value.values()))) else ""
     if isinstance(value, tuple | list):
-        parts = [numbers_in(v) or (repr(v) if isinstance(v, str) else "") for v in value]
-        return f"({', '.join(parts)})" if all(parts) and any(map(numbers_in, value)) else ""
+        listed = [numbers_in(v) or (repr(v) if isinstance(v, str | None) else "") for v in value]
+        return f"({', '.join(listed)})" if all(listed) and any(map(numbers_in, value)) else ""
     return ""
 
 
