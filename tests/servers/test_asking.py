@@ -211,6 +211,8 @@ def test_an_answer_is_what_a_server_tells_of_its_tokens(
         (None, 96, 32, [64]),
         (None, 95, 32, [63]),
         (None, 33, 32, [1]),
+        (None, 32, 32, [1]),
+        (None, 9, 32, [1]),
         (None, 32_800, 32, [64 * 2**n for n in range(10)]),
         ([5, 3, 5], None, 32, [3, 5]),
         ([5], 37, 32, [5]),
