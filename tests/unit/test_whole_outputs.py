@@ -1058,10 +1058,13 @@ def figure_words(figure: Figure) -> str:
     lines += [f"  legend: {texts(legend.get_texts())}, {legend._ncols} columns" for legend in figure.legends]
     for ax in figure.axes:
         lines.append(f"  panel {ax.get_title()} / {ax.get_title('left')}: {ax.get_xlabel()} × {ax.get_ylabel()}")
-        lines.append(f"    {ax.get_xscale()} {few(ax.get_xlim())}, {ax.get_yscale()} {few(ax.get_ylim())}")
+        lines.append(
+            f"    {ax.get_xscale()} {few(ax.get_xlim())}, {ax.get_yscale()} {few(ax.get_ylim())} {ax.get_axisbelow()}"
+        )
         lines.append(f"    ticks {texts(ax.get_xticklabels())} × {texts(ax.get_yticklabels())}")
         for line in ax.lines:
             style = f"{line.get_color()} {line.get_linestyle()} {line.get_marker()} {line.get_linewidth():g} {line.get_zorder():g}"
+            style += f" {line.get_markersize():g} {line.get_markeredgewidth():g} {line.get_alpha()} {line.get_markerfacecolor()}"
             lines.append(f"    line {line.get_label()} {style}: {few(line.get_xdata())} × {few(line.get_ydata())}")
         for patch in ax.patches:
             box = patch.get_path().get_extents(patch.get_patch_transform())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from dcpbench.syncs.gating import comments
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.scan import scan
 from tests.unit.test_whole_outputs import hold, rounded
@@ -119,6 +120,69 @@ def short_site(site: dict[str, Any]) -> str:
     worst = {} if site["worst"] == site["example"] else {"worst": site["worst"]}
     told = {k: v for k, v in site.items() if v not in (None, "", [], False) and k not in ("traces", "worst", "kind")}
     return json.dumps(told | worst, ensure_ascii=False).replace("FOLDER/", "")
+
+
+PROGRAM = """# above
+import torch
+
+x = [
+    torch.ones(3).item(),  # in a list
+    lambda y: y,
+]
+
+
+# above f
+# and above that
+@decorated(
+    1,
+)
+@again
+def f(a,
+      b=lambda: 1):
+    # below the head
+    if a:
+        b.item()
+    else:
+        for i in range(
+            3
+        ):
+            i.item()
+
+    def inner():
+        return [
+            c.item() for c in b
+        ]
+    class Own:
+        z = 1
+        def method(self): return self.z
+    return inner, lambda: (
+        a.item())
+
+
+async def g(): return 1
+with open("x") as file, \\
+     open("y"):
+    file.read()
+try:
+    g()
+except ValueError:
+    raise
+finally:
+    # at the end
+    g()
+"""
+
+
+def test_lines_on_which_a_comment_allows_a_wait(tmp_path: Path) -> None:
+    """For each line of a program: of a call there, and of a function that begins there."""
+    (tmp_path / "made.py").write_text(PROGRAM)
+    source = comments._read(tmp_path, "made.py")
+    assert source is not None
+    lines = [
+        f"{number:2} {text:32} {sorted(set(comments._lines(source, number, call=True)))} {sorted(set(comments._lines(source, number, call=False)))}"
+        for number, text in enumerate(PROGRAM.splitlines(), 1)
+    ]
+    hold("comment-lines.txt", "\n".join([*lines, str(sorted(source.alone))]), tmp_path)
 
 
 @pytest.mark.parametrize("many", range(6))
