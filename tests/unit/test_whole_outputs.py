@@ -430,6 +430,44 @@ def test_runs_over_time(tmp_path: Path) -> None:
     hold("dashboard.txt", "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items())), tmp_path)
 
 
+def test_runs_over_time_that_differ(tmp_path: Path) -> None:
+    """Fourteen runs over four points: machines, drivers and versions change; points come late, fail, are on a CPU, become better and worse."""
+    rng = random.Random(3)
+    four = dashboard_builder.points(4)
+    one_served = serve_record_builder.point()
+    for run in range(14):
+        found = []
+        for i, of in enumerate(four):
+            fate = rng.random()
+            if (i == 3 and run < 2) or fate < 0.05:
+                continue
+            faster = (0.94 if i == 0 and run >= 5 else 1.05 if i == 1 and run >= 4 else 1.0) * rng.gauss(1, 0.001)
+            env = dashboard_builder.environment(
+                run,
+                driver="580" if i == 3 and run > 6 else "570.1",
+                device="CPU" if i == 2 and run % 2 else "NVIDIA H200",
+            )
+            if fate > 0.9:
+                found.append(record_builder.failed(of) if fate > 0.95 else record_builder.rejected(of))
+            else:
+                marks = ["cpu"] if env.device == "CPU" else ["noisy"] * (run == 3)
+                found.append(dashboard_builder.record(of, run, faster=faster, environment=env, marks=marks))
+        if run % 3 == 0:
+            found.append(serve_record_builder.served(one_served, started_at=f"2026-01-{run + 5:02}T08:00:00+02:00"))
+        record_builder.write(tmp_path / "runs" / f"week {run // 5}" / f"run-{run}", found)
+    record_builder.write(tmp_path / "runs" / "none", [])
+    again = record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(four[0], 4, started_at="no date")])
+    record_builder.write(tmp_path / "runs" / "zz", [])
+    (tmp_path / "runs" / "zz" / "records.jsonl").write_bytes((again / "records.jsonl").read_bytes())
+    runs = finding.find(tmp_path / "runs", {}, lambda _: None)
+    told: list[str] = []
+    files = dashboard_data.make(runs, [runs.runs[0].slug], [runs.runs[1].slug], told.append)
+    about = [f"{r.name} {r.slug} {r.date} {r.headline}" for r in runs.runs]
+    counts = f"{files.lines} lines, {files.entries} entries, {files.changes} changes, {files.first.partition('-')[0]}"
+    each = [f"--- {name}\n{text}" for name, text in sorted(files.files.items())]
+    hold("dashboard-differing.txt", "\n".join([*about, *runs.skipped, counts, *told[:2], *each]), tmp_path)
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
     """20 of 30 points have ended, one of them failed; one is at work."""
