@@ -291,17 +291,37 @@ def test_values_cannot_be_changed(room: str) -> None:
 
 
 def numbers_in(value: object) -> str:
-    """A value made of plain ones, as it is written; empty where there is no number in it, or something else is."""
+    """A value as it is written, with … for what is not made of plain ones; empty where there is no number in it."""
     if isinstance(value, bool | int | float):
         return repr(value if isinstance(value, bool | float) else int(value))  # a signal's number
+    if isinstance(value, msgspec.Struct) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        names = (
+            value.__struct_fields__
+            if isinstance(value, msgspec.Struct)
+            else [f.name for f in dataclasses.fields(value)]
+        )
+        parts = {name: getattr(value, name) for name in names}
+        named = ", ".join(f"{name}={numbers_in(v) or shown(v)}" for name, v in parts.items())
+        return f"{type(value).__name__}({named})" if any(map(numbers_in, parts.values())) else ""
     if isinstance(value, dict):
-        parts = {k: numbers_in(v) or (repr(v) if isinstance(v, str | None) else "") for k, v in value.items()}
-        named = ", ".join(f"{numbers_in(k) or repr(k)}: {said}" for k, said in parts.items())
-        return f"{{{named}}}" if all(parts.values()) and any(map(numbers_in, (*value, *value.values()))) else ""
+        named = ", ".join(f"{numbers_in(k) or shown(k)}: {numbers_in(v) or shown(v)}" for k, v in value.items())
+        return f"{{{named}}}" if any(map(numbers_in, (*value, *value.values()))) else ""
     if isinstance(value, tuple | list):
-        listed = [numbers_in(v) or (repr(v) if isinstance(v, str | None) else "") for v in value]
-        return f"({', '.join(listed)})" if all(listed) and any(map(numbers_in, value)) else ""
+        return f"({', '.join(numbers_in(v) or shown(v) for v in value)})" if any(map(numbers_in, value)) else ""
     return ""
+
+
+def shown(value: object) -> str:
+    """What has no number."""
+    return (
+        repr(value[:30])
+        if isinstance(value, str)
+        else "None"
+        if value is None
+        else "()"
+        if value in ((), [], {})
+        else "…"
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
