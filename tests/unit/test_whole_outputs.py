@@ -744,6 +744,9 @@ def test_the_picture_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("dcpbench.show.figures.save", lambda figure, *_: said.append(figure_words(figure)))
     for name in ("dcp", "slo"):
         answer.picture(advised.ask("H200"), CHOICES[name][1], tmp_path / "x.png")
+    lengths = [chosen(f"8 × {n},000 tokens", (TP8, 800, MEASURED), (DCP8, 700 + n, ESTIMATED)) for n in range(1, 8)]
+    for count in (4, 5, 7):
+        answer.picture(advised.ask("H200"), lengths[:count], tmp_path / "x.png")
     hold("answer-picture.txt", "\n".join(said), tmp_path)
 
 
@@ -1125,6 +1128,8 @@ SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
     **{name: (lambda run=run: [run()]) for name, run in RUNS.items()},
     "of-two-decodes": lambda: [small_run(random.Random(seed)) for seed in (5, 12)],
     "of-two-serves": lambda: [small_served(random.Random(seed)) for seed in (4, 9)],
+    "of-two-instances": lambda: [RUNS["instances"](), RUNS["instances"]()[:4]],
+    "of-two-stalls": lambda: [RUNS["stalls"](), RUNS["stalls"]()[1:]],
     "of-both": lambda: [[*small_run(random.Random(7)), *small_served(random.Random(13))]],
 }
 """Runs of which figures are drawn together."""
