@@ -17,6 +17,23 @@ import numpy as np
 from dcpbench.compare import effects, resampling, student
 from dcpbench.dashboard import changes
 from dcpbench.errors import UsageError
+from dcpbench.points import memory
+from dcpbench.points.batches import batch_rows, chunk_row_sizes, chunk_rows, padded_batch
+from dcpbench.points.instances import parse
+from dcpbench.points.layout import (
+    GroupWide,
+    Layout,
+    Prefix,
+    experts_placed,
+    local_length,
+    local_tokens,
+    owner,
+    row,
+    valid_layouts,
+)
+from dcpbench.points.names import BY_LAYOUT
+from dcpbench.points.shapes import SHAPES
+from dcpbench.points.sizes import size_text
 from dcpbench.records import formulas, stats
 from dcpbench.records.record import Interval
 from tests.unit.test_whole_outputs import hold, rounded
@@ -278,3 +295,104 @@ def test_formulas_of_requests(tmp_path: Path) -> None:
     ]
     lines += [said(formulas.decode_metrics, [0.0, 1.0], 1, 1), said(formulas.decode_metrics, [], 1, 1)]
     hold("formulas.txt", "\n".join(lines), tmp_path)
+
+
+LAYOUTS = [
+    Layout(1),
+    Layout(4),
+    Layout(8),
+    Layout(8, dcp=8),
+    Layout(8, 2, 4),
+    Layout(8, 8),
+    Layout(3),
+    Layout(16, 4, 2),
+]
+
+
+def test_memory_of_layouts(tmp_path: Path) -> None:
+    """Bytes of weights by their part, of pages, of windows and of chunks: for each model, in bf16, in fp32 and in fp8."""
+    lines = []
+    for name, shape in SHAPES.items():
+        for layout in LAYOUTS:
+            parts = {
+                f"{size}{'s' if fp8 else ''}": [
+                    memory.attention_bytes(shape, layout, size, fp8=fp8),
+                    memory.moe_bytes(shape, layout, size, fp8=fp8, ep="tp"),
+                    memory.moe_bytes(shape, layout, size, fp8=fp8, ep="1"),
+                    memory.shared_bytes(shape, layout, size, fp8=fp8),
+                    memory.dense_bytes(shape, layout, size, fp8=fp8),
+                    memory.sure_bytes(shape, layout, size, GroupWide(query=True, value=True), fp8=fp8),
+                    memory.weight_bytes(shape, layout, size, *memory.all_layers(shape), fp8=fp8),
+                    [*memory.least_layers(shape, layout, size, 60 << 20, fp8=fp8)],
+                ]
+                for size, fp8 in ((2, False), (4, False), (2, True))
+            }
+            steps = [
+                memory.prefill_bytes(shape, layout, n, 2, ep, kv_itemsize=kv)
+                for n, ep, kv in ((512, "tp", None), (40_000, "1", 1))
+            ]
+            windows = [memory.window_bytes(shape, layout, n, 2, kv) for n, kv in ((100, None), (100, 1))]
+            pages = [memory.pages_for(n, layout, 16) for n in (0, 1, 16, 17, 4000)]
+            pages += [memory.kv_pages_needed(layout, n, 4000, 64) for n in (1, 7, 8)]
+            outer = [
+                memory.outer_bytes(shape, layout, 2),
+                memory.vocab_rows(shape, layout),
+                memory.page_bytes(shape, 16, 2),
+            ]
+            lines.append(f"{name} {layout}: {json.dumps(parts)} {steps} {windows} {pages} {outer}")
+    for inputs, outputs, heights, cut in (
+        (128, 128, (128,), {}),
+        (129, 256, (256,), {}),
+        (200, 300, (100, 200), {}),
+        (576, 7168, (512, 64), {}),
+        (1000, 96, (96,), {"rows": 3}),
+        (1000, 96, (96,), {"columns": 8}),
+    ):
+        lines.append(
+            f"{inputs} × {outputs} {heights} {cut}: {memory.scaled_bytes(memory.Product(inputs, outputs), heights, **cut)}"
+        )
+    hold("memory.txt", "\n".join(lines), tmp_path)
+
+
+def test_ranks_and_rows_of_layouts(tmp_path: Path) -> None:
+    """Groups of ranks, who owns which token, and to how many rows steps are padded."""
+    lines = []
+    for layout in LAYOUTS:
+        about = [[of(rank) for rank in range(layout.tp)] for of in (layout.dp_rank, layout.attn_rank, layout.dcp_rank)]
+        lines.append(
+            f"{layout} {layout.vllm_name} {layout.attn_tp}: {about} {layout.attn_groups()} {layout.dcp_groups()} {layout.dp_groups()}"
+        )
+    for dcp, interleave in ((1, 1), (2, 1), (4, 2), (3, 4)):
+        tokens = np.arange(30)
+        lines.append(
+            f"{dcp} by {interleave}: {owner(tokens, dcp, interleave).tolist()} {row(tokens, dcp, interleave).tolist()}"
+        )
+        lines += [
+            f"  {rank}: {[local_length(n, rank, dcp, interleave) for n in range(14)]} {local_tokens(13, rank, dcp, interleave)}"
+            for rank in range(dcp)
+        ]
+    for lengths, dcp in (((5, 0, 9), 2), ((4, 4), 4)):
+        prefix = Prefix(lengths, dcp)
+        lines.append(
+            f"{lengths}: {prefix.starts} {prefix.tokens} {prefix.part_rows} {[prefix.firsts(rank) for rank in range(dcp)]}"
+        )
+    lines.append(f"{Prefix.uneven(100, 3, 4)} {Prefix.uneven(7, 2, 2)}")
+    lines += [
+        f"{n}: {batch_rows(n)} {padded_batch(n)} {chunk_rows(n)}" for n in (1, 2, 3, 8, 9, 17, 255, 256, 257, 511, 512)
+    ]
+    lines += [f"{n}: {batch_rows(n)} {chunk_rows(n)}" for n in (513, 576, 577, 1000, 4096, 8191)]
+    lines += [str(chunk_row_sizes(n)) for n in (1, 16, 17, 300, 5000)]
+    lines += [
+        f"{text}: {said(lambda t=text: [str(parse(t)), parse(t).label, parse(t).count, parse(t).serving, parse(t).disaggregated, str(parse(t).alike())])}"
+        for text in ("", "1", "3", "1:1", "2:3", "0:1", "1:0", "x", "1:2:3", "257", "128:128", "200:57")
+    ]
+    lines += [
+        f"{size}: {size_text(size)} {size_text(size, '')}"
+        for size in (0, 1, 1023, 1024, 1025, 1 << 20, 1.5 * (1 << 30), (1 << 40) - 1, 1 << 44)
+    ]
+    for name, shape in SHAPES.items():
+        for tp in (1, 2, 6, 8):
+            lines.append(
+                f"{name} {tp}: {[str(x) for x in valid_layouts(shape, tp)]} {experts_placed(BY_LAYOUT, tp, 2)} {experts_placed('tp', tp, 1)}"
+            )
+    hold("layouts.txt", "\n".join(lines), tmp_path)

@@ -1,0 +1,262 @@
+"""Small functions at their limits: sentences, boundaries, and which of several is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+import pytest
+
+from dcpbench.dashboard import pages
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.exports import prometheus
+from dcpbench.hangs import said
+from dcpbench.hangs.beats import RAISED
+from dcpbench.imports import vllm
+from dcpbench.imports.documents import Document
+from dcpbench.imports.result import Result
+from dcpbench.points.machines import described, text
+from dcpbench.recommend import advise
+from dcpbench.records.metrics import METRIC
+from dcpbench.reports import explain, floors, markdown
+from dcpbench.reports.sections import Section
+from dcpbench.reports.tables import Table
+from dcpbench.serving.allocator import DcpAllocator
+from dcpbench.syncs.model import order
+from dcpbench.top import watch
+from tests.unit import syncs_builder
+from tests.unit import test_recommend as advised
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class TestAllocator:
+    """Pages of 4 tokens, of which page 0 is padding."""
+
+    def test_a_prefix_is_shared_in_full_pages_that_are_there(self) -> None:
+        """Of 10 tokens two pages are full; none, or as many as are shared already, changes nothing."""
+        allocator = DcpAllocator(9, 4, 1)
+        allocation = allocator.alloc(10, np.zeros(0, np.int32))
+        allocator.share(allocation, allocation.pages[:0])
+        allocator.share(allocation, allocation.pages[:2])
+        allocator.share(allocation, allocation.pages[:2])
+        assert (allocation.shared, allocator.used_pages) == (2, 3)
+        for pages_shared in (1, 3):
+            with pytest.raises(
+                ValueError, match=rf"^{pages_shared} full pages cannot be shared by a request of 10 tokens$"
+            ):
+                allocator.share(allocation, allocation.pages[:pages_shared])
+
+    @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (2, 11)])
+    def test_tokens_that_are_not_there_have_no_place(self, start: int, stop: int) -> None:
+        allocation = DcpAllocator(9, 4, 1).alloc(10, np.zeros(0, np.int32))
+        assert len(allocation.locs(10, 10)) == 0
+        assert len(allocation.locs(0, 10)) == 10
+        with pytest.raises(ValueError, match=rf"^tokens {start}…{stop - 1} asked of a request of 10 tokens$"):
+            allocation.locs(start, stop)
+
+    def test_a_request_grows_in_its_last_page_and_then_in_new_ones(self) -> None:
+        allocator = DcpAllocator(5, 4, 1)
+        allocation = allocator.alloc(3, np.zeros(0, np.int32))
+        held = []
+        for _ in range(13):
+            allocator.extend(allocation, 1)
+            held.append(allocator.used_pages)
+        assert held == [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
+        with pytest.raises(ValueError, match=r"^a request cannot grow by -1 tokens$"):
+            allocator.extend(allocation, -1)
+        with pytest.raises(ValueError, match=r"needs no memory$"):
+            allocator.alloc(4, allocation.pages[:1])
+
+
+def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> None:
+    call = SimpleNamespace(call=SimpleNamespace(said="all_reduce"), state=RAISED, number=7)
+    beats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
+    rank: Any = SimpleNamespace(
+        name="rank 0", rank=0, beats=beats, seen=SimpleNamespace(cpu=0.5, ended="", state="S"), threads=(), flight=None
+    )
+    for last, row in ((call, ["all_reduce, left with an error", "7"]), (None, ["", ""])):
+        beats.last = last
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(said, "inside", lambda _: None)
+            patch.setattr(said.finding, "spot", lambda _: ("", "", "a.py:1"))
+            assert said._row(rank, None) == ["rank 0", "moe", "3", *row, "50%", "a.py:1"]
+
+
+@pytest.mark.parametrize(("name", "head"), [("MainThread", "MainThread"), ("", "thread")])
+def test_a_thread_without_a_name_is_a_thread(name: str, head: str) -> None:
+    frames = [SimpleNamespace(said="f at a.py:1"), SimpleNamespace(said="g at b.py:2")]
+    rank: Any = SimpleNamespace(threads=[SimpleNamespace(name=name, frames=frames)] * 2)
+    one = f"{head}\n  f at a.py:1\n  g at b.py:2"
+    assert said._stacks(rank) == f"{one}\n\n{one}"
+
+
+def test_the_file_of_a_machine_keeps_letters_as_they_are() -> None:
+    machine = msgspec.structs.replace(described("H200"), name="ünser", measured="späät", link=None)
+    lines = text(machine).splitlines()
+    assert lines[:3] == ['name = "ünser"', 'gpu = "H200"', f"gpus_per_host = {machine.gpus_per_host}"]
+    assert 'measured = "späät"' in lines
+
+
+def test_where_nothing_runs_the_run_that_was_begun_last_is_named(tmp_path: Path) -> None:
+    for name, at in (("older", 1e9), ("newest", 2e9), ("oldest", 5e8)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").write_text("0")
+        os.utime(tmp_path / name / ".lock", (at, at))
+    with pytest.raises(UsageError) as error:
+        watch.running_below(tmp_path)
+    newest = tmp_path / "newest"
+    assert str(error.value).endswith(f" The last one was {newest}: dcpbench top {newest}")
+
+
+def test_sites_stand_by_what_they_cost_and_then_by_their_place() -> None:
+    """A bubble before a wait, a wait before a count; a line that is not known first; what may block behind, the profiler's own last."""
+    plain = {"bubble_us": 5.0, "wait_us": 5.0, "count": 2, "file": "b.py", "line": 7}
+    wanted = [
+        syncs_builder.site("a", **{**plain, "bubble_us": 6.0}),
+        syncs_builder.site("b", **{**plain, "wait_us": 6.0}),
+        syncs_builder.site("c", **{**plain, "count": 3}),
+        syncs_builder.site("d", **{**plain, "file": "a.py"}),
+        syncs_builder.site("e", **{**plain, "line": None}),
+        syncs_builder.site("f", **{**plain, "line": 1}),
+        syncs_builder.site("g", **plain),
+        syncs_builder.site("h", **plain),
+        syncs_builder.site("i", **{**plain, "bubble_us": 9.0, "may_block": True}),
+        syncs_builder.site("j", **{**plain, "bubble_us": 9.0, "own": True}),
+    ]
+    backwards = wanted[::-1]
+    found = sorted(backwards, key=order)
+    assert [s.fingerprint for s in found] == [s.fingerprint for s in wanted]
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        ("cancelled", "dcpbench_cancelled_requests"),
+        ("output_tok_s", "dcpbench_output_tok_s"),
+        ("itl_p99_ms", "dcpbench_itl_seconds"),
+        ("host_plan_us", "dcpbench_host_plan_seconds"),
+    ],
+)
+def test_a_gauge_ends_with_its_unit(metric: str, name: str) -> None:
+    found = prometheus.gauge(METRIC[metric]).name
+    assert found == name or (METRIC[metric].gauge and found == f"dcpbench_{METRIC[metric].gauge}")
+
+
+def test_lengths_of_an_import_are_means_that_need_not_be_whole() -> None:
+    of: Any = SimpleNamespace(completed=4, input_tokens=10, output_tokens=7)
+    assert Result.means(of) == (2.5, 1.75)
+    of.completed = 0
+    assert Result.means(of) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        (0, False),
+        (vllm.LARGEST, False),
+        (None, False),
+        (-1, True),
+        (vllm.LARGEST * 2, True),
+        (True, True),
+        ("x" * 50, True),
+    ],
+)
+def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> None:
+    document = Document.__new__(Document)
+    object.__setattr__(document, "fields", {"t": value})
+    object.__setattr__(document, "where", "file.json")
+    if not wrong:
+        assert vllm.number(document, "t") == value
+        return
+    with pytest.raises(RecordsError) as error:
+        vllm.number(document, "t")
+    assert str(error.value) == f"file.json: t is {str(value)[:40]}, which is no time in ms. Run it again."
+
+
+class TestAdvice:
+    @pytest.mark.parametrize(("a", "b", "ratios"), [(True, False, True), (False, True, True), (False, False, False)])
+    def test_what_was_set_right_on_either_side_is_told_apart_by_ratios(self, a: bool, b: bool, ratios: bool) -> None:
+        """4 % of ratios, else both bands: 21 %."""
+        one, other = (dataclasses.replace(advised.forecast(100, "measured"), anchored=of) for of in (a, b))
+        assert advise.margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
+
+    @pytest.mark.parametrize(
+        ("weights", "kv", "said"),
+        [
+            (200, 1, "its weights take 200.0 GiB of each GPU, which has 100.0 for weights and KV"),
+            (100, 7, "its weights take 100.0 GiB of each GPU, and 7.0 GiB of KV do not fit beside them"),
+        ],
+    )
+    def test_what_does_not_fit_is_the_weights_or_the_kv_beside_them(
+        self, weights: int, kv: int, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a GPU of 108 GiB, 8 of which stay free."""
+        gib = 1 << 30
+        plan = SimpleNamespace(layers_held=3, layers=61, full_weight_bytes=weights * gib, kv_bytes=kv * gib)
+        monkeypatch.setattr(advise, "plan_engine", lambda *_: plan)
+        monkeypatch.setattr(advise, "_probe", lambda _: SimpleNamespace(memory_bytes=108 * gib))
+        ask = advised.ask("H200")
+        assert advise._no_room(ask, advised.point()) == said
+        assert advise._no_room(dataclasses.replace(ask, cycled=True), advised.point()) == ""
+        plan.layers_held = 61
+        assert advise._no_room(ask, advised.point()) == ""
+
+
+def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
+    """The least and the most of all points on a GPU."""
+    plain = {"cpu": False, "host_syncs_per_step": 0.0, "idle_us": 1.0, "step_us": 2.0, "allocations_per_step": 0.0}
+    points = pd.DataFrame([plain | {"idle_fraction": share} for share in (0.0151, 0.3)])
+    assert "The GPU idled 1.5 % to 30 % of a profiled step." in explain.phases(points)
+
+
+def test_without_floors_nothing_is_said_of_them() -> None:
+    assert floors.short(pd.DataFrame({"label": ["tp4"]})) == ""
+    assert floors.short(pd.DataFrame({"floor_share": [float("nan")]})) == ""
+
+
+class TestMarkdown:
+    @pytest.mark.parametrize(
+        ("most", "more"), [(12, ""), (7, "5 rows more in points.csv."), (1, "11 rows more in points.csv.")]
+    )
+    def test_rows_that_do_not_fit_are_counted(self, most: int, more: str) -> None:
+        text = markdown._table(Table("t", ["a", "b"], [[str(n), "x"] for n in range(12)]), most)
+        assert text.count("| x |") == most
+        assert text.partition("| x |\n\n")[2].partition("\n")[0].endswith(more)
+        assert ("rows more" in text) is bool(more)
+
+    def test_each_table_has_its_part_of_the_whole(self) -> None:
+        """Rows of 4 + 6 characters each; two tables share what there is, but each has MANY_ROWS at least."""
+
+        def sections(rows: int) -> list[Section]:
+            tables = [Table("t", ["a"], [["123456"]] * rows) for _ in range(2)]
+            return [Section(slug="s", title="t", tables=tables)]
+
+        most = markdown.MOST_CHARACTERS
+        assert markdown._rows_that_fit(sections(9)) == 9
+        many = most // 10
+        assert markdown._rows_that_fit(sections(many)) == max(markdown.MANY_ROWS, int(most / 2 / 10))
+        assert markdown._rows_that_fit([]) == 0
+
+
+def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one of too many points."""
+    run: Any = SimpleNamespace(name="monday", entries=range(pages.MOST_POINTS))
+    reasons: list[Exception] = [UsageError("no."), ValueError("x" * 300)]
+
+    def write(*_: object, **__: object) -> None:
+        raise reasons.pop(0)
+
+    monkeypatch.setattr("dcpbench.reports.write_report", write)
+    assert pages._report(tmp_path, run) == "monday: no page, because no."
+    assert pages._report(tmp_path, run) == f"monday: no page, because the report failed (ValueError: {'x' * 200})"
+    run.entries = range(pages.MOST_POINTS + 1)
+    assert pages._report(tmp_path, run) == (
+        f"monday: no page for {pages.MOST_POINTS + 1:,} points, only for up to {pages.MOST_POINTS:,}"
+    )
