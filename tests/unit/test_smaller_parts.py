@@ -14,18 +14,20 @@ import pytest
 
 from dcpbench.dashboard import pages
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.exports import prometheus
-from dcpbench.hangs import said
+from dcpbench.exports import bench_files, prometheus
+from dcpbench.hangs import finding, said
 from dcpbench.hangs.beats import RAISED
 from dcpbench.imports import vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Result
+from dcpbench.launch import nodes, processes
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.records.metrics import METRIC
 from dcpbench.reports import explain, floors, markdown
 from dcpbench.reports.sections import Section
 from dcpbench.reports.tables import Table
+from dcpbench.serving import outcome
 from dcpbench.serving.allocator import DcpAllocator
 from dcpbench.syncs.model import order
 from dcpbench.top import watch
@@ -260,3 +262,88 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
     assert pages._report(tmp_path, run) == (
         f"monday: no page for {pages.MOST_POINTS + 1:,} points, only for up to {pages.MOST_POINTS:,}"
     )
+
+
+@pytest.mark.parametrize(
+    ("failed", "cancelled", "rejected", "said"),
+    [
+        (2, 0, 0, "no output token came: 2 requests failed; the first one: f0"),
+        (2, 1, 0, "no output token came: 2 requests failed and 1 were cut off; the first one: f0"),
+        (0, 0, 0, "no request was submitted, so there is nothing to report; give --num-requests 1 or more."),
+        (0, 3, 0, "no output token came: 0 requests were rejected and 3 were cut off; use a longer --limit."),
+        (0, 1, 2, "no output token came: 2 requests were rejected and 1 were cut off; the first one rejected: r0"),
+    ],
+)
+def test_where_no_token_came_the_first_that_was_refused_says_why(
+    failed: int, cancelled: int, rejected: int, said: str
+) -> None:
+    def of(letter: str, count: int) -> list[Any]:
+        return [SimpleNamespace(failed=f"{letter}{n}", rejected=f"{letter}{n}") for n in range(count)]
+
+    found = {
+        outcome.REJECTED: of("r", rejected),
+        outcome.CANCELLED: of("c", cancelled),
+        outcome.FAILED: of("f", failed),
+    }
+    assert outcome._nothing_came(found) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("400", 400), ("123456789", 123_456_789), ("1234567890", None), ("uniform:1-2", None), ("", None)],
+)
+def test_a_length_that_all_requests_have_is_a_number_of_up_to_nine_digits(text: str, tokens: int | None) -> None:
+    assert bench_files.fixed(text) == tokens
+
+
+def test_who_is_alive_of_a_run_is_told_by_when_the_command_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first in the lock file is the command; of workers alone nothing says when."""
+    for began, said_of_it in (
+        ([5.0, 7.0], (processes.COMMAND, 5.0)),
+        ([5.0, None], (processes.COMMAND, 5.0)),
+        ([None, 7.0], (processes.WORKERS, None)),
+        ([None, None], (processes.NONE, None)),
+        ([], (processes.NONE, None)),
+    ):
+        monkeypatch.setattr(processes, "_named", lambda _, began=began: list(enumerate(began, 100)))
+        assert processes.alive(tmp_path) == said_of_it
+        assert processes.alive_pid(tmp_path) == next((100 + n for n, at in enumerate(began) if at is not None), None)
+
+
+def test_node_0_is_in_trouble_where_another_says_so_or_is_gone() -> None:
+    def line(said: object, *, closed: bool = False) -> Any:
+        return SimpleNamespace(receive=lambda _: said, closed=closed)
+
+    leader = nodes.Leader.__new__(nodes.Leader)
+    for lines, trouble in (
+        ([], False),
+        ([line(None)], False),
+        ([line(b"other"), line(None)], False),
+        ([line(None), line(nodes.FAILED)], True),
+        ([line(None), line(None, closed=True)], True),
+    ):
+        leader._lines = lines
+        assert leader.in_trouble() is trouble
+
+
+@pytest.mark.parametrize(
+    ("places", "odd", "known"),
+    [
+        ("aab", {2}, True),
+        ("abb", {0}, True),
+        ("ab", {1}, False),
+        ("aabb", {2, 3}, False),
+        ("abc", {2}, False),
+        ("aaabbc", {3, 4, 5}, True),
+    ],
+)
+def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
+    places: str, odd: set[int], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody is as before, it is the smallest side with the highest ranks that is named."""
+    monkeypatch.setattr(finding, "_place", lambda one: one)
+    monkeypatch.setattr(finding, "_followed", lambda *_: False)
+    found, sure, _ = finding._odd({}, dict(enumerate(places)), 5)  # type: ignore[arg-type]
+    assert (found, sure) == (odd, known)

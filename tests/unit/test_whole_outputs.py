@@ -591,6 +591,10 @@ PLANS = {
     "--output-tokens lognormal:300:0.8 --num-requests 50 --prefix-share 0.3 --prefix-groups 4 --chunk 1024,8192",
     "apart": "serve --gpu H200 --gpus 8 --tp 2 --dcp 2 --mode replay --disaggregate 1:2,3 --transfer-gb-s 50 --concurrency 16 --turns 3 "
     "--turn-tokens 200 --think-time 2 --input-tokens 4000 --output-tokens 100 --model deepseek-v2",
+    "cpu": "sweep --device cpu --model tiny",
+    "cpu-serve": "serve --device cpu --model tiny",
+    "gpu-serve": "serve --gpu B200 --gpus 8",
+    "gpu-sweep": "sweep --gpu B200 --gpus 8",
     "emulated": "sweep --emulate H200 --gpu H200 --gpus 1 --tp 8 --dcp 1,8 --exchange a2a --context 32000 --concurrency 16 --model deepseek-v2",
 }
 
@@ -1130,6 +1134,24 @@ SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
     "of-two-serves": lambda: [small_served(random.Random(seed)) for seed in (4, 9)],
     "of-two-instances": lambda: [RUNS["instances"](), RUNS["instances"]()[:4]],
     "of-two-stalls": lambda: [RUNS["stalls"](), RUNS["stalls"]()[1:]],
+    "of-exchanges": lambda: [
+        [
+            small_record(
+                record_builder.point(layout, model=model, concurrency=load, exchange=way, **more),
+                load * rate * (1.0 if layout is DCP else 0.97),
+                0.005,
+            )
+            for model in ("kimi-k2", "deepseek-v3")
+            for layout in (DCP, Layout(4, 1, 2))
+            for load in (8, 16)
+            for way, rate, more in (
+                ("ag_rs", 100.0, {}),
+                ("a2a", 105.0, {}),
+                ("symm", 104.9, {}),
+                ("a2a", 101.0, {"overlap": True}),
+            )
+        ]
+    ],
     "of-both": lambda: [[*small_run(random.Random(7)), *small_served(random.Random(13))]],
 }
 """Runs of which figures are drawn together."""
