@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,11 @@ import msgspec
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
+from dcpbench.compare import picture
 from dcpbench.dashboard import pages
+from dcpbench.doctor import Report
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.exports import bench_files, prometheus
 from dcpbench.hangs import finding, said
@@ -20,11 +24,14 @@ from dcpbench.hangs.beats import RAISED
 from dcpbench.imports import vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Result
-from dcpbench.launch import nodes, processes
+from dcpbench.launch import nodes, processes, progress, ranks
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
+from dcpbench.recommend.forecast import anchored
+from dcpbench.records.checks import MOST_ENTRIES
 from dcpbench.records.metrics import METRIC
-from dcpbench.reports import explain, floors, markdown
+from dcpbench.records.record import Percentiles
+from dcpbench.reports import explain, floors, markdown, terminal
 from dcpbench.reports.sections import Section
 from dcpbench.reports.tables import Table
 from dcpbench.serving import outcome
@@ -347,3 +354,122 @@ def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
     monkeypatch.setattr(finding, "_followed", lambda *_: False)
     found, sure, _ = finding._odd({}, dict(enumerate(places)), 5)  # type: ignore[arg-type]
     assert (found, sure) == (odd, known)
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "sent", "said"),
+    [
+        (48, 8, 96, "tp4 8 of full length by KV space (48 by --concurrency)"),
+        (48, 48, 96, "tp4 48 by --concurrency"),
+        (96, 96, 96, "tp4 all 96"),
+        (200, 95, 96, "tp4 95 of full length by KV space (200 by --concurrency)"),
+        (200, 96, 96, "tp4 all 96"),
+        (48, None, 96, "tp4 48 by --concurrency"),
+    ],
+)
+def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
+    asked: int, held: int | None, sent: int, said: str
+) -> None:
+    row = {"load_arrival": "gamma", "instances": None, "concurrency": asked, "room_for": held, "load_requests": sent}
+    points = pd.DataFrame([row | {"label": "tp4"}])
+    assert terminal._bounds(points) == [f"requests at once, at most: {said}"]
+    assert terminal._bounds(points.assign(load_arrival="closed")) == []
+
+
+@pytest.mark.parametrize(
+    ("median", "low", "high", "said"),
+    [
+        (100.0, 99.0, 100.5, "1.0%"),
+        (100.0, 99.9, 102.0, "2.0%"),
+        (100.0, 99.96, 100.04, "<0.1%"),
+        (100.0, 99.94, 100, "0.1%"),
+        (float("nan"), 1, 1, "—"),
+    ],
+)
+def test_scatter_is_the_wider_side_of_an_interval(median: float, low: float, high: float, said: str) -> None:
+    point = pd.Series({"output_tok_s": median, "output_tok_s_low": low, "output_tok_s_high": high})
+    assert terminal._half_width(point) == said
+
+
+def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
+    """Those with the lowest number first; those without stay."""
+    decoded = {"context": 1, "concurrency": 2, "output_tok_s": 3.0, "output_tok_s_low": 3.0, "output_tok_s_high": 3.0}
+    decoded |= {"output_tok_s_per_gpu": 1.0, "tok_s_per_user": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 1.0}
+    found = [(c.name, c.drop) for c in terminal._decode_columns(pd.DataFrame([decoded]))]
+    assert found == [
+        ("context", None),
+        ("conc.", None),
+        ("tok/s", None),
+        ("scatter", 3),
+        ("/GPU", 2),
+        ("/user", 0),
+        ("ITL ms", None),
+        ("p99", 1),
+    ]
+    served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "goodput_s": 0.5, "load_arrival": "closed"}
+    found = [(c.name, c.drop) for c in terminal._served_columns("closed", pd.DataFrame([served]))]
+    assert found[-7:] == [
+        ("tok/s", None),
+        ("/GPU", 0),
+        ("TTFT ms", 4),
+        ("p99", 1),
+        ("ITL ms", None),
+        ("p99", 2),
+        ("good/s", 3),
+    ]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(80, 10), (240, 30), (400, 30), (16, 2)])
+def test_the_bar_of_a_run_takes_an_eighth_of_the_terminal_and_30_columns_at_most(columns: int, width: int) -> None:
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True)
+    bar = progress.ProgressBar({"a": "first"}, console)
+    assert bar._bar is not None
+    assert bar._bar.columns[0].bar_width == width
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [("100 7", {0: 100}), ("100 8", {}), ("100", {}), ("100 7 9", {}), ("x 7", {}), ("", {})],
+)
+def test_a_rank_is_known_by_its_id_and_when_it_began(
+    words: str, known: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process 100 began at tick 7: what has its id since is another one."""
+    (tmp_path / "rank-0.pid").write_text(words)
+    monkeypatch.setattr(ranks.child, "start_ticks", lambda pid: ("S", 7) if pid == 100 else None)
+    of = ranks.Ranks(tmp_path, tmp_path / "logs", tmp_path / "progress.jsonl", range(2))
+    assert (of.pid_of(), of.pids()) == (known, list(known.values()))
+
+
+@pytest.mark.parametrize(
+    ("reach", "ticks"),
+    [
+        (0.01, [0.988, 0.99, 0.992, 0.994, 0.996, 0.998, 1, 1.002, 1.004, 1.006, 1.008, 1.01, 1.012]),
+        (0.0101, [0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 1, 1.005, 1.01, 1.015, 1.02, 1.025, 1.03]),
+        (1.25, [0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5]),
+        (1.3, [0.25, 0.5, 1, 2, 4]),
+    ],
+)
+def test_a_forest_has_round_ratios_denser_the_closer_it_looks(reach: float, ticks: list[float]) -> None:
+    """Five on either side at least, none at 0 or below."""
+    assert picture._ticks(reach) == ticks
+
+
+def test_an_estimate_that_is_set_right_has_the_band_of_ratios() -> None:
+    """1.25 times 100 tok/s; 4 % of ratios and 3 and 2 % of two kinds of calls: from a 1.09th to 1.09 times."""
+    found = anchored(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
+    assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
+    slow = dataclasses.replace(advised.forecast(100.0), itl_ms=Percentiles(p50=10.0))
+    assert anchored(slow, 1.25).itl_ms.p50 == 8.0
+    served = dataclasses.replace(slow, point=advised.point(load=advised.load()))
+    assert anchored(served, 1.25).itl_ms.p50 == 10.0
+
+
+@pytest.mark.parametrize(("kept", "more"), [(MOST_ENTRIES - 1, 1), (MOST_ENTRIES, 0)])
+def test_a_report_of_a_machine_takes_so_many_findings(kept: int, more: int) -> None:
+    report = Report()
+    for n in range(kept):
+        report.add("x", "ok", str(n))
+    report.add("x", "ok", "one more")
+    report.add("x", "ok", "and one")
+    assert len(report.findings) == kept + more
