@@ -14,7 +14,7 @@ import pytest
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.settings import Settings
-from dcpbench.servers import ask, info, measure, overhead, sweep
+from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep
 from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.events import Choice, read_completion
@@ -392,3 +392,99 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 )
 def test_flags_that_were_varied_are_read_off_a_points_settings(settings: str, flags: dict[str, str]) -> None:
     assert sweep.settings_of(record_builder.point(settings=settings)) == flags
+
+
+class Slept(Exception):  # noqa: N818 - no error
+    """Ends a loop that would sleep forever."""
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch, clock: list[float], times: int, late_s: float = 0.0) -> list[float]:
+    """What is slept from now on, by a clock that only sleep moves; raises Slept after some times."""
+    slept = list[float]()
+
+    async def sleep(left_s: float) -> None:
+        if len(slept) == times:
+            raise Slept
+        slept.append(round(left_s, 9))
+        clock[0] += left_s + late_s
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    return slept
+
+
+def test_a_load_says_how_far_it_is_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = sleeping(monkeypatch, clock := [10.0], 3)
+    tolds = iter([load.Told(0, 0, 0), load.Told(5, 2, 1000), load.Told(8, 0, 5000)])
+    run = SimpleNamespace(told=lambda: next(tolds), start_s=10.0, requests=8)
+    said = list[str]()
+    with pytest.raises(Slept):
+        asyncio.run(measure._tell(run, said.append))  # type: ignore[arg-type]
+    assert slept == [measure.TELL_S] * 3
+    assert clock == [10.0 + 3 * measure.TELL_S]
+    rates = [f"{chunks / (n * measure.TELL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
+    assert said == [
+        f"0/8 requests, {rates[0]} chunks/s",
+        f"3/8 requests, 2 failed, {rates[1]} chunks/s",
+        f"8/8 requests, {rates[2]} chunks/s",
+    ]
+
+
+def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = sleeping(monkeypatch, [0.0], 2)
+    sent = list[object]()
+    with pytest.raises(Slept):
+        asyncio.run(shares._tell(SimpleNamespace(send=sent.append), SimpleNamespace(told=lambda: "so far")))  # type: ignore[arg-type]
+    assert (slept, sent) == ([shares.TELL_S] * 2, [(shares.TOLD, "so far")] * 2)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "slept"),
+    [
+        (0.0, [1, 1, 1, 1]),
+        (0.25, [1, 0.75, 0.75, 0.75]),
+        (1.0, [1, 0, 0, 0]),
+        (2.5, [1, 0, 0, 0]),
+    ],
+)
+def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, late_s: float, slept: list[float]
+) -> None:
+    """In beats: what is slept when each sleep takes `late_s` longer, and how late each was."""
+    found = sleeping(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
+    run = SimpleNamespace(pace=SimpleNamespace(lags_s=[]))
+    with pytest.raises(Slept):
+        asyncio.run(load.Run._beat(run))  # type: ignore[arg-type]
+    assert [s / load.BEAT_S for s in found] == pytest.approx(slept, abs=1e-6)
+    lags = [s / load.BEAT_S for s in run.pace.lags_s]
+    assert lags == pytest.approx([late_s] * 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "marks"), [("CPU", ["cpu"]), ("cpu", []), ("NVIDIA H100 80GB HBM3", []), ("unknown", []), ("cpu2", [])]
+)
+def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, marks: list[str]) -> None:
+    """And one of which nothing was sent says why, with what is known of the server."""
+    point = serve_record_builder.point()
+    asked = SimpleNamespace(device=device, device_count=4, command="dcpbench serve")
+    sent = SimpleNamespace(run=None)
+    for failed, stopped, reason in [
+        ("no.", False, "no."),
+        ("", True, "interrupted before any request was sent."),
+        ("no.", True, "no."),
+    ]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(measure, "_server", lambda *_: SERVED.server)
+            record = measure._record(
+                point,
+                asked,  # type: ignore[arg-type]
+                SimpleNamespace(origin="vllm"),  # type: ignore[arg-type]
+                Manner(endpoint="completions", model="m", extras={}, vocab=9),
+                Settings(),
+                tmp_path,
+                sent,  # type: ignore[arg-type]
+                failed=failed,
+                stopped=stopped,
+            )
+        assert (record.outcome, record.reason, record.marks) == ("failed", reason, marks)
+        assert (record.origin, record.environment.device_count, record.metrics) == ("vllm", 4, None)

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from dcpbench import imports
 from dcpbench.compare import picture
 from dcpbench.dashboard import pages
 from dcpbench.doctor import Report
@@ -24,11 +25,15 @@ from dcpbench.hangs.beats import RAISED
 from dcpbench.imports import vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Result
+from dcpbench.imports.said import of_name as read_name
 from dcpbench.launch import nodes, processes, progress, ranks
+from dcpbench.launch.jobs import Progress
+from dcpbench.launch.launcher import _End
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import anchored
 from dcpbench.records.checks import MOST_ENTRIES
+from dcpbench.records.lines import Tail
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles
 from dcpbench.reports import explain, floors, markdown, terminal
@@ -473,3 +478,119 @@ def test_a_report_of_a_machine_takes_so_many_findings(kept: int, more: int) -> N
     report.add("x", "ok", "one more")
     report.add("x", "ok", "and one")
     assert len(report.findings) == kept + more
+
+
+class TestTail:
+    """A file that is appended to, read as it grows."""
+
+    def test_lines_come_once_and_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "lines"
+        tail = Tail(path)
+        assert (list(tail.lines()), tail.replaced()) == ([], False)
+        path.write_bytes(b"1\n2\n3")
+        assert list(tail.lines()) == [b"1", b"2"]
+        with path.open("ab") as file:
+            file.write(b"3\n\nno\n  \n4\n")
+        assert list(tail.decoded(lambda line: msgspec.json.decode(line, type=int))) == [33, 4]
+        assert (tail.unread, list(tail.lines()), tail.replaced()) == (1, [], False)
+
+    @pytest.mark.parametrize(("anew", "replaced"), [(b"5\n", True), (b"1\n2\n", False), (b"1\n2\n3\n", False)])
+    def test_a_shorter_file_is_another(self, tmp_path: Path, anew: bytes, replaced: bool) -> None:
+        path = tmp_path / "lines"
+        path.write_bytes(b"1\n2\n")
+        tail = Tail(path)
+        assert list(tail.lines()) == [b"1", b"2"]
+        path.write_bytes(anew)
+        assert tail.replaced() is replaced
+        assert list(tail.lines()) == (anew.splitlines() if replaced else anew.splitlines()[2:])
+
+    def test_another_file_of_the_name_is_another(self, tmp_path: Path) -> None:
+        path, other = tmp_path / "lines", tmp_path / "other"
+        path.write_bytes(b"1\n")
+        other.write_bytes(b"1\n2\n3\n")
+        tail = Tail(path)
+        assert list(tail.lines()) == [b"1"]
+        other.replace(path)
+        assert (tail.replaced(), tail.replaced()) == (True, False)
+        assert list(tail.lines()) == [b"1", b"2", b"3"]
+
+    def test_what_could_make_a_reader_wait_is_not_read(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        for path in (tmp_path / "pipe", tmp_path):
+            assert list(Tail(path).lines()) == []
+
+
+def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_once() -> None:
+    """Two requests of the same 9 tokens: the second gives its two full pages back for the first one's."""
+    allocator = DcpAllocator(9, 4, 1)
+    first, second = (allocator.alloc(9, np.zeros(0, np.int32)) for _ in range(2))
+    pages = first.pages[:2].copy()
+    allocator.share(first, pages[:1])
+    allocator.share(first, pages)
+    assert (allocator.used_pages, allocator.tokens) == (6, 18)
+    allocator.share(second, np.array([second.pages[0], pages[1]]))
+    assert (allocator.used_pages, allocator.tokens) == (5, 14)
+    allocator.share(second, np.array([second.pages[0], pages[1]]))
+    assert (allocator.used_pages, allocator.tokens, second.shared) == (5, 14, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        ([*"abcde"], "a, b, c, d, e"),
+        ([*"abcdef"], "a, b, c, d, e and 1 more"),
+        ([f"{n}" for n in range(1_005)], "0, 1, 2, 3, 4 and 1,000 more"),
+    ],
+)
+def test_the_first_five_are_named(names: list[str], shown: str) -> None:
+    assert imports._few(names) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "layout"),
+    [
+        ("tp4", "vllm", {"tp": 4, "dcp": 1}),
+        ("tp8_dcp4", "vllm", {"tp": 8, "dcp": 4}),
+        ("tp4_dcp3", "vllm", {}),
+        ("tp4_dp2", "vllm", {"tp": 8, "dp": 2, "dcp": 1}),
+        ("tp4_dp2", "sglang", {}),
+        ("tp4_dp1", "sglang", {"tp": 4, "dp": 1, "dcp": 1}),
+    ],
+)
+def test_a_layout_of_a_name_is_one_that_can_be(name: str, engine: str, layout: dict[str, int]) -> None:
+    assert imports._named_layout(read_name(name), engine) == layout
+
+
+class TestEnd:
+    """What the launcher knows of a job."""
+
+    def test_a_point_is_past_its_limit_only_while_it_is_at_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: now)
+        end = _End()
+        assert (end.past(0.0), end.past(None)) == (False, False)
+        end.see(Progress(stage="run", key="a"))
+        assert (end.started, end.key, end.begun) == (True, "a", 100.0)
+        now = 105.0
+        end.see(Progress(stage="run", key="a"))
+        assert [end.past(limit) for limit in (None, 4.9, 5.0, 5.1)] == [False, True, False, False]
+        end.see(Progress(stage="done", key="a"))
+        assert (end.done, end.key, end.past(0.0)) == ({"a"}, "", False)
+
+    @pytest.mark.parametrize(
+        ("hung_s", "over_s", "code", "hung", "failed"),
+        [
+            (0.0, 0.0, 0, False, False),
+            (0.5, 0.0, 0, True, True),
+            (0.0, 0.5, 0, True, True),
+            (0.0, 0.0, 1, False, True),
+            (0.0, 0.0, -1, False, True),
+        ],
+    )
+    def test_a_job_failed_that_hung_or_ended_badly(
+        self, hung_s: float, over_s: float, code: int, hung: bool, failed: bool
+    ) -> None:
+        end = _End(hung_s=hung_s, over_s=over_s, code=code)
+        assert (end.hung, end.failed, end.ended(0)) == (hung, failed, code < 0)
