@@ -551,8 +551,8 @@ def test_the_first_five_are_named(names: list[str], shown: str) -> None:
 @pytest.mark.parametrize(
     ("name", "engine", "layout"),
     [
-        ("tp4", "vllm", {"tp": 4, "dcp": 1}),
-        ("tp8_dcp4", "vllm", {"tp": 8, "dcp": 4}),
+        ("tp4", "vllm", {"tp": 4, "dp": 1, "dcp": 1}),
+        ("tp8_dcp4", "vllm", {"tp": 8, "dp": 1, "dcp": 4}),
         ("tp4_dcp3", "vllm", {}),
         ("tp4_dp2", "vllm", {"tp": 8, "dp": 2, "dcp": 1}),
         ("tp4_dp2", "sglang", {}),
