@@ -488,3 +488,25 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
             )
         assert (record.outcome, record.reason, record.marks) == ("failed", reason, marks)
         assert (record.origin, record.environment.device_count, record.metrics) == ("vllm", 4, None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "wanted"),
+    [("completions", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})],
+)
+def test_the_likelier_two_are_asked_for_until_a_server_refuses_them(endpoint: str, wanted: dict[str, Any]) -> None:
+    """Then the same is asked without, and so is all else; what other errors say is passed on."""
+    refuses = {"message": "logprobs is unknown"}
+    choice = {"index": 0, "text": "a b", "message": {"content": "a b"}}
+    client = Answering(lambda _, said: (400, refuses) if "logprobs" in said else (200, {"choices": [choice]}))
+    manner = Manner(endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0))
+    side = ask.Side(client, manner, 99)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert asyncio.run(side.answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
+    bodies = [body for _, body in client.asked]
+    assert [{name: body[name] for name in wanted if name in body} for body in bodies] == [wanted, {}, {}]
+    for body in bodies:
+        assert (body["stream"], body["seed"], "stream_options" in body, body["ignore_eos"]) == (False, 0, False, True)
+    client = Answering(lambda *_: (200, {"choices": []}))
+    with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
+        asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -18,10 +18,11 @@ from dcpbench import imports
 from dcpbench.compare import picture
 from dcpbench.dashboard import pages
 from dcpbench.doctor import Report
-from dcpbench.errors import RecordsError, UsageError
+from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.exports import bench_files, prometheus
 from dcpbench.hangs import finding, said
-from dcpbench.hangs.beats import RAISED
+from dcpbench.hangs.beats import INSIDE, RAISED, Met
+from dcpbench.hangs.evidence import Rank
 from dcpbench.imports import vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Result
@@ -594,3 +595,69 @@ class TestEnd:
     ) -> None:
         end = _End(hung_s=hung_s, over_s=over_s, code=code)
         assert (end.hung, end.failed, end.ended(0)) == (hung, failed, code < 0)
+
+
+@pytest.mark.parametrize(
+    ("waits", "flight", "inside"),
+    [
+        (True, None, "beats"),
+        (True, [], "beats"),
+        (True, ["flight"], "beats"),
+        (False, None, None),
+        (False, [], None),
+        (False, ["flight"], "flight"),
+        (None, None, None),
+        (None, ["flight"], "flight"),
+    ],
+)
+def test_a_rank_waits_where_its_host_does_and_else_where_its_device_does(
+    waits: bool | None, flight: list[str] | None, inside: str | None
+) -> None:
+    """`waits`: whether the host waits in its collectives; without beats None. A collective handed on says nothing by itself."""
+
+    def inside_of(phase: str) -> list[Met]:
+        one = Met(order=1, number=1, call=None, phase=phase, layer=None, state=INSIDE, began_ns=1, ended_ns=0)
+        return [dataclasses.replace(one, phase="left", state=RAISED), one, dataclasses.replace(one, phase="later")]
+
+    beats: Any = None if waits is None else SimpleNamespace(waits=waits, met=inside_of("beats"))
+    rank = Rank(0, "", beats, None if flight is None else [m for name in flight for m in inside_of(name)])
+    found = finding.inside(rank)
+    assert (found and found.phase) == inside
+
+
+def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 s in all, in which two come at 2 s each, of whom one is none of ours; 1 ms at least, and then it is said."""
+    now, left = [100.0], list[float]()
+
+    class Listening:
+        settimeout = left.append
+        came = 0
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def accept(self) -> tuple[int, None]:
+            now[0] += 2.0
+            if self.came == 3:
+                raise TimeoutError
+            self.came += 1
+            return self.came, None
+
+    met = {1: 2, 2: None, 3: 1}
+    monkeypatch.setattr(nodes, "listen", lambda *_: Listening())
+    monkeypatch.setattr(nodes, "Line", lambda number: SimpleNamespace(number=number, close=lambda: None))
+    monkeypatch.setattr(nodes, "_met", lambda line, *_: met[line.number])
+    monkeypatch.setattr(nodes, "secret", lambda: b"")
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    assert [line.number for line in nodes._accept("h:1", 2, 5.0, "")] == [3, 1]  # type: ignore[attr-defined]
+    assert left == pytest.approx([5.0, 3.0, 1.0])
+    left.clear()
+    words = (
+        r"^2 of 3 other nodes came to h:1 within 5 s; start the same command with its own --node-rank on each, or raise "
+        r"--timeout\. 1 that came had another DCPBENCH_SECRET or --rdzv-id\.$"
+    )
+    with pytest.raises(WorkerError, match=words):
+        nodes._accept("h:1", 3, 5.0, "")
+    assert left == pytest.approx([5.0, 3.0, 1.0, 0.001])
