@@ -351,11 +351,23 @@ def test_values_that_decide_something_are_held(room: str) -> None:
         lines += [f"{name.removeprefix('dcpbench.')} {constant} = {text}" for constant, text in found.items() if text]
         for cls in vars(module).values():
             if isinstance(cls, type) and cls.__module__ == name and (fields := fields_of(cls)):
-                lines.append(f"{name.removeprefix('dcpbench.')} {cls.__name__}({fields})")
+                lines.append(f"{name.removeprefix('dcpbench.')} {cls.__name__}({fields}){kind_of(cls)}")
     path = ROOT / "tests" / "data" / "said" / f"values-{room}.txt"
     if os.environ.get("SAID") == "write":
         path.write_text("".join(f"{line}\n" for line in lines))
     assert lines == path.read_text().splitlines()
+
+
+def kind_of(cls: type) -> str:
+    """How a dataclass is compared and kept, where not as most are."""
+    if not dataclasses.is_dataclass(cls):
+        return ""
+    kinds = {
+        "each is equal to itself alone": cls.__eq__ is object.__eq__,
+        "in order": cls.__lt__ is not object.__lt__,  # type: ignore[operator]
+        "in slots": "__slots__" in vars(cls),
+    }
+    return "".join(f", {kind}" for kind, is_so in kinds.items() if is_so)
 
 
 def fields_of(cls: type) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import math
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -27,9 +29,10 @@ from dcpbench.imports import vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Result
 from dcpbench.imports.said import of_name as read_name
-from dcpbench.launch import nodes, processes, progress, ranks
+from dcpbench.launch import hung, nodes, processes, progress, ranks
 from dcpbench.launch.jobs import Progress
 from dcpbench.launch.launcher import _End
+from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import anchored
@@ -42,12 +45,26 @@ from dcpbench.reports.sections import Section
 from dcpbench.reports.tables import Table
 from dcpbench.serving import outcome
 from dcpbench.serving.allocator import DcpAllocator
+from dcpbench.serving.step_times import (
+    LARGEST,
+    MOST_REQUESTS,
+    MOST_TOKENS,
+    USES,
+    Case,
+    Chunks,
+    Decodes,
+    Measured,
+    _problem,
+)
+from dcpbench.syncs import files
 from dcpbench.syncs.model import order
+from dcpbench.syncs.traces.reading import GZIP_MAGIC
 from dcpbench.top import watch
 from tests.unit import syncs_builder
 from tests.unit import test_recommend as advised
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -661,3 +678,121 @@ def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPa
     with pytest.raises(WorkerError, match=words):
         nodes._accept("h:1", 3, 5.0, "")
     assert left == pytest.approx([5.0, 3.0, 1.0, 0.001])
+
+
+@pytest.mark.parametrize("end", [0, 1, 5])
+def test_texts_are_as_long_as_gzip_can_say(end: int, tmp_path: Path) -> None:
+    """Modulo 4 GiB, so that a trace and its copy that is packed are compared."""
+    path = tmp_path / "trace.json"
+    path.touch()
+    os.truncate(path, (1 << 32) + end)
+    assert files._length(path) == end
+    for size in (3, 4, 5):
+        path.write_bytes((GZIP_MAGIC + b"\3\0\0")[:size])
+        assert files._length(path) == (int.from_bytes(b"\x8b\3\0\0", "little") if size > 4 else size)
+    assert files._length(tmp_path) == -1
+
+
+def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says in a second each; then it is asked no more, though it has not hung up."""
+    now, left = [0.0], list[float]()
+
+    class Talking:
+        size = 1
+        settimeout = left.append
+
+        def sendall(self, said: bytes) -> None: ...
+
+        def recv(self, most: int) -> bytes:
+            now[0] += 1.0
+            return b"x" * min(self.size, most)
+
+    monkeypatch.setenv("NCCL_RAS_ADDR", "[::1]:28028")
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    asked = list[tuple[object, float]]()
+
+    @contextlib.contextmanager
+    def connected(address: object, limit_s: float) -> Iterator[Talking]:
+        asked.append((address, limit_s))
+        yield Talking()
+
+    monkeypatch.setattr("socket.create_connection", connected)
+    hung.ask_nccl(tmp_path / "slow")
+    assert asked == [(("::1", 28028), hung.NCCL_S)]
+    assert left == pytest.approx([hung.NCCL_S - n for n in range(len(left))])
+    assert (tmp_path / "slow").read_bytes() == b"x" * math.ceil(hung.NCCL_S)
+    monkeypatch.setattr(Talking, "size", 1 << 20)
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    hung.ask_nccl(tmp_path / "much")
+    assert (tmp_path / "much").stat().st_size == hung.NCCL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limit", "trace", "wanted"),
+    [
+        (None, None, "--num-requests 80"),
+        (40, None, "--limit 80 or none"),
+        (41, None, "--num-requests 80"),
+        (None, "file", "a longer file"),
+        (40, "file", "--limit 80 or none"),
+        (39, "file", "a longer file"),
+    ],
+)
+def test_more_requests_come_of_what_keeps_them_few(limit: int | None, trace: str | None, wanted: str) -> None:
+    loads: Any = SimpleNamespace(limit=limit, count=40, trace=trace)
+    assert ServeLoads._more(loads, 8) == wanted
+
+
+OF_ONE = Case(decodes=(Decodes(1, 1),))
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "problem"),
+    [
+        (OF_ONE, {}, ""),
+        (
+            Case(decodes=(Decodes(2, MOST_TOKENS),), chunks=(Chunks(1, 1, 0), Chunks(1, MOST_TOKENS, MOST_TOKENS))),
+            {},
+            "",
+        ),
+        (
+            Case(decodes=(Decodes(1, 5), Decodes(0, 7))),
+            {},
+            f"case.decodes counts from 1 to {MOST_TOKENS:,}, and not 1, 5, 0, 7",
+        ),
+        (
+            Case(decodes=(Decodes(1, MOST_TOKENS + 1),)),
+            {},
+            f"case.decodes counts from 1 to {MOST_TOKENS:,}, and not 1, {MOST_TOKENS + 1}",
+        ),
+        (
+            Case(chunks=(Chunks(1, 0, -1),) * 40),
+            {},
+            f"case.chunks counts from 1 to {MOST_TOKENS:,}, and not {'1, 0, ' * 16}1, 0",
+        ),
+        (
+            Case(chunks=(Chunks(1, 1, 0), Chunks(1, 1, -1), Chunks(1, 1, 2), Chunks(1, 1, 3))),
+            {},
+            f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not [0, -1, 2]",
+        ),
+        (
+            Case(chunks=(Chunks(1, 1, MOST_TOKENS + 1),)),
+            {},
+            f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not [{MOST_TOKENS + 1}]",
+        ),
+        (Case(decodes=(Decodes(MOST_REQUESTS, 1),)), {}, ""),
+        (Case(decodes=(Decodes(MOST_REQUESTS + 1, 1),)), {}, f"its step has more than {MOST_REQUESTS:,} requests"),
+        (Case(), {}, "its step does nothing"),
+        (msgspec.structs.replace(OF_ONE, use="x" * 41), {}, f"case.use is {'x' * 40!r}, none of {', '.join(USES)}"),
+        (OF_ONE, {"samples_ms": []}, "it has no samples_ms, or times that are not positive"),
+        (OF_ONE, {"samples_ms": [1.0, 0.0]}, "it has no samples_ms, or times that are not positive"),
+        (OF_ONE, {"samples_ms": [LARGEST]}, ""),
+        (OF_ONE, {"samples_ms": [2 * LARGEST, 1.0]}, "it has no samples_ms, or times that are not positive"),
+        (OF_ONE, {"host_ms": [0.0, LARGEST], "floor_ms": 0.0}, ""),
+        (OF_ONE, {"host_ms": [1.0, -0.5]}, "its host_ms are no times"),
+        (OF_ONE, {"host_ms": [1.0], "floor_ms": -0.5}, "its floor_ms are no times"),
+        (OF_ONE, {"floor_ms": 2 * LARGEST}, "its floor_ms are no times"),
+    ],
+)
+def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], problem: str) -> None:
+    assert _problem(Measured(case=case, **{"samples_ms": [1.0], **more})) == problem

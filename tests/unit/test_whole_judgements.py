@@ -19,6 +19,7 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.plan import judge
 from dcpbench.plan.spec import planned
 from dcpbench.points.machine import Probe
+from dcpbench.points.names import EXCHANGES
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES, ModelShape
@@ -76,7 +77,7 @@ AXES: dict[str, list[Any]] = {
     "ep": ["1", "tp"],
     "concurrency": [1, 2, 3, 48, 200, 511, 512, 513, 1024, 1025],
     "context": [100, 3_999, 4_000, 32_000, 131_071, 131_072, 163_839, 163_840],
-    "exchange": ["ag_rs", "a2a", "symm", "nccl_window", "auto"],
+    "exchange": [*EXCHANGES, "auto"],
     "backend": ["triton", "flashinfer", "flashmla", "reference", "auto"],
     "dtype": ["bf16", "fp16", "fp32"],
     "weights_dtype": ["", "fp8"],

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from rich.console import Console
 
 from dcpbench import cli
@@ -608,6 +609,7 @@ ADVICE = {
     "decode": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 8 --context 4000,128000",
     "price": "recommend --machine B200 --gpus 8 --model kimi-k2 --concurrency 32 --context 32000 --price 4",
     "hosts": "recommend --machine H200+rdma-400 --gpus 8,16 --model deepseek-v3 --concurrency 8,256 --context 128000 --weights-dtype fp8",
+    "fp8": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 64 --context 32000 --kv-dtype fp8",
     "tight": "recommend --machine H100 --gpus 4 --model kimi-k2 --concurrency 8 --context 4000",
     "slo": "recommend --machine H200 --gpus 4 --model deepseek-v2 --request-rate 0.5,2 --input-tokens 2000 --output-tokens 30 --num-requests 24 "
     "--slo ttft=400,itl=20 --price 2.5",
@@ -1101,6 +1103,7 @@ def figure_words(figure: Figure) -> str:
 
     lines = [f"figure {few(figure.get_size_inches())}: {texts([*figure.texts, *filter(None, [figure._suptitle])])}"]
     lines += [f"  legend: {texts(legend.get_texts())}, {legend._ncols} columns" for legend in figure.legends]
+    lines += [f"  sizes {few(t.get_fontsize() for t in figure.findobj(Text) if t.get_text())}"]
     for ax in figure.axes:
         lines.append(f"  panel {ax.get_title()} / {ax.get_title('left')}: {ax.get_xlabel()} × {ax.get_ylabel()}")
         lines.append(
