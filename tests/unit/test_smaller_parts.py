@@ -22,10 +22,10 @@ from dcpbench.dashboard import pages
 from dcpbench.doctor import Report
 from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.exports import bench_files, prometheus
-from dcpbench.hangs import finding, said
+from dcpbench.hangs import dumps, finding, said
 from dcpbench.hangs.beats import INSIDE, RAISED, Met
 from dcpbench.hangs.evidence import Rank
-from dcpbench.imports import vllm
+from dcpbench.imports import documents, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Result
 from dcpbench.imports.said import of_name as read_name
@@ -796,3 +796,17 @@ OF_ONE = Case(decodes=(Decodes(1, 1),))
 )
 def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], problem: str) -> None:
     assert _problem(Measured(case=case, **{"samples_ms": [1.0], **more})) == problem
+
+
+def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said_by = "".join(map(chr, range(0x4E00, 0x4E00 + 150)))
+    assert documents._wrong(ValueError(said_by)) == f"is no JSON ({said_by[:100]})."
+
+    def refuse(_: str) -> None:
+        raise ValueError(said_by)
+
+    monkeypatch.setattr(msgspec.json, "decode", refuse)
+    path = tmp_path / "flight-0.json"
+    with pytest.raises(RecordsError) as error:
+        dumps.flight("{}", path)
+    assert str(error.value) == f"{path} is no JSON of torch's flight recorder (ValueError: {said_by[:100]})."
