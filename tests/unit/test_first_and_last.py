@@ -13,21 +13,27 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dcpbench.compare import picture
 from dcpbench.dashboard import data, pages, site
-from dcpbench.errors import LayoutError
-from dcpbench.hangs import dumps
+from dcpbench.errors import LayoutError, UsageError
+from dcpbench.hangs import beats, dumps
+from dcpbench.launch import hung
 from dcpbench.points import machines
 from dcpbench.points.layout import Layout
 from dcpbench.points.machines import described
+from dcpbench.points.prompts import random_prompts
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.wire import Call, Sample
-from dcpbench.reports import explain, figures, markdown, rule, tables
+from dcpbench.reports import explain, figures, findings, markdown, rule, tables
 from dcpbench.reports.sections import Section
-from dcpbench.serving import replay
+from dcpbench.servers import measure
+from dcpbench.serving import replay, request_files
 from dcpbench.serving.allocator import DcpAllocator
 from dcpbench.show.numbers import span
 from dcpbench.syncs.gating import comments
+from dcpbench.syncs.traces.columns import Columns
+from dcpbench.syncs.traces.reading import SHOWN_BYTES, TraceReader, Trouble
 from tests.unit import record_builder
 
 
@@ -208,3 +214,149 @@ def test_how_much_of_a_step_the_gpu_idled(idle: list[float], said: str) -> None:
         {"cpu": False, "idle_fraction": [*idle, np.nan], "host_syncs_per_step": np.nan, "idle_us": 1.0}
     )
     assert explain.phases(points)[0] == f"The GPU idled {said} of a profiled step."
+
+
+def test_random_prompts_are_the_same_on_every_machine() -> None:
+    """Records and answers of two runs are compared by them."""
+    shape: Any = SimpleNamespace(vocab=1000)
+    assert random_prompts(shape, 3, 5) == ((864,), (394, 776, 911), (430, 41, 265, 988, 523))
+    assert random_prompts(shape, 1, 2) == ((864, 394),)
+
+
+def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
+    columns = Columns(Trouble())
+    most = 1 << 62
+    found = [columns._odd_number(v) for v in (None, "7", -1, -2, most - 1, most, "x", -2, "x", "y")]
+    assert found == [-1, 7, -1, -2, most - 1, -3, -4, -2, -4, -5]
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "shown"),
+    [
+        ("", "", "X"),
+        ('"name": "a', 'b"', "aXb"),
+        ("." * 100, "," * 100, "." * SHOWN_BYTES + "X" + "," * (SHOWN_BYTES - 1)),
+        ('"' + "." * SHOWN_BYTES, '"', "." * SHOWN_BYTES + "X"),
+        ('"' + "." * (SHOWN_BYTES - 1), '"', "." * (SHOWN_BYTES - 1) + "X"),
+        ("", "," * (SHOWN_BYTES - 2) + '"', "X" + "," * (SHOWN_BYTES - 2)),
+        ("", "," * (SHOWN_BYTES - 1) + '"', "X" + "," * (SHOWN_BYTES - 1)),
+    ],
+)
+def test_of_a_byte_that_is_no_json_its_string_is_shown(before: str, behind: str, shown: str, tmp_path: Path) -> None:
+    """And three of them."""
+    reader = TraceReader(tmp_path / "trace.json")
+    reader._note(f"{before}X{behind}".encode(), len(before))
+    assert reader.trouble.repaired == [shown]
+    for more in ("1", "2", "2", "3"):
+        reader._note(more.encode(), 0)
+    assert reader.trouble.repaired == [shown, "1", "2"]
+
+
+@pytest.mark.parametrize("near", [None, 1.0, 0.001, 1_000.0])
+def test_a_ratio_is_drawn_where_the_picture_ends_at_most(near: float | None) -> None:
+    """One that is unknown stands at 1."""
+    most = picture.FURTHEST
+    drawn = {None: 1.0, 1.0: 1.0, 0.001: 1 / most, 1_000.0: most}
+    assert picture._within(near) == drawn[near]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cpu"), [(None, None, None), (None, 5, None), (5, None, None), (100, 125, 0.125), (7, 7, 0.0)]
+)
+def test_how_busy_a_rank_was_is_known_by_two_looks(
+    before: int | None, after: int | None, cpu: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 2 s of 100 ticks each."""
+    monkeypatch.setattr(hung, "_cpu_ticks", lambda _: after)
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
+    monkeypatch.setattr(hung.child, "start_ticks", lambda _: ("R", 7))
+    exits = [SimpleNamespace(rank=0, code=1), SimpleNamespace(rank=1, code=-9)]
+    ranks: Any = SimpleNamespace(exits=lambda: exits)
+    seen = hung._seen(ranks, 2, 77, before, 2.0)
+    assert (seen.rank, seen.pid, seen.state, seen.cpu, seen.ended) == (2, 77, "R", cpu, "")
+    assert hung._seen(ranks, 0, 77, before, 2.0).ended == hung.code_words(1)
+    gone = hung._seen(ranks, 2, None, before, 2.0)
+    assert (gone.pid, gone.cpu, gone.ended) == (None, None, "its process was gone")
+    assert hung._seen(ranks, 1, None, before, 2.0).ended == hung.code_words(-9)
+
+
+def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> None:
+    """Of three the second has a phase, then a state, that none can have."""
+    path = tmp_path / "beats-0"
+    beat = beats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
+    for _ in range(3):
+        with beat.collective("all_reduce", None, None):
+            pass
+    data = bytearray(path.read_bytes())
+    assert [one.order for one in beats.read(path).met] == [1, 2, 3]
+    at = beats.RING_AT + beats.MET.size
+    fields = beats.MET.unpack_from(data, at)
+    for place, value in ((0, 7), (4, beats.NAMES), (5, beats.RAISED + 1)):
+        beats.MET.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
+        path.write_bytes(data)
+        assert [one.order for one in beats.read(path).met] == [1, 3]
+
+
+CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
+"""ITL at which one client is one process's work."""
+
+
+@pytest.mark.parametrize(
+    ("clients", "itl_s", "arrivals", "cores", "processes"),
+    [
+        (8, None, [], 9, 1),
+        (2, CLIENTS_OF_TWO, [], 9, 2),
+        (2, CLIENTS_OF_TWO, [], 2, 1),
+        (2, CLIENTS_OF_TWO * 1.01, [], 9, 2),
+        (2, CLIENTS_OF_TWO * 2, [], 9, 1),
+        (None, None, [3.0, 5.0, 4.0], 9, 3),
+        (None, None, [3.0, 5.0, 4.0], 3, 2),
+        (None, None, [3.0, 3.0], 9, 1),
+        (None, None, [None, 2.0], 9, 2),
+    ],
+)
+def test_client_processes_are_as_many_as_chunks_need_and_cores_allow(
+    clients: int | None,
+    itl_s: float | None,
+    arrivals: list[float | None],
+    cores: int,
+    processes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of an open loop have twice as many tokens as one process can take in a second, of three in 2 s."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    requests: Any = [SimpleNamespace(arrival_s=at, output_tokens=2 * measure.CHUNKS_EACH) for at in arrivals]
+    assert measure.processes_for(SimpleNamespace(clients=clients), requests, itl_s) == processes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("timestmp", "; did you mean 'timestamp'?"),
+        ("input_lenght", "; did you mean 'input_length'?"),
+        ("zzz", "; known are timestamp, input_length, hash_ids"),
+    ],
+)
+def test_a_field_that_is_not_known_is_named_with_the_nearest(typed: str, hint: str) -> None:
+    known = ("timestamp", "input_length", "hash_ids")
+    with pytest.raises(UsageError) as error:
+        request_files._known_fields(Path("trace"), 3, {"timestamp": 1, typed: 2}, known)
+    assert f"'{typed}' is not known{hint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "dp", "batch", "rows"),
+    [
+        (3, 1, None, 4),
+        (4, 1, None, None),
+        (9, 2, None, 16),
+        (8, 2, None, None),
+        (5, 1, 5, None),
+        (5, 1, 6, 6),
+        (6, 2, 4, 8),
+    ],
+)
+def test_steps_have_the_rows_of_a_graph(concurrency: int, dp: int, batch: int | None, rows: int | None) -> None:
+    point = {"instances": None, "load_arrival": "closed", "cuda_graph": True, "graph_batch": batch}
+    points = pd.DataFrame([{**point, "concurrency": concurrency, "dp": dp}])
+    assert findings.padded(points).get("rows", pd.Series()).tolist() == ([] if rows is None else [rows])
