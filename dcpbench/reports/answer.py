@@ -16,7 +16,7 @@ from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, instances, marks, slo, stalls
 from dcpbench.reports.words import short_shapes, unique
-from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
+from dcpbench.show.numbers import count, missing, number, percent, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def replay(found: pd.DataFrame) -> str:
         errors = found[f"{metric.name}_error"].dropna().abs()
         if len(errors):
             among = "" if len(errors) == len(found) else f" ({len(errors)} of {len(found)})"
-            parts.append(f"{metric.brief} {errors.max() * 100:.2g} %{among}")
+            parts.append(f"{metric.brief} {percent(errors.max())}{among}")
     many = "1 point that was" if len(found) == 1 else f"{len(found)} points that were"
     return f"Replay against live, largest errors over {many} run both ways: {', '.join(parts)}."
 

@@ -207,7 +207,7 @@ def test_gpus_are_named_from_the_fewest_to_the_most(
 
 @pytest.mark.parametrize(
     ("idle", "said"),
-    [([0.1, 0.3], "10 % to 30 %"), ([0.012, 0.34, 0.2], "1.2 % to 34 %"), ([0.996, 0.998], "1e+02 % to 1e+02 %")],
+    [([0.1, 0.3], "10 % to 30 %"), ([0.012, 0.34, 0.2], "1.2 % to 34 %"), ([0.996, 1.0], "100 % to 100 %")],
 )
 def test_how_much_of_a_step_the_gpu_idled(idle: list[float], said: str) -> None:
     points = pd.DataFrame(
