@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dcpbench.compare import picture
+from dcpbench.compare import gate, picture
 from dcpbench.dashboard import data, pages, site
-from dcpbench.errors import LayoutError, UsageError
-from dcpbench.hangs import beats, dumps
+from dcpbench.errors import LayoutError, RecordsError, UsageError
+from dcpbench.hangs import beats, dumps, evidence
 from dcpbench.launch import hung
+from dcpbench.plan import options
 from dcpbench.points import machines
 from dcpbench.points.layout import Layout
 from dcpbench.points.machines import described
@@ -25,6 +27,7 @@ from dcpbench.points.prompts import random_prompts
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.wire import Call, Sample
+from dcpbench.records.record import Rates
 from dcpbench.reports import explain, figures, findings, markdown, rule, tables
 from dcpbench.reports.sections import Section
 from dcpbench.servers import measure
@@ -360,3 +363,87 @@ def test_steps_have_the_rows_of_a_graph(concurrency: int, dp: int, batch: int | 
     point = {"instances": None, "load_arrival": "closed", "cuda_graph": True, "graph_batch": batch}
     points = pd.DataFrame([{**point, "concurrency": concurrency, "dp": dp}])
     assert findings.padded(points).get("rows", pd.Series()).tolist() == ([] if rows is None else [rows])
+
+
+@pytest.mark.parametrize(("prompts", "largest"), [([None], -1), ([[0]], 0), ([None, [3, 9, 1], [4]], 9)])
+def test_the_largest_id_of_a_file_of_requests(prompts: list[list[int] | None], largest: int) -> None:
+    rows: Any = [SimpleNamespace(prompt=None if ids is None else np.array(ids)) for ids in prompts]
+    assert request_files.Trace(path=Path(), sha256="", rows=rows, sorted=False).largest_id == largest
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "ratio", "worse"),
+    [
+        (False, 1.25, math.log(1.25)),
+        (False, 0.8, math.log(0.8)),
+        (True, 1.25, math.log(0.8)),
+        (True, 0.8, math.log(1.25)),
+        (True, 0.0, math.inf),
+        (False, 0.0, -math.inf),
+        (True, None, math.inf),
+        (False, None, math.inf),
+    ],
+)
+def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
+    higher_is_better: bool, ratio: float | None, worse: float
+) -> None:
+    row: Any = SimpleNamespace(higher_is_better=higher_is_better)
+    assert gate._worse(row, ratio) == pytest.approx(worse)
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "share", "more", "limit"),
+    [
+        (True, 0.25, None, math.log(1.25)),
+        (False, 0.25, None, math.log(1.25)),
+        (False, None, 2.0, math.log(1.2)),
+        (True, None, 2.0, math.log(1.25)),
+        (True, None, 10.0, math.inf),
+        (True, None, 12.0, math.inf),
+    ],
+)
+def test_how_much_worse_a_rule_allows(
+    higher_is_better: bool, share: float | None, more: float | None, limit: float
+) -> None:
+    """Of 10 units."""
+    row: Any = SimpleNamespace(higher_is_better=higher_is_better, a=10.0)
+    assert gate._limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
+
+
+def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path) -> None:
+    """A folder holds other files, too."""
+    folder, other = tmp_path / "folder", tmp_path / "other.txt"
+    folder.mkdir()
+    (folder / "dump.txt").write_text('Process 5: python\nThread 7 (idle): "main"\n    run (file.py:9)\n')
+    (folder / "notes.txt").write_text("nothing\n")
+    other.write_text("nothing\n")
+    found = evidence.of_files([folder, other])
+    assert found.read == ["dump.txt"]
+    assert found.unread == [f"{other} is no dump of py-spy or faulthandler, and no JSON of the flight recorder."]
+    with pytest.raises(
+        RecordsError, match=r"other\.txt: nothing there says where a rank was\. .*other\.txt is no dump"
+    ):
+        evidence.of_files([other])
+
+
+@pytest.mark.parametrize("over", [0, 1, 300])
+def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
+    """600 characters of it."""
+    detail = "".join(chr(0x4E00 + n) for n in range(tables.MOST_DETAIL + over))
+    point = {"run": "r", "model": "m", "layout": "tp4", "outcome": "failed", "reason": "why", "detail": detail}
+    table = tables.others(pd.DataFrame([point | {"load": None, "mode": None, "context": 4000, "concurrency": 8}]))
+    assert table.rows[0][-1] == (f"… {detail[over:]}" if over else detail)
+    assert "4,000 × 8" in table.rows[0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_number_is_above_what_can_be_measured(sign: int) -> None:
+    options._check_size("context", sign * options.LARGEST, "typed")
+    with pytest.raises(UsageError, match=r"^--context typed is above "):
+        options._check_size("context", sign * options.LARGEST * 1.01, "typed")
+
+
+def test_what_a_machine_does_is_known_in_bytes_operations_and_seconds() -> None:
+    """And what is not known, or is 0, is left out."""
+    known = Rates(read_bytes_s=3e12, matmul_flop_s=0.0, barrier_us=2.5)
+    assert known.limits == {"read": 3e12, "barrier": pytest.approx(2.5e-6)}
