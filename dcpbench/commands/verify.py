@@ -157,8 +157,8 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     from dcpbench.launch import folders
     from dcpbench.plan import options as read
     from dcpbench.points.names import flag
-    from dcpbench.servers.agreement import DIFFER, UNDECIDED, between, judge
-    from dcpbench.servers.ask import ask_all
+    from dcpbench.servers.agreement import DIFFER, UNDECIDED, between, check_decides, judge
+    from dcpbench.servers.ask import ask_all, contexts_for
     from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.prompts import ENDPOINTS
     from dcpbench.show.terminal import ProgressLine
@@ -177,6 +177,7 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     key = api_key(remote.api_key_env)
     targets = [Target.at(url, key=key, timeout_s=run.timeout) for url in urls]
     tokens = load.new_tokens or SERVERS_TOKENS
+    check_decides(remote.num_prompts, remote.repeats, len(contexts or contexts_for(None, None, tokens)))
     with ProgressLine() as line:
 
         def ask(lengths: "Sequence[int] | None") -> "list[Found]":

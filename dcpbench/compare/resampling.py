@@ -100,7 +100,7 @@ def error_of(
         statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
         for done in range(0, DRAWS, at_once)
     ]
-    return _of_logs(np.concatenate(found), max(len(series) / length - 1, 1.0), len(series) if requests else 0)
+    return _of_logs(np.concatenate(found), len(series) / length - 1, len(series) if requests else 0)
 
 
 def request_blocks(n: int) -> int:
@@ -128,7 +128,7 @@ def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | No
     for indices in drawn(n, length, DRAWS // 2, rng):
         below = np.cumsum(np.bincount(indices, minlength=n)[owners])
         found.append(values[min(int(np.searchsorted(below, q * below[-1])), len(values) - 1)])
-    return _of_logs(np.array(found), max(n / length - 1, 1.0), n)
+    return _of_logs(np.array(found), n / length - 1, n)
 
 
 def quantile(q: float) -> Statistic:

@@ -113,9 +113,9 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
     left = list(points)
     with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
         while left:
-            size = [p for p in left if p.world == left[0].world]
-            unusable = _run_size(size, work, machines, others, watch)
-            left = [p for p in left if p.world != size[0].world]
+            world = left[0].world
+            unusable = _run_size([p for p in left if p.world == world], work, machines, others, watch)
+            left = [p for p in left if p.world != world]
             for record in unusable:
                 left = _spare(left, record, work, watch)
 

@@ -113,7 +113,7 @@ class SweepSpec:
                 if value != AS_PUBLISHED:
                     check_known(name, str(value), PRECISIONS)
         for weights, kv in itertools.product(*(self.how[name] for name in STORED)):
-            computed_with(str(weights), str(kv), DTYPES[0])
+            computed_with(str(weights), str(kv), "")
 
     def _check_sizes(self) -> None:
         page, stripe = (cast("int", self.how[name][0]) for name in ("page_size", "interleave"))

@@ -51,7 +51,7 @@ DEGREES = ("tp", "dp", "dcp")
 """Fields of a Layout, which a point has under the same names."""
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """One way to place a model on `tp` GPUs. Raises LayoutError when the degrees do not nest."""
 

@@ -17,7 +17,7 @@ from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, instances, marks, slo, stalls
 from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.words import short_shapes, unique
-from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
+from dcpbench.show.numbers import count, missing, number, percent, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed, one_line
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
         f"{r['label']} has room for {count(r['room_for'])} requests, {count(r['preemptions'])} "
-        f"preemptions, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
+        f"preemption{'' if r['preemptions'] == 1 else 's'}, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]
     return f"KV pressure under {heaviest['load']}: {'; '.join(clauses)}."
@@ -323,7 +323,7 @@ def replay(found: pd.DataFrame) -> str:
         errors = found[f"{metric.name}_error"].dropna().abs()
         if len(errors):
             among = "" if len(errors) == len(found) else f" ({len(errors)} of {len(found)})"
-            parts.append(f"{metric.brief} {errors.max() * 100:.2g} %{among}")
+            parts.append(f"{metric.brief} {percent(errors.max())}{among}")
     many = "1 point that was" if len(found) == 1 else f"{len(found)} points that were"
     return f"Replay against live, largest errors over {many} run both ways: {', '.join(parts)}."
 
@@ -427,11 +427,12 @@ def _never(row: pd.Series[Any]) -> str:
 def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     """DCP points with nothing to be compared with, where they are, and why that did not run."""
     alone = ratios[ratios["verdict"] == "no baseline"] if len(ratios) else ratios
-    lost = others[others["dcp"] == 1] if len(others) else others
+    names = findings.without_dcp(alone)
+    lost = others[others["layout"].isin(names)] if len(others) else others
     if alone.empty or lost.empty:
         return ""  # where nobody asked for it, nothing is missing
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
     loads = unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
     ran = counted(len(alone), "point")
-    return f"{ran} with DCP ran where {listed(findings.without_dcp(alone), 'or')} {' or '.join(whys)}{where}"
+    return f"{ran} with DCP ran where {listed(names, 'or')} {' or '.join(whys)}{where}"

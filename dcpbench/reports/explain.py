@@ -10,7 +10,7 @@ from dcpbench.records.record import OURS
 from dcpbench.records.stats import least_samples
 from dcpbench.reports import marks as told
 from dcpbench.reports.tables import Table, some_imported
-from dcpbench.show.numbers import missing, number
+from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def served(points: pd.DataFrame) -> list[str]:
     if len(errors):
         among = f"known for {len(errors)} of {counted(len(points), 'point')}"
         said.append(
-            f"Steps that were measured to check their prediction were up to {errors.max() * 100:.2g} % off ({among})."
+            f"Steps that were measured to check their prediction were up to {percent(errors.max())} off ({among})."
         )
     return said + absent_served(points)
 
@@ -277,7 +277,7 @@ def phases(points: pd.DataFrame) -> list[str]:
     on_gpu = points[~points["cpu"]]
     idle, syncs = on_gpu["idle_fraction"].dropna(), on_gpu["host_syncs_per_step"].dropna()
     if len(idle):
-        said.append(f"The GPU idled {idle.min() * 100:.2g} % to {idle.max() * 100:.2g} % of a profiled step.")
+        said.append(f"The GPU idled {percent(idle.min())} to {percent(idle.max())} of a profiled step.")
     if len(syncs):
         most = syncs.max()
         said.append(

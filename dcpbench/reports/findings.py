@@ -317,7 +317,7 @@ def last_waves(points: pd.DataFrame) -> pd.DataFrame:
     left = points["load_requests"] % points["concurrency"]
     room = (points["room_for"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
     few = points["decode_batch"] < MOST_IN_FLIGHT * points["concurrency"]
-    return points[(points["load_arrival"] == CLOSED) & (left > 0) & room & few].assign(left=left)
+    return points.assign(left=left)[(points["load_arrival"] == CLOSED) & (left > 0) & room & few]
 
 
 def pressure(points: pd.DataFrame) -> pd.DataFrame:

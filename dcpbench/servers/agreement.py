@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
 LEVEL = 0.001
 """Of a false alarm in a whole comparison: 20 comparisons of a server with itself give one in 2 % of the cases."""
-DRAWS = 40_000
+DRAWS = 100_000
 LEAST_RUNS = 2
 TOLERANCE = 0.1
 """Natural logarithms. bf16 sums in another order move a log-probability by some hundredths; 0.1 is 10 % of a probability."""
+HALVINGS = 10
+"""Lengths that may be added while the first that differs is looked for."""
 TOO_NOISY = 0.5
 """Share of pairs of the same server's answers that differ, from which on nothing can be said of another."""
 AGREE, DIFFER, UNDECIDED = VERDICTS = ("AGREE", "DIFFER", "UNDECIDED")
@@ -140,6 +142,23 @@ def compare(context: int, a: Sequence[Sequence[Answer]], b: Sequence[Sequence[An
     )
 
 
+def check_decides(prompts: int, runs: int, lengths: int) -> None:
+    """Raises UsageError where no difference, however large, could be told from chance by so few answers at so many lengths."""
+    level = LEVEL / (2 * (lengths + HALVINGS))
+    if level < 1 / (DRAWS + 1):
+        raise UsageError(f"{lengths} lengths of prompts are too many for one comparison; name fewer with --context.")
+    if runs < LEAST_RUNS:
+        more = f"--repeats {LEAST_RUNS + 1}"
+    else:
+        least = math.log(2 / level) / math.log(math.comb(2 * runs - 1, runs))  # of two, as what is drawn scatters
+        if prompts >= least:
+            return
+        more = f"--num-prompts {math.ceil(least)}"
+    raise UsageError(
+        f"by --num-prompts {prompts} and --repeats {runs} no difference could be told from chance at {lengths} lengths; use {more} or more."
+    )
+
+
 def judge(found: Sequence[Found], tolerance: float = TOLERANCE) -> tuple[list[Found], str, str]:
     """Each context judged, the verdict over all, and a sentence that says why."""
     tests = sorted(
@@ -153,12 +172,11 @@ def judge(found: Sequence[Found], tolerance: float = TOLERANCE) -> tuple[list[Fo
         rejected.add((i, what))
     judged = []
     for i, f in enumerate(found):
-        tied = f.gap is not None and f.gap <= tolerance
         more = (f.drift_between or 0.0) - (f.drift_within or 0.0)
         judged.append(
             msgspec.structs.replace(
                 f,
-                tokens_differ=(i, "tokens") in rejected and not tied,
+                tokens_differ=(i, "tokens") in rejected and not _tied(f, tolerance),
                 drifts=(i, "drift") in rejected and more > tolerance,
             )
         )
@@ -175,6 +193,11 @@ def between(found: Sequence[Found], apart: int) -> int | None:
         return None
     last = max((f.context for f in found if f.context < first), default=0)
     return (last + first) // 2 if last and first - last > apart else None
+
+
+def _tied(found: Found, tolerance: float) -> bool:
+    """Whether answers differ at near-ties alone."""
+    return found.gap is not None and found.gap <= tolerance
 
 
 def _verdict(found: Sequence[Found], tolerance: float) -> tuple[str, str]:
@@ -205,7 +228,7 @@ def _verdict(found: Sequence[Found], tolerance: float) -> tuple[str, str]:
             f"A and B do not differ more than each from itself, but at prompts of {noisy[0].context:,} tokens {noisy[0].differ_within:.0%} of "
             "a server's own answers differ: too much to say anything of the other. Fix the seed, or lower the load."
         )
-    ties = [f for f in found if f.differ_between > f.differ_within]
+    ties = [f for f in found if f.differ_between > f.differ_within and _tied(f, tolerance)]
     beyond = (
         f", but for near-ties (the two likeliest tokens within {tolerance:g}) at {len(ties)} of {len(found)} lengths"
         if ties

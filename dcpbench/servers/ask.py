@@ -87,18 +87,18 @@ def _ahead(logprobs: Sequence[float]) -> float:
 
 def contexts_for(typed: Sequence[int] | None, longest: int | None, tokens: int) -> list[int]:
     """Lengths of prompts, growing. Raises UsageError for those that a server does not take."""
-    most = None if longest is None else longest - tokens
+    most = LONGEST if longest is None else longest - tokens
     if typed:
-        if most is not None and max(typed) > most:
+        if longest is not None and max(typed) > most:
             raise UsageError(
                 f"--context {max(typed):,} with {tokens} new tokens is more than the {longest:,} that a server takes; --context can be up to {most:,}."
             )
         return sorted(set(typed))
     found, length = [], SHORTEST
-    while length <= min(most or LONGEST, LONGEST):
+    while length <= min(most, LONGEST):
         found.append(length)
         length *= 2
-    return found or [max(most or 1, 1)]
+    return found or [max(most, 1)]
 
 
 def prompts_of(context: int, count: int, vocab: int, seed: int) -> list[np.ndarray]:

@@ -109,7 +109,7 @@ class DcpAllocator:
         self._free = np.arange(pages - 1, PADDING_PAGE, -1, dtype=np.int32)
         """Stack of free pages, its top at `free_pages - 1`; an array, as there may be millions of pages."""
         self._is_free = np.ones(pages, dtype=bool)
-        self._is_free[PADDING_PAGE] = False
+        """Padding, too, which nobody can give back."""
 
     @property
     def used_pages(self) -> int:
@@ -182,7 +182,7 @@ class DcpAllocator:
         return taken
 
     def _put(self, pages: np.ndarray) -> None:
-        if self._is_free[pages].any() or (pages == PADDING_PAGE).any() or len(np.unique(pages)) < len(pages):
+        if self._is_free[pages].any() or len(np.unique(pages)) < len(pages):
             raise ValueError("pages are given back that nobody holds")
         self._is_free[pages] = True
         self._free[self.free_pages : self.free_pages + len(pages)] = pages

@@ -127,7 +127,7 @@ class Extent:
     def fewest(self, tokens: int) -> int | None:
         """Chunks that a step of so many prompt tokens has at least; None where there can be no such step."""
         each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.at_once + 1))
-        return next((n for n, most in each if n * most >= tokens and -(-tokens // n) <= most), None)
+        return next((n for n, most in each if n * most >= tokens), None)
 
     def latest(self, tokens: int) -> int | None:
         """Chunks with which they attend to most: many, so that little of their prompts is in them, if KV allows that.

@@ -43,7 +43,7 @@ def walk() -> tuple[tuple[Frame, ...], Frame | None]:
     """The calling thread's Python stack without frames of the detectors, outermost first, and the user's innermost
     frame in it: outside torch, Triton, the standard library and frozen modules. None where there is no such frame.
     """
-    return walk_from(sys._getframe(1))  # noqa: SLF001  (inspect.stack reads every source file)
+    return walk_from(sys._getframe())  # noqa: SLF001  (inspect.stack reads every source file)
 
 
 def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:

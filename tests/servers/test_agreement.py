@@ -12,7 +12,18 @@ from msgspec.structs import replace
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
-from dcpbench.servers.agreement import AGREE, DIFFER, UNDECIDED, Answer, between, compare, distance, drift, judge
+from dcpbench.servers.agreement import (
+    AGREE,
+    DIFFER,
+    UNDECIDED,
+    Answer,
+    between,
+    check_decides,
+    compare,
+    distance,
+    drift,
+    judge,
+)
 from dcpbench.servers.ask import answer_of, ask_all, contexts_for
 from dcpbench.servers.client import Target
 from dcpbench.servers.events import read_completion
@@ -110,6 +121,45 @@ def test_distances() -> None:
         compare(1, [[answer("a")]], [[answer("a")]])
 
 
+@pytest.mark.parametrize(
+    ("prompts", "runs", "lengths", "said"),
+    [
+        (8, 3, 10, ""),
+        (5, 3, 10, ""),
+        (4, 3, 10, "use --num-prompts 5 or more"),
+        (9, 2, 1, "use --num-prompts 10 or more"),
+        (10, 2, 1, ""),
+        (
+            8,
+            2,
+            10,
+            "by --num-prompts 8 and --repeats 2 no difference could be told from chance at 10 lengths; use --num-prompts 11",
+        ),
+        (11, 2, 10, ""),
+        (8, 1, 1, "use --repeats 3 or more"),
+        (8, 3, 40, ""),
+        (8, 3, 41, "41 lengths of prompts are too many for one comparison; name fewer with --context."),
+    ],
+)
+def test_a_comparison_that_could_find_no_difference_is_refused(
+    prompts: int, runs: int, lengths: int, said: str
+) -> None:
+    """Of n prompts with r answers of each side there are C(2r − 1, r)ⁿ relabellings, and the least p is 1 of them."""
+    if not said:
+        check_decides(prompts, runs, lengths)
+        return
+    with pytest.raises(UsageError) as error:
+        check_decides(prompts, runs, lengths)
+    assert said in str(error.value)
+
+
+def test_only_near_ties_are_called_so() -> None:
+    """Two prompts cannot show that an answer that is sure to differ does, but it is no tie."""
+    sure, other = answer("x", "y", gaps=(1.0, 2.0)), answer("x", "z", gaps=(1.0, 2.0))
+    _, verdict, why = judge([compare(9, [[sure] * 3] * 2, [[other] * 3] * 2)])
+    assert (verdict, "near-ties" in why) == (AGREE, False)
+
+
 def test_the_first_difference_is_looked_for() -> None:
     """Between the last length that agrees and the first that differs, until an answer reaches from one to the other."""
     rng = np.random.default_rng(4)
@@ -202,6 +252,7 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
         (["--url", "http://127.0.0.1:9", "--tp", "2"], "--tp is an option of dcpbench's own engine"),
         (["--url", "http://127.0.0.1:9", "--url", "x", "--url", "y"], "--url is given 3 times"),
         (["--url", "http://127.0.0.1:9", "--context", "0"], "--context"),
+        (["--url", "http://127.0.0.1:9", "--num-prompts", "2"], "use --num-prompts 5 or more"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -211,7 +262,7 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
         assert said in err
         assert "Traceback" not in err
     with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(["verify", "--url", url, "--context", "16,32", "--new-tokens", "4", "--num-prompts", "3", "--json"])
+        cli.main(["verify", "--url", url, "--context", "16,32", "--new-tokens", "4", "--num-prompts", "5", "--json"])
     assert not end.value.code
     said = json.loads(capsys.readouterr().out)
     assert said["verdict"] == AGREE

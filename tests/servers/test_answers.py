@@ -92,3 +92,48 @@ def test_what_is_no_stream_is_read_until_it_tells_enough(
     data = answer._body
     assert len(data) == (600 if len(pieces) == 3 else sum(map(len, pieces))), "not the third of the long ones"
     assert said in error.value.sentence or status == 500
+
+
+def test_of_several_answers_the_first_is_taken() -> None:
+    """Nobody asks for more than one."""
+    choices = [{"index": i, "text": text, "token_ids": [i], "finish_reason": "length"} for i, text in enumerate("ab")]
+    answer = streamed({"choices": choices})
+    assert (answer.tokens, answer.finish_reason) == ([0], "length")
+
+
+@pytest.mark.parametrize(
+    ("asked", "unknown", "total", "counts"),
+    [(4, 3, 3, [1, 1, 1]), (9, 3, 8, [2, 3, 3]), (4, 2, 1, [1, 1]), (4, 1, None, [1])],
+)
+def test_tokens_of_which_nobody_says_where_they_came_are_told_evenly(
+    asked: int, unknown: int, total: int | None, counts: list[int]
+) -> None:
+    """What does not divide goes to the last chunks; each has one at least."""
+    answer = Streamed(asked)
+    answer.head(200, {})
+    for n in range(unknown):
+        answer.body(b"data: " + json.dumps(event("x", end=n + 1 == unknown)).encode() + b"\n\n", float(n))
+    if total is not None:
+        answer.body(
+            b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": total}}).encode() + b"\n\n", 9.0
+        )
+    answer.end()
+    assert answer.chunk_tokens() == counts
+
+
+def test_a_stream_that_says_neither_that_it_is_done_nor_why_was_cut_off() -> None:
+    """And one that says so without a token has none."""
+    answer = Streamed(4)
+    answer.head(200, {b"content-type": b"text/event-stream; charset=utf-8"})
+    answer.body(b"data: " + json.dumps(event("a")).encode() + b"\n\n", 1.0)
+    with pytest.raises(
+        RequestError, match=r"^the stream ended after 1 chunks, before it said that the answer had\.$"
+    ) as error:
+        answer.end()
+    assert error.value.kind == "cut off"
+    empty = Streamed(4)
+    empty.head(200, {})
+    empty.body(b"data: [DONE]\n\n", 1.0)
+    with pytest.raises(RequestError, match=r"^the server's answer holds no token\.$") as error:
+        empty.end()
+    assert error.value.kind == "no tokens"

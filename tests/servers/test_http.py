@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.servers.client import Connection, RequestError
+from dcpbench.errors import UsageError
+from dcpbench.servers import client
+from dcpbench.servers.client import MOST_HEAD, Connection, RequestError, Target, Whole, status_error
 
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
@@ -95,3 +98,154 @@ def test_what_is_no_http_is_said_to_be_none(text: bytes, said: str) -> None:
     with pytest.raises(RequestError, match=said) as error:
         connection._parse(text, 1.0)
     assert error.value.kind == "not HTTP"
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "whole"),
+    [(b"x" * 5, 5, True), (b"x" * 6, 5, False)],
+)
+def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: int, whole: bool) -> None:
+    """However it is cut; it says when it was heard of last."""
+    reply = Whole(most)
+    reply.head(200, {b"a": b"b"})
+    reply.body(text[:3], 1.0)
+    if whole:
+        reply.body(text[3:], 2.5)
+        assert (reply.status, reply.headers, reply.data, reply.heard_s) == (200, {b"a": b"b"}, text, 2.5)
+    else:
+        with pytest.raises(RequestError, match=r"^the server's answer is longer than 5 bytes\.$") as error:
+            reply.body(text[3:], 2.5)
+        assert error.value.kind == "too long"
+    assert Whole()._most == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("localhost", "http://localhost:80"),
+        ("https://host/v1", "https://host:443"),
+        ("https://host:7/a/b/v1/", "https://host:7/a/b"),
+        ("http://[::1]:9/x/", "http://[::1]:9/x"),
+    ],
+)
+def test_the_address_of_a_server_is_said_with_its_port_and_without_v1(url: str, asked: str) -> None:
+    assert Target.at(url).url == asked
+
+
+EXAMPLE = "write for example --url http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "said"),
+    [
+        ("ftp://host", "", f"--url ftp://host is no address of a server; {EXAMPLE}."),
+        ("http://", "", f"--url http:// is no address of a server; {EXAMPLE}."),
+        ("http://host:x", "", f"; {EXAMPLE}."),
+        ("http://me@host", "", "has a name or password in it"),
+        ("http://:secret@host", "", "has a name or password in it"),
+        ("http://host/?a=1", "", f"--url http://host/?a=1: leave out what follows ?; {EXAMPLE}."),
+        ("http://host/#a", "", f"--url http://host/#a: leave out what follows #; {EXAMPLE}."),
+        ("http://ho st", "", "holds a blank or a character that no header can have"),
+        ("http://host", "a b", "holds a blank or a character that no header can have"),
+        ("http://host", "\x7f", "holds a blank or a character that no header can have"),
+    ],
+)
+def test_what_is_no_address_is_said_with_one_that_is(url: str, key: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Target.at(url, key=key)
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_a_key_may_have_any_character_of_a_header() -> None:
+    """From ! to ~."""
+    assert Target.at("http://host", key="!~").key == "!~"
+
+
+def test_a_request_is_these_bytes() -> None:
+    """A key is sent and never shown."""
+    target = Target.at("http://[::1]:9/x", key="k")
+    head = (
+        "Host: [::1]:9\r\nAccept: */*\r\nAccept-Encoding: identity\r\nUser-Agent: dcpbench\r\nAuthorization: Bearer k"
+    )
+    assert target.request("GET", "/v1/models") == f"GET /x/v1/models HTTP/1.1\r\n{head}\r\n\r\n".encode()
+    typed = "Content-Type: application/json\r\nContent-Length: 2"
+    assert target.request("POST", "/v1", b"{}") == f"POST /x/v1 HTTP/1.1\r\n{head}\r\n{typed}\r\n\r\n{{}}".encode()
+    assert "'k'" not in repr(target)
+    assert b"Authorization" not in Target.at("http://host").request("GET", "/")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "said", "after_s"),
+    [
+        (301, {b"location": b"http://there/" + b"x" * 200}, b"", f"HTTP 301): http://there/{'x' * 187}. Name", None),
+        (399, {}, b"", "the server sends elsewhere (HTTP 399): .", None),
+        (400, {}, b' {"error": {"message": "no."}}', "the server answered HTTP 400: no.", None),
+        (429, {b"retry-after": b"7"}, b" \n", "the server answered HTTP 429: nothing more.", 7.0),
+        (503, {b"retry-after": b"Wed, 21 Oct"}, b"", "the server answered HTTP 503: nothing more.", None),
+    ],
+)
+def test_a_status_is_told_with_what_the_server_says_of_it(
+    status: int, headers: dict[bytes, bytes], body: bytes, said: str, after_s: float | None
+) -> None:
+    error = status_error(status, headers, body)
+    assert said in error.sentence
+    assert (error.kind, error.retry_after_s) == (f"HTTP {status}", after_s)
+    assert error.status == (status if status >= 400 else 0)
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 -- ours
+    assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MOST_HEAD - 20), False),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MOST_HEAD - 19), True),
+        (b"HTT", False),
+        (b"HTT ", True),
+        (b"HTTP/2 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * MOST_HEAD, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * (MOST_HEAD + 1), True),
+    ],
+)
+def test_what_is_held_of_a_head_is_bounded(text: bytes, wrong: bool) -> None:
+    """64 KiB of it, or of the length of a chunk; and it begins as HTTP does."""
+    connection, _, _ = connected()
+    if wrong:
+        with pytest.raises(RequestError, match=r"no answer of HTTP/1.1|has no length"):
+            connection._parse(text, 1.0)
+    else:
+        connection._parse(text, 1.0)
+        assert connection._held
+
+
+@pytest.mark.parametrize(
+    ("came_s", "heard_s", "age_s"),
+    [(None, 100.0, None), (99.5, 99.5, 0.5), (101.0, 100.0, 0.0), (90.0, 95.0, 5.0)],
+    ids=["by the read", "by the kernel", "later than now", "before the last"],
+)
+def test_a_piece_is_as_old_as_the_kernel_says_but_never_older_than_the_last(
+    came_s: float | None, heard_s: float, age_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one came at 95 s; now it is 100 s."""
+    monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: 100.0))
+    connection, reply, _ = connected()
+    connection._socket, connection._heard_s = SimpleNamespace(came_s=came_s), 95.0
+    connection.get_buffer(0)[: len(SIZED)] = SIZED
+    connection.buffer_updated(len(SIZED))
+    assert (connection._heard_s, reply.heard_s, reply.data) == (heard_s, heard_s, b"hello")
+    assert connection._ages_s == ([] if age_s is None else [age_s])
+    assert (connection.used, connection.answered, connection._reply) == (1, True, None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "headers"),
+    [
+        (b"HTTP/1.1 200 OK\r\nA-b:  c : d \r\nE:", 200, {b"a-b": b"c : d", b"e": b""}),
+        (b"HTTP/1.0  404   Not  Found", 404, {}),
+    ],
+)
+def test_headers_are_read_by_small_names(lines: bytes, status: int, headers: dict[bytes, bytes]) -> None:
+    assert client._read_head(lines) == (status, headers)

@@ -392,3 +392,35 @@ def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> N
         )
         point = msgspec.structs.replace(point, exchange=exchange)
         assert ("--exchange a2a" in " ".join(of.words(point, {}, "m", 7))) is said
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["when it is asked", "never"])
+def test_a_server_has_as_long_as_its_guard_gives_it_twice_and_is_killed_then(ends: bool) -> None:
+    """10 s for those below to end when they are asked, 10 s more, and 5 for the guard."""
+    did: list[object] = []
+
+    class Guard:
+        code: int | None = None
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def send_signal(self, number: int) -> None:
+            did.append(signal.Signals(number))
+
+        def wait(self, timeout: float | None = None) -> None:
+            did.append(timeout)
+            if timeout is not None and not ends:
+                raise subprocess.TimeoutExpired("guard", timeout)
+            self.code = 0
+
+        def kill(self) -> None:
+            did.append("killed")
+
+    server = Server.__new__(Server)
+    server._guard = Guard()  # type: ignore[assignment]
+    server.stop()
+    assert did == [signal.SIGTERM, 25.0, *([] if ends else ["killed", None])]
+    did.clear()
+    server.stop()
+    assert did == [], "it has ended"

@@ -402,3 +402,18 @@ def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, as
     outcome = Outcome(Call(0, b"", asked), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
     sample = measure._sample(outcome, sent)  # type: ignore[arg-type]
     assert (sample.request.output_tokens, sample.token_s) == (counted, [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(("ids", "kept"), [([7, 8, 9], [7, 8, 9]), ([7, 8], []), ([], [])])
+def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[int]) -> None:
+    """With the tokens of each chunk where some brought several, and how long the server counted the prompt."""
+    request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=3, session=4, turn=2, arrival_s=0.5)
+    sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
+    usage = SimpleNamespace(prompt_tokens=6, prompt_tokens_details=SimpleNamespace(cached_tokens=2))
+    answer = SimpleNamespace(chunk_s=[11.0, 13.0], chunk_tokens=lambda: [1, 2], tokens=ids, usage=usage)
+    outcome = Outcome(Call(0, b"", 3), 10.5, answer=answer, ended=True, error=RequestError("closed", "gone."))  # type: ignore[arg-type]
+    sample = measure._sample(outcome, sent)  # type: ignore[arg-type]
+    assert (sample.tokens, sample.chunk_tokens, sample.token_s) == (kept, [1, 2], [1.0, 2.0, 3.0])
+    assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
+    of = sample.request
+    assert (len(of.prompt), of.output_tokens, of.session, of.turn, of.arrival_s) == (6, 4, 4, 2, 0.5)

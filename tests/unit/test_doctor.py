@@ -517,3 +517,141 @@ def test_a_torch_without_cuda_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     report = looked(tmp_path)
     assert found(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]
     assert "NCCL" not in {f.check for f in report.findings}
+
+
+def uses(size: int) -> dict[str, Any]:
+    """A GPU with so much memory in use."""
+    return {"nvmlDeviceGetMemoryInfo": SimpleNamespace(used=size)}
+
+
+def busy(percent: int) -> dict[str, Any]:
+    """A GPU that is so busy."""
+    return {"nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=percent)}
+
+
+def system(**answers: Any) -> dict[str, Any]:
+    """A machine that answers so."""
+    return {"system": System(**answers)}
+
+
+LIMITS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("other processes", BAD, uses(GIB), uses(GIB + 1)),
+    ("utilisation", BAD, busy(5), busy(6)),
+    ("power", BAD, {"nvmlDeviceGetEnforcedPowerLimit": 700_000}, {"nvmlDeviceGetEnforcedPowerLimit": 699_999}),
+    ("clocks", BAD, {"nvmlDeviceGetApplicationsClock": 1980}, {"nvmlDeviceGetApplicationsClock": 1979}),
+    ("temperature", BAD, {"nvmlDeviceGetTemperature": 77}, {"nvmlDeviceGetTemperature": 78}),
+    ("PCIe", NOTE, {"nvmlDeviceGetCurrPcieLinkWidth": 16}, {"nvmlDeviceGetCurrPcieLinkWidth": 15}),
+    ("ECC", BAD, {"nvmlDeviceGetTotalEccErrors": 0}, {"nvmlDeviceGetTotalEccErrors": 1}),
+    ("ECC", NOTE, {"nvmlDeviceGetEccMode": [1, 0]}, {"nvmlDeviceGetEccMode": [0, 1]}),
+    (
+        "memory rows",
+        BAD,
+        {"nvmlDeviceGetRemappedRows": (9, 9, 0, 0)},
+        {"nvmlDeviceGetRemappedRows": (0, 0, 0, 1)},
+    ),
+    ("persistence", NOTE, {"nvmlDeviceGetPersistenceMode": 1}, {"nvmlDeviceGetPersistenceMode": 0}),
+    ("throttling", BAD, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x8}),
+    ("disk", NOTE, system(free_bytes=10 * GIB), system(free_bytes=10 * GIB - 1)),
+    ("disk", BAD, system(free_bytes=10 * GIB), system(free_bytes=GIB - 1)),
+    ("disk", NOTE, system(free_bytes=10 * GIB), system(free_bytes=GIB)),
+    ("shared memory", BAD, system(free_bytes=GIB), system(free_bytes=GIB - 1)),
+    ("open files", NOTE, system(limit=4096), system(limit=4095)),
+    ("open files", NOTE, system(limit=4096), system(limit=1024)),
+    ("open files", BAD, system(limit=4096), system(limit=1023)),
+    ("cores", NOTE, system(load=16.0), system(load=16.1)),
+    ("clock", NOTE, system(clock=(True, 100_000)), system(clock=(True, 100_001))),
+]  # fmt: skip
+"""A check, how it is told, and two machines: one at the limit, which is well, and one just beyond."""
+
+
+@pytest.mark.parametrize(("check", "level", "well", "beyond"), LIMITS)
+def test_a_limit_is_what_is_still_well(
+    check: str, level: str, well: dict[str, Any], beyond: dict[str, Any], tmp_path: Path
+) -> None:
+    def levels(answers: dict[str, Any]) -> set[str]:
+        return {f.level for f in looked(tmp_path, **answers).findings if f.check == check and f.where != "/tmp"}  # noqa: S108
+
+    assert levels(well) == {OK}
+    assert levels(beyond) - {OK} == {level}
+
+
+@pytest.mark.parametrize(
+    ("thing", "versions", "levels"),
+    [
+        ("Linux", ("5.4.99", "5.5"), (BAD, OK)),
+        ("torch", ("2.8.1", "2.9"), (BAD, OK)),
+        ("NCCL", ("2.21.4", "2.21.5", "2.21.9", "2.22", "2.26.1", "2.27.4"), (OK, BAD, BAD, NOTE, NOTE, NOTE)),
+    ],
+)
+def test_a_version_hurts_from_one_to_before_another(
+    thing: str, versions: tuple[str, ...], levels: tuple[str, ...]
+) -> None:
+    for version, level in zip(versions, levels, strict=True):
+        report = software.Report()
+        software._judge(report, thing, version)
+        assert {f.level for f in report.findings} == {level}, version
+
+
+def test_at_most_four_processes_are_named(tmp_path: Path) -> None:
+    def said(count: int) -> str:
+        others = [SimpleNamespace(pid=(1 << 22) + n, usedGpuMemory=n * GIB) for n in range(1, count + 1)]
+        return found(BAD, looked(tmp_path, nvmlDeviceGetComputeRunningProcesses=of(0, others, [])))[0]
+
+    four = ", ".join(f"{(1 << 22) + n} (of another container or user, {n}.0 GiB)" for n in range(1, 5))
+    assert said(4) == f"other processes GPU 0: 4 other: {four}."
+    assert said(5) == f"other processes GPU 0: 5 other: {four}, …."
+
+
+@pytest.mark.parametrize(
+    ("named", "numbers", "wrong"),
+    [
+        ("1", [1], 0),
+        (" 2 , 0 ,", [2, 0], 0),
+        ("0,7,1", [0], 1),
+        ("GPU-b", [1], 0),
+        ("GPU-x,0", [], 1),
+        ("", [], 0),
+    ],
+)
+def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int], wrong: int) -> None:
+    """In the order named, up to the first that is none; by number, or by the head of a UUID."""
+    report = software.Report()
+    driver = Driver(nvmlDeviceGetCount=3, nvmlDeviceGetUUID=lambda gpu: f"GPU-{'abc'[gpu]}0")
+    cards = gpus.visible(report, driver, {"CUDA_VISIBLE_DEVICES": named})
+    assert [card.index for card in cards] == numbers
+    assert sum("which is no GPU that NVML lists" in f.what for f in report.findings) == wrong
+    said = report.findings[-1]
+    seen = f"{len(numbers)} of 3, by CUDA_VISIBLE_DEVICES."
+    assert said.what == (seen if numbers else f"a run would see none: {seen}")
+
+
+@pytest.mark.parametrize(("cpus", "words"), [(None, 1), (1, 1), (64, 1), (65, 2), (128, 2)])
+def test_cores_are_asked_for_in_words_of_64(cpus: int | None, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(gpus.os, "cpu_count", lambda: cpus)
+    gpus._numa(SimpleNamespace(ask=lambda *args: asked.append(args)))
+    assert asked == [("NUMA", "nvmlDeviceGetCpuAffinity", words)]
+
+
+def test_an_error_is_told_in_few_words() -> None:
+    assert software.Report().read("x", lambda: 1 // 0) is None
+    assert gpus.said(ValueError(" no such thing. ")) == "no such thing"
+    assert gpus.said(ValueError("x" * 300)) == "x" * 200
+    assert gpus.said(ValueError()) == "ValueError"
+
+
+def test_a_file_of_proc_is_read_without_the_space_around_it(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text(" 1\n")
+    assert host.Host().text(str(tmp_path / "one")) == "1"
+
+
+def test_variables_hurt_by_their_values() -> None:
+    """Some by any, which is shown in part; most only where they are switched on."""
+    report = software.Report()
+    hurt = {"CUDA_LAUNCH_BLOCKING": "true", "NCCL_P2P_DISABLE": "on", "TORCH_DISTRIBUTED_DEBUG": "detail"}
+    noted = {"NCCL_ALGO": "R" * 70, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_SHM_DISABLE": "yes"}
+    well = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_DEBUG": "WARN"}
+    host.settings(report, hurt | noted | well)
+    assert {f.where for f in report.findings if f.level == BAD} == set(hurt)
+    assert {f.where for f in report.findings if f.level == NOTE} == set(noted)
+    assert next(f.what for f in report.findings if f.where == "NCCL_ALGO").startswith(f"NCCL_ALGO={'R' * 60}: ")

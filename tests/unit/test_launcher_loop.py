@@ -611,3 +611,10 @@ def test_others_have_five_seconds_once_one_has_failed_and_silence_counts_from_wh
     assert not dog.silent(1)
     clock.now += 0.1
     assert dog.past_grace(lambda: False)
+
+
+def test_after_a_point_was_begun_two_jobs_that_begin_none_are_too_many_again(launched: Launched) -> None:
+    """One that fails at a point, then twice nothing: three jobs, not four."""
+    with pytest.raises(WorkerError, match="before its first point, twice"):
+        launched([A, B], dying, raising(A), dying, dying, measuring(B))
+    assert len(launched.jobs) == 4

@@ -283,3 +283,70 @@ def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tupl
     tps, eps = zip(*placed, strict=True)
     table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
     assert (frames._experts(table) or [""] * len(tps)) == said
+
+
+@pytest.mark.parametrize(
+    ("low", "ratio", "high", "said"),
+    [
+        (1.0, 1.05, 1.1, "no clear difference"),
+        (1.001, 1.05, 1.1, "above"),
+        (1.001, 1.02, 1.1, "no clear difference"),
+        (1.001, 1.0201, 1.1, "above"),
+        (0.9, 0.95, 1.0, "no clear difference"),
+        (0.9, 0.95, 0.999, "below"),
+        (0.9, 0.98, 0.999, "no clear difference"),
+        (0.9, 0.9799, 0.999, "below"),
+        (float("nan"), float("nan"), float("nan"), "without"),
+    ],
+)
+def test_a_ratio_is_clear_where_all_of_its_reach_is_and_by_more_than_repeats_differ(
+    low: float, ratio: float, high: float, said: str
+) -> None:
+    """Ends at 1, and a ratio at the 2 % of repeats, are not clear yet."""
+    table = pd.DataFrame({"low": [low], "ratio": [ratio], "high": [high]})
+    assert findings.verdicts(table, above="above", below="below", without="without").tolist() == [said]
+
+
+WAVE = {
+    "instances": None,
+    "load_requests": 33,
+    "concurrency": 8,
+    "room_for": 8,
+    "preemptions": 0,
+    "decode_batch": 7.1,
+    "load_arrival": "closed",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, True),
+        ({"load_requests": 32}, False),
+        ({"room_for": 7}, False),
+        ({"preemptions": 1}, False),
+        ({"preemptions": float("nan")}, True),
+        ({"decode_batch": 7.2}, False),
+        ({"load_arrival": "poisson"}, False),
+        ({"instances": "1P2D"}, False),
+    ],
+    ids=str,
+)
+def test_a_last_wave_is_told_where_it_alone_left_clients_idle(change: dict[str, object], told: bool) -> None:
+    """One request of 33 is left for 8 clients, of which on average 7.1 were in flight: below 0.9 · 8 = 7.2."""
+    found = findings.last_waves(pd.DataFrame([WAVE | change]))
+    assert found["left"].tolist() == ([1] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("apart", "said"),
+    [
+        ([], "Every point was measured once, so how well repeats agree is not known."),
+        ([0.02], "Repeats: the one point measured more than once agrees within 2 %."),
+        ([0.021], "Repeats: 1 of 1 point measured more than once disagrees by more than 2 %."),
+        ([0.01, 0.02], "Repeats: all 2 points measured more than once agree within 2 %."),
+        ([0.03, 0.02, 0.5], "Repeats: 2 of 3 points measured more than once disagree by more than 2 %."),
+    ],
+)
+def test_repeats_agree_up_to_two_percent(apart: list[float], said: str) -> None:
+    assert findings.repeats_sentence(apart) == said

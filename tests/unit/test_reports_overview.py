@@ -463,3 +463,14 @@ def test_points_without_room_are_said_by_the_fewest_requests_of_each_length(
     rows = [{"context": context, "mode": mode, "layout": f"tp{tp}", "concurrency": n} for tp in (4, 8) for n in (48, 8)]
     monkeypatch.setattr(overview, "no_room", lambda _: pd.DataFrame(rows))
     assert overview._full(None) == f"No room in memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("lengths", "more"), [(3, ""), (4, "; and 1 more"), (6, "; and 3 more")])
+def test_of_loads_with_no_room_three_are_named(monkeypatch: pytest.MonkeyPatch, lengths: int, more: str) -> None:
+    """Each length of requests is one."""
+    lost = pd.DataFrame(
+        [{"context": 1000 * n, "mode": "decode", "layout": "tp4", "concurrency": 8} for n in range(1, lengths + 1)]
+    )
+    monkeypatch.setattr(overview, "no_room", lambda _: lost)
+    named = "; ".join(f"tp4 from 8 requests of {n},000 tokens on" for n in (1, 2, 3))
+    assert overview._full(None) == f"No room in memory: {named}{more}."  # type: ignore[arg-type]

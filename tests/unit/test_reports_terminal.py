@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -199,3 +200,21 @@ def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int
     wide = Fitted("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], ["noisy, drift"])
     assert shown(wide, width)[-1] == (" " * between).join(["tp4·dcp4", "99.50", "1", "noisy, drift"])
     assert shown(wide, 31)[-1] == "marks: a noisy, b drift"
+
+
+@pytest.mark.parametrize(
+    ("cancelled", "rejected", "said"),
+    [
+        (0, 0, []),
+        (3, 0, ["not served: 3 requests cut off, 0 that can never fit"]),
+        (0, 2, ["not served: 0 requests cut off, 2 that can never fit"]),
+        (1200, 2, ["not served: 1,200 requests cut off, 2 that can never fit"]),
+    ],
+)
+def test_what_was_not_served_is_told_whichever_way(
+    cancelled: int, rejected: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "_bounds", lambda _: [])
+    plain = {"shown": "", "label": "tp4", "arrival": "closed 8", "preemptions": 0, "slo": "", "load_arrival": "closed"}
+    points = pd.DataFrame([plain | {"cancelled": cancelled, "rejected": rejected}])
+    assert terminal._below(points) == said

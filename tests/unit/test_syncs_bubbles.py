@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpbench.syncs.traces import intervals
 from dcpbench.syncs.traces.blocking import find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
@@ -331,3 +332,49 @@ def test_a_gap_needs_two_pieces_of_work(kernels: int, tmp_path: Path) -> None:
         trace.kernel(0, 10, 100)
     trace.call("cudaStreamSynchronize", 20, 105)
     assert trace.scan(tmp_path).sites[0].bubble_us in (None, 0)
+
+
+class TestIntervals:
+    """What all of it rests on, at and between ends."""
+
+    @pytest.mark.parametrize(
+        ("spans", "disjoint"),
+        [
+            ([], []),
+            ([(3, 4), (0, 1)], [(0, 1), (3, 4)]),
+            ([(0, 2), (2, 3)], [(0, 3)]),
+            ([(0, 9), (1, 2), (3, 4), (9, 10), (11, 12)], [(0, 10), (11, 12)]),
+        ],
+    )
+    def test_touching_intervals_are_one(
+        self, spans: list[tuple[float, float]], disjoint: list[tuple[float, float]]
+    ) -> None:
+        start, end = (np.array([span[i] for span in spans], float) for i in (0, 1))
+        found = intervals.union(start, end)
+        assert list(zip(*(ends.tolist() for ends in found), strict=True)) == disjoint
+
+    def test_time_is_covered_up_to_a_moment(self) -> None:
+        """Of 1–3 and 5–6."""
+        start, end, moments = np.array([1.0, 5.0]), np.array([3.0, 6.0]), np.array([0, 1, 2, 3, 4, 5, 5.5, 6, 9.0])
+        assert intervals.covered(start, end, moments).tolist() == [0, 0, 1, 2, 2, 2, 2.5, 3, 3]
+        assert intervals.covered(np.zeros(0), np.zeros(0), moments).tolist() == [0] * 9
+
+    def test_the_first_of_equal_keys_is_found(self) -> None:
+        """And none of a key that stands for none."""
+        keys = np.array([7, 5, -1, 5, 0])
+        assert intervals.match(keys, np.array([5, 0, 7, -1, 6, 8])).tolist() == [1, 4, 0, -1, -1, -1]
+        assert intervals.match(keys[:0], np.array([5])).tolist() == [-1]
+
+    def test_intervals_contain_their_start_and_not_their_end(self) -> None:
+        """From the outermost to the innermost: of two that start together the longer one first."""
+        start, end = np.array([0.0, 0.0, 2.0, 5.0]), np.array([4.0, 9.0, 4.0, 5.0])
+        moment, interval = intervals.containing(start, end, np.array([4.0, 2.0, 9.0, 0.0, 5.0]))
+        assert list(zip(moment.tolist(), interval.tolist(), strict=True)) == [
+            (0, 1),
+            (1, 1),
+            (1, 0),
+            (1, 2),
+            (3, 1),
+            (3, 0),
+            (4, 1),
+        ]

@@ -253,6 +253,49 @@ class TestGpus:
         reasons = ["sw_power_cap", "hw_thermal"]
         assert Gpus().now() == [GpuNow(index=0, name="GPU\ufffd", power_w=612.4, throttle_reasons=reasons)]
 
+    def test_a_gpu_that_says_all_is_asked_in_its_own_units(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """mW become W; memory, clocks and temperature are as they come; of two GPUs each has its number."""
+        answers: dict[str, Any] = {
+            "Name": "H200",
+            "UtilizationRates": types.SimpleNamespace(gpu=98),
+            "PowerUsage": 612_400,
+            "EnforcedPowerLimit": 700_500,
+            "MemoryInfo": types.SimpleNamespace(used=7, total=9),
+            "CurrentClocksThrottleReasons": 0,
+        }
+        asked: list[tuple[str, tuple[object, ...]]] = []
+
+        def told(name: str) -> Callable[..., object]:
+            return lambda _, *of: (
+                asked.append((name, of)) or {"ClockInfo": 1830, "MaxClockInfo": 1980, "Temperature": 61}[name]
+            )
+
+        fake = types.SimpleNamespace(
+            nvmlInit=lambda: None,
+            nvmlDeviceGetCount=lambda: 2,
+            nvmlDeviceGetHandleByIndex=lambda i: i,
+            NVML_CLOCK_SM=1,
+            NVML_TEMPERATURE_GPU=0,
+            **{f"nvmlDeviceGet{name}": (lambda _, value=value: value) for name, value in answers.items()},
+            **{f"nvmlDeviceGet{name}": told(name) for name in ("ClockInfo", "MaxClockInfo", "Temperature")},
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        first, second = Gpus().now()
+        assert first == GpuNow(
+            index=0,
+            name="H200",
+            utilisation=98,
+            sm_clock_mhz=1830,
+            sm_clock_max_mhz=1980,
+            power_w=612.4,
+            power_limit_w=700.5,
+            temperature_c=61,
+            memory_used_bytes=7,
+            memory_total_bytes=9,
+        )
+        assert second == msgspec.structs.replace(first, index=1)
+        assert asked[:3] == [("ClockInfo", (1,)), ("MaxClockInfo", (1,)), ("Temperature", (0,))]
+
     def test_a_machine_without_nvml_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
         assert Gpus().now() == []

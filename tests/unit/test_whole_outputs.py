@@ -13,7 +13,9 @@ import io
 import itertools
 import json
 import os
+import random
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from rich.console import Console
 
 from dcpbench import cli
@@ -31,14 +34,24 @@ from dcpbench.errors import UsageError
 from dcpbench.exports import FORMATS as EXPORTS
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device, Seen
+from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.points.floors import Sharding, StepRows, Work, phase_works
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.machines import described
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
-from dcpbench.reports import export, frames, markdown, plots, sections
+from dcpbench.recommend import answer, estimate
+from dcpbench.recommend.advise import Choice
+from dcpbench.recommend.estimate import published
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, REPLAYED, Estimator
+from dcpbench.records.record import Interval, Latencies, Percentiles
+from dcpbench.reports import answer as answer_of_report
+from dcpbench.reports import export, frames, markdown, overview, plots, sections
+from dcpbench.reports import terminal as report_terminal
 from dcpbench.reports.page.points import page_data
+from dcpbench.servers import agreement
+from dcpbench.servers.presets import PRESETS, Engine, launched
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
@@ -52,7 +65,9 @@ from dcpbench.syncs.gating.gate import Gate
 from dcpbench.syncs.gating.gate import judge as judge_syncs
 from dcpbench.syncs.scan import scan
 from dcpbench.top import words as top_words
+from dcpbench.top.facts import Facts
 from dcpbench.top.render import render as top_render
+from tests.servers import test_agreement as agreeing
 from tests.unit import (
     compare_builder,
     dashboard_builder,
@@ -63,6 +78,7 @@ from tests.unit import (
     syncs_builder,
     top_builder,
 )
+from tests.unit import test_recommend as advised
 from tests.unit import test_replay_point as replayed
 from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
 from tests.unit.test_hangs import HALF, X, merges, recorded
@@ -115,6 +131,7 @@ def hold(name: str, text: str, tmp_path: Path) -> None:
     text = "".join(f"{line.rstrip()}\n" for line in text.split("\n")).rstrip() + "\n"
     path = SAID / name
     if os.environ.get("SAID") == "write":
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text.split("\n") == path.read_text().split("\n")
 
@@ -179,6 +196,174 @@ def test_a_report(name: str, slo: bool, tmp_path: Path) -> None:
     text = markdown.render("title", sections.report(read, []), tmp_path)
     export.write_csv(read, tmp_path / "points.csv")
     hold(f"report-{name}{'-slo' if slo else ''}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
+
+
+def small_run(rng: random.Random) -> list[Record]:
+    """A few points that are near each other: layouts, lengths and loads of which some are missing, level, or did not run."""
+    models = rng.choice([["kimi-k2"], ["kimi-k2", "deepseek-v3"]])
+    lengths = rng.choice([[4_000], [4_000, 32_000], [1_000, 4_000, 16_000, 64_000]])
+    loads = rng.choice([[8], [8, 16], [4, 8, 24, 64]])
+    layouts = rng.sample(
+        [TP, Layout(4, 1, 2), DCP, DP, Layout(4, 2, 2), Layout(8), Layout(8, 1, 8)], rng.choice([1, 2, 3, 3, 4])
+    )
+    missing = rng.choice([0.0, 0.0, 0.2])
+    grows = rng.choice([0.0, 0.002, 0.01])
+    found = []
+    for model, length, load, layout in itertools.product(models, lengths, loads, layouts):
+        of = record_builder.point(
+            layout,
+            model=model,
+            context=length,
+            concurrency=load,
+            exchange=rng.choice(["ag_rs", "ag_rs", "a2a"]) if layout.dcp > 1 else "none",
+            emulate=rng.choice(["", "", "", "", "H200"]) if grows else "",
+        )
+        if rng.random() < missing:
+            found.append(rng.choice([record_builder.rejected, record_builder.failed, record_builder.rejected])(of))
+            continue
+        rate = load * (100.0 + grows * load * layout.dcp + rng.choice([0, 0, 2, 2.5, 5, 20])) * layout.tp / 4
+        spread = rng.choice([0.0, 0.005, 0.02])
+        record = small_record(of, rate, spread, held=rng.choice([19, 19, 61]) if grows else 61)
+        found.append(record)
+        if rng.random() < 0.1:
+            found.append(
+                small_record(msgspec.structs.replace(of, repeat=1), rate * rng.choice([1.0, 1.02, 1.1]), spread)
+            )
+    return found
+
+
+SMALL = record_builder.ok(record_builder.point(TP), steps=8)
+
+
+def small_record(of: Point, rate: float, spread: float, *, held: int = 61) -> Record:
+    """A point with this rate of output tokens, give or take, and what follows from it."""
+    assert SMALL.metrics is not None
+    assert SMALL.honesty is not None
+    ms = of.concurrency / rate * 1e3
+    metrics = msgspec.structs.replace(
+        SMALL.metrics,
+        step_ms=Interval(median=ms, low=ms * (1 - spread), high=ms * (1 + spread), samples=100),
+        itl_ms=Percentiles(p50=ms, p90=ms * 1.1, p95=ms * 1.2, p99=ms * 1.5, samples=100),
+        output_tok_s=Interval(median=rate, low=rate * (1 - spread), high=rate * (1 + spread), samples=100),
+        output_tok_s_per_gpu=rate / of.tp,
+        tok_s_per_user=rate / of.concurrency,
+        step_samples_ms=[],
+    )
+    honesty = msgspec.structs.replace(SMALL.honesty, layers_held=held)
+    return msgspec.structs.replace(SMALL, point=of, metrics=metrics, honesty=honesty)
+
+
+def small_served(rng: random.Random) -> list[Record]:
+    """The same of served requests: closed loops and open ones, live and replayed, short of KV or not, of other origins."""
+    open_loop = rng.random() < 0.3
+    loads = rng.choice([[8], [8, 32], [8, 24, 64]])
+    lengths = rng.choice([["400"], ["400", "1600"], ["uniform:100-400"]])
+    layouts = rng.sample([TP, DCP, DP, Layout(4, 1, 2), Layout(8)], rng.choice([1, 2, 3]))
+    modes = rng.choice([["live"], ["replay"], ["live", "replay"]])
+    missing = rng.choice([0.0, 0.0, 0.2])
+    found = []
+    for length, load, layout, mode in itertools.product(lengths, loads, layouts, modes):
+        arrives = {"arrival": "gamma", "request_rate": load / 4} if open_loop else {}
+        of = serve_record_builder.point(
+            layout,
+            load,
+            {"input_tokens": length, "mode": mode, **arrives},
+            exchange="ag_rs" if layout.dcp > 1 else "none",
+        )
+        if rng.random() < missing:
+            found.append(rng.choice([record_builder.rejected, record_builder.failed])(of))
+            continue
+        rate = load * (50.0 + rng.choice([0, 0, 1, 1.25, 5, 20])) * layout.tp / 4
+        preempted = rng.choice([0, 0, 0, 1, 40])
+        serve = msgspec.structs.replace(
+            SERVED.serve,
+            output_tok_s=rate,
+            output_tok_s_per_gpu=rate / of.tp,
+            tok_s_per_user=rate / load,
+            ttft_ms=latencies(rng.choice([800.0, 1900.0, 2000.0, 2000.5, 4000.0])),
+            itl_ms=latencies(load / rate * 1e3),
+            steady_tok_s=rng.choice([None, rate * 1.1]),
+            preemptions=preempted,
+            decode_batch=load * rng.choice([0.5, 0.9, 0.95]),
+        )
+        environment = record_builder.CPU if rng.random() < 0.05 else record_builder.GPU
+        marks = (
+            ["cpu", "noisy"] if environment is record_builder.CPU else rng.choice([[], [], ["noisy"], ["kv_pressure"]])
+        )
+        found.append(msgspec.structs.replace(SERVED, point=of, serve=serve, environment=environment, marks=marks))
+        if rng.random() < 0.1:
+            again = msgspec.structs.replace(of, repeat=1)
+            found.append(
+                msgspec.structs.replace(
+                    SERVED, point=again, serve=msgspec.structs.replace(serve, output_tok_s=rate * 1.02)
+                )
+            )
+    return found
+
+
+SERVED = serve_record_builder.served(serve_record_builder.point(TP, 8))
+
+
+def latencies(median: float) -> Latencies:
+    """Of so many ms, and more in the tail."""
+    return Latencies(mean=median * 1.1, p50=median, p90=median * 1.2, p95=median * 1.3, p99=median * 1.5, samples=200)
+
+
+def answered(folder: Path, slo: dict[str, float] | None = None) -> list[str]:
+    """All that a report says in sentences, without its tables."""
+    read = frames.load([folder], slo=slo)
+    first, more = answer_of_report.split(read)
+    noted = [
+        overview.title(read),
+        *overview.caveats(read),
+        "",
+        overview.sentence(read),
+        *overview.short(read),
+        "",
+        *first,
+        "",
+        *more,
+    ]
+    return [*noted, "", json.dumps(rounded(overview_words(read)), ensure_ascii=False)]
+
+
+def overview_words(read: frames.Frames) -> list[Any]:
+    """The tables that answers rest on, in short."""
+    found = read.findings
+    columns = (
+        "label",
+        "load",
+        "rival",
+        "ratio",
+        "verdict",
+        "near",
+        "from",
+        "best",
+        "ever",
+        "least",
+        "next",
+        "lead",
+        "clear",
+        "meets",
+    )
+    tables = (found.against_best, found.against_others, found.break_even, found.best, found.most)
+    return [
+        [
+            " ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row)
+            for row in t[[c for c in columns if c in t]].values.tolist()
+        ]
+        for t in tables
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("made", [small_run, small_served], ids=["decode", "serve"])
+def test_answers_about_small_runs(made: Callable[[random.Random], list[Record]], seed: int, tmp_path: Path) -> None:
+    """Made at random, so that they meet in many ways; half of them with an SLO that some points miss."""
+    folder = record_builder.write(tmp_path / "run", made(random.Random(seed)))
+    limits = {"itl": 14.8} if made is small_run else {"ttft": 2000.0, "itl": 29.5}
+    slo = limits if seed % 2 else None
+    hold(f"answers/{made.__name__}-{seed:02}.txt", "\n".join(answered(folder, slo)), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["cpu", "instances", "stalls", "floors"])
@@ -246,6 +431,44 @@ def test_runs_over_time(tmp_path: Path) -> None:
     hold("dashboard.txt", "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items())), tmp_path)
 
 
+def test_runs_over_time_that_differ(tmp_path: Path) -> None:
+    """Fourteen runs over four points: machines, drivers and versions change; points come late, fail, are on a CPU, become better and worse."""
+    rng = random.Random(3)
+    four = dashboard_builder.points(4)
+    one_served = serve_record_builder.point()
+    for run in range(14):
+        found = []
+        for i, of in enumerate(four):
+            fate = rng.random()
+            if (i == 3 and run < 2) or fate < 0.05:
+                continue
+            faster = (0.94 if i == 0 and run >= 5 else 1.05 if i == 1 and run >= 4 else 1.0) * rng.gauss(1, 0.001)
+            env = dashboard_builder.environment(
+                run,
+                driver="580" if i == 3 and run > 6 else "570.1",
+                device="CPU" if i == 2 and run % 2 else "NVIDIA H200",
+            )
+            if fate > 0.9:
+                found.append(record_builder.failed(of) if fate > 0.95 else record_builder.rejected(of))
+            else:
+                marks = ["cpu"] if env.device == "CPU" else ["noisy"] * (run == 3)
+                found.append(dashboard_builder.record(of, run, faster=faster, environment=env, marks=marks))
+        if run % 3 == 0:
+            found.append(serve_record_builder.served(one_served, started_at=f"2026-01-{run + 5:02}T08:00:00+02:00"))
+        record_builder.write(tmp_path / "runs" / f"week {run // 5}" / f"run-{run}", found)
+    record_builder.write(tmp_path / "runs" / "none", [])
+    again = record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(four[0], 4, started_at="no date")])
+    record_builder.write(tmp_path / "runs" / "zz", [])
+    (tmp_path / "runs" / "zz" / "records.jsonl").write_bytes((again / "records.jsonl").read_bytes())
+    runs = finding.find(tmp_path / "runs", {}, lambda _: None)
+    told: list[str] = []
+    files = dashboard_data.make(runs, [runs.runs[0].slug], [runs.runs[1].slug], told.append)
+    about = [f"{r.name} {r.slug} {r.date} {r.headline}" for r in runs.runs]
+    counts = f"{files.lines} lines, {files.entries} entries, {files.changes} changes, {files.first.partition('-')[0]}"
+    each = [f"--- {name}\n{text}" for name, text in sorted(files.files.items())]
+    hold("dashboard-differing.txt", "\n".join([*about, *runs.skipped, counts, *told[:2], *each]), tmp_path)
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
     """20 of 30 points have ended, one of them failed; one is at work."""
@@ -263,6 +486,100 @@ def test_a_run_that_is_watched(width: int, tmp_path: Path) -> None:
     hold(f"top-{width}.txt", f"{out.getvalue()}\n{said}\n{told}", tmp_path)
 
 
+def measured(folder: Path) -> None:
+    """Two jobs of tp 2 and tp 4: three points ended, of which one failed; one is at work since 40 s; one was rejected."""
+    points = [top_builder.point(context) for context in (100, 200, 300)]
+    wide = [top_builder.point(context, tp=4) for context in (100, 200)]
+    first = top_builder.job(folder, points, pool=[*points, *wide])
+    top_builder.record(folder, top_builder.point(999), start=0, seconds=0, outcome="rejected", reason="too long")
+    top_builder.tell(first, 1, "build")
+    top_builder.done(first, folder, points[0], 2, 10)
+    top_builder.done(first, folder, points[1], 10, 21)
+    top_builder.record(folder, points[2], start=21, seconds=8, outcome="failed", reason="rank 1: ValueError: no row")
+    top_builder.tell(first, 29, "done", points[2])
+    top_builder.tell(first, 30, "end")
+    second = top_builder.job(folder, wide, pool=[*points, *wide], tag="tp4-0", at=33)
+    top_builder.tell(second, 40, "measure", wide[0], "1/9 requests")
+    top_builder.tell(second, 41, "measure", wide[0])
+
+
+def verified(folder: Path) -> None:
+    """Two layouts checked, of which the second is at work."""
+    points = [top_builder.point(100), top_builder.point(200)]
+    job = top_builder.job(folder, points, kind="verify", pool=[])
+    top_builder.tell(job, 3, "done", points[0])
+    top_builder.tell(job, 41, "check", points[1])
+
+
+def resumed(folder: Path) -> None:
+    """One measured and one lost at first; 20 s later the second command has measured another one."""
+    points = [top_builder.point(context) for context in (100, 200, 300)]
+    first = top_builder.job(folder, points)
+    top_builder.done(first, folder, points[0], 0, 5)
+    top_builder.record(folder, points[1], start=5, seconds=3, outcome="failed")
+    second = top_builder.job(folder, points[1:], pool=points, tag="tp2-1", at=20, command="dcpbench sweep --resume")
+    top_builder.done(second, folder, points[1], 22, 41)
+
+
+def replayed_here(folder: Path) -> None:
+    """No job; two points ended, of which one was spared as it would fail, too."""
+    top_builder.record(folder, top_builder.point(100), start=0, seconds=41)
+    top_builder.record(folder, top_builder.point(200), start=41, seconds=0, outcome="failed", reason="as before")
+
+
+def not_begun(folder: Path) -> None:
+    """A job file, and no event."""
+    top_builder.job(folder, [top_builder.point(100)], at=41, device="cpu", command="dcpbench sweep --timeout=30")
+
+
+def finished(folder: Path) -> None:
+    """One point, which failed, and a rank that said why."""
+    job = top_builder.job(folder, [top_builder.point(100)])
+    top_builder.record(folder, job.points[0], start=1, seconds=40, outcome="failed", reason="rank 0: OSError: none")
+    top_builder.tell(job, 41, "end")
+
+
+@pytest.mark.parametrize("story", [measured, verified, resumed, replayed_here, not_begun, finished])
+def test_a_run_at_any_moment(story: Callable[[Path], None], tmp_path: Path) -> None:
+    """Its last sign of life was at 41 s. As its command or its workers live or nobody does; as it was seen before, or not."""
+    story(tmp_path)
+    facts = Facts(tmp_path)
+    lines: dict[str, list[str]] = {}
+    for alive, began, here, at in itertools.product(
+        (COMMAND, WORKERS, NONE), (None, 0, 22, 23), (False, True), (41, 101, 101.5)
+    ):
+        state = top_builder.state(facts, at, alive=alive, began=began, known_here=here)
+        told = msgspec.to_builtins(msgspec.structs.replace(state, folder="run", at=0.0))
+        said = {k: v for k, v in rounded(told).items() if v not in (None, "", [], {}) and k != "last"}
+        text = "\n".join([json.dumps(said, ensure_ascii=False), *(f"  {line}" for line in top_words.snapshot(state))])
+        when = f"{alive or 'nobody'} of {began} at {at}{' seen here' if here else ''}"
+        lines.setdefault(text.replace(str(tmp_path), "run"), []).append(when)
+    last = [json.dumps(msgspec.to_builtins(point)) for point in facts.last]
+    hold(
+        f"top-{story.__name__}.txt",
+        "\n".join([*last, *(f"--- {', '.join(whens)}\n{text}" for text, whens in lines.items())]),
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_watched_run_on_terminals_of_all_sizes(count: int, tmp_path: Path) -> None:
+    """With so many GPUs: which columns and points there is room for."""
+    measured(tmp_path / "run")
+    gpus = [
+        msgspec.structs.replace(GPU, index=n, **({"power_w": None, "name": ""} if n == 1 else {})) for n in range(count)
+    ]
+    state = msgspec.structs.replace(top_builder.state(tmp_path / "run", 45), gpus=gpus, folder="run")
+    last = [msgspec.structs.replace(state.last[0], point=f"p{n}", ttft_ms=n * 10.0 or None) for n in range(30)]
+    state = msgspec.structs.replace(state, last=last, unread={"records.jsonl": 2})
+    lines = []
+    for width, height in ((49, 12), (50, 14), (59, 16), (60, 18), (61, 20), (69, 25), (70, 30), (71, 33), (90, 60)):
+        out = io.StringIO()
+        Console(file=out, width=width).print(top_render(state, width, height))
+        lines.append(f"--- {width} × {height}\n{out.getvalue()}")
+    hold(f"top-sizes-{count}.txt", "\n".join(lines), tmp_path)
+
+
 PLANS = {
     "sweep": "sweep --gpu H200 --gpus 8 --tp 4,8 --dcp 1,4,8 --dp 1,8 --context 4000,128000 --concurrency 8,64 --model deepseek-v3",
     "sweep-fp8": "sweep --gpu B200 --gpus 8 --tp 8 --dcp 1,8 --dtype fp8 --context 32000 --concurrency 32 --model kimi-k2",
@@ -275,6 +592,10 @@ PLANS = {
     "--output-tokens lognormal:300:0.8 --num-requests 50 --prefix-share 0.3 --prefix-groups 4 --chunk 1024,8192",
     "apart": "serve --gpu H200 --gpus 8 --tp 2 --dcp 2 --mode replay --disaggregate 1:2,3 --transfer-gb-s 50 --concurrency 16 --turns 3 "
     "--turn-tokens 200 --think-time 2 --input-tokens 4000 --output-tokens 100 --model deepseek-v2",
+    "cpu": "sweep --device cpu --model tiny",
+    "cpu-serve": "serve --device cpu --model tiny",
+    "gpu-serve": "serve --gpu B200 --gpus 8",
+    "gpu-sweep": "sweep --gpu B200 --gpus 8",
     "emulated": "sweep --emulate H200 --gpu H200 --gpus 1 --tp 8 --dcp 1,8 --exchange a2a --context 32000 --concurrency 16 --model deepseek-v2",
 }
 
@@ -288,6 +609,7 @@ ADVICE = {
     "decode": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 8 --context 4000,128000",
     "price": "recommend --machine B200 --gpus 8 --model kimi-k2 --concurrency 32 --context 32000 --price 4",
     "hosts": "recommend --machine H200+rdma-400 --gpus 8,16 --model deepseek-v3 --concurrency 8,256 --context 128000 --weights-dtype fp8",
+    "fp8": "recommend --machine H200 --gpus 8 --model deepseek-v3 --concurrency 64 --context 32000 --kv-dtype fp8",
     "tight": "recommend --machine H100 --gpus 4 --model kimi-k2 --concurrency 8 --context 4000",
     "slo": "recommend --machine H200 --gpus 4 --model deepseek-v2 --request-rate 0.5,2 --input-tokens 2000 --output-tokens 30 --num-requests 24 "
     "--slo ttft=400,itl=20 --price 2.5",
@@ -298,6 +620,210 @@ ADVICE = {
 @pytest.mark.parametrize("name", ADVICE)
 def test_a_recommendation(name: str, tmp_path: Path, typed: Callable[..., str]) -> None:
     hold(f"recommend-{name}.txt", typed(*ADVICE[name].split()), tmp_path)
+
+
+def test_estimates_of_steps(tmp_path: Path) -> None:
+    """µs of each part of a step and of calls between ranks, what they may be off by, and the whole: padded rows, chunks, hosts."""
+    lines = []
+    fitted = published().terms
+    chunked = StepRows(decodes=(4000,) * 3, chunks=((512, 1000),), sampled=4, tokens=515)
+    ways = (
+        *({"tp": tp, "exchange": "none"} for tp in (1, 4, 8, 16)),
+        *({"tp": 8, "dcp": 8, "exchange": exchange} for exchange in ("a2a", "ag_rs")),
+        {"tp": 4, "dcp": 2, "exchange": "a2a", "kv_dtype": "fp8", "weights_dtype": "fp8"},
+        {"tp": 8, "dp": 8, "ep": "tp"},
+        {"tp": 8, "dp": 2, "dcp": 4, "ep": "tp", "exchange": "a2a"},
+        {"tp": 16, "dp": 16, "ep": "tp"},
+        {"tp": 16, "dp": 4, "ep": "tp"},
+    )
+    for machine, model in (("H200", "deepseek-v3"), ("H200+rdma-400", "kimi-k2"), ("B200", "deepseek-v2")):
+        for of in ways:
+            one = advised.point(**{"model": model, **of})
+            lines.append(f"{machine} {model} {one.layout} {one.exchange} {one.weights_precision}")
+            try:
+                estimator = Estimator(one, described(machine), fitted)
+                for rows in (estimator.decode_rows(1, 100), estimator.decode_rows(37, 32_000), chunked):
+                    full = estimate.padded(rows, one.dp)
+                    parts = estimate.terms(estimator.sharding, full, estimator.rates, estimator.wire, one.exchange)
+                    calls = estimate.calls(estimator.sharding, full, estimator.wire, one.exchange)
+                    own = {what: [1e6 * s for s in (c.mean, c.low, c.high)] for what, c in calls.items()}
+                    lines.append(
+                        f"  {len(full.decodes)} of {full.tokens}: {json.dumps(rounded(parts))} {json.dumps(rounded(own))}"
+                    )
+                    lines.append(
+                        f"    {estimator.ms(rows):.6g} ms ± {json.dumps(rounded(estimator.wire_errors(rows)))}"
+                    )
+            except UsageError as e:
+                lines.append(f"  {e}")
+    hold("estimates.txt", "\n".join(lines), tmp_path)
+
+
+def chosen(name: str, *of: tuple[dict[str, Any], float, str], slo: tuple[str, ...] = (), **refused: str) -> Choice:
+    """A load's choice among layouts with these rates, of which some miss the SLO."""
+    found = [
+        dataclasses.replace(
+            advised.forecast(tok_s, source, {"all-reduce": 0.02 * n}, **degrees),
+            itl_ms=Percentiles(p50=12.345 * (n + 1), p99=99.0),
+            ttft_ms=Percentiles(p50=1234.5 / (n + 1)),
+        )
+        for n, (degrees, tok_s, source) in enumerate(of)
+    ]
+    misses = {f.who: ["ITL p99 99 ms"] for f in found if f.who in slo}
+    return Choice(
+        name=name,
+        concurrency=int(name.partition(" ")[0]),
+        forecasts=found,
+        misses=misses,
+        refused=refused,
+    )
+
+
+TP8, DCP8 = {"tp": 8}, {"tp": 8, "dcp": 8, "exchange": "a2a"}
+WIDE, DP8 = {"tp": 16, "dp": 2, "ep": "tp"}, {"tp": 8, "dp": 8, "ep": "tp"}
+FULL = "its weights take 99 GiB of each GPU."
+CHOICES: dict[str, tuple[dict[str, Any], list[Choice]]] = {
+    "alone": ({}, [chosen("8 × 4,000 tokens", (TP8, 800, MEASURED), tp4=FULL, tp2=FULL)]),
+    "dcp": (
+        {"price": 2.5, "gpus": (8, 16)},
+        [
+            chosen("8 × 4,000 tokens", (TP8, 900, ESTIMATED), (DCP8, 800, ESTIMATED), (WIDE, 1500, ESTIMATED), tp4=FULL),
+            chosen("16 × 4,000 tokens", (DCP8, 1500, ESTIMATED), (TP8, 1200, ESTIMATED), (DP8, 1190, ESTIMATED), tp4="none"),
+            chosen("32 × 4,000 tokens", (DCP8, 2500, ESTIMATED), (TP8, 2450, MEASURED), (DP8, 900, EMULATED)),
+            chosen("64 × 4,000 tokens", (DCP8, 5000, ESTIMATED), (DP8, 3000, EMULATED), tp8="no room."),
+            chosen("8 × 32,000 tokens", (TP8, 700, ESTIMATED), (DP8, 690, ESTIMATED), (DCP8, 680, ESTIMATED)),
+            chosen("64 × 32,000 tokens", tp8="no room.", tp4=FULL),
+        ],
+    ),
+    "slo": (
+        {"slo": {"itl": 50.0}, "weights_dtype": "fp8", "cycled": True, "price": 9.99},
+        [
+            chosen("4 × 4,000 tokens", (TP8, 700, ESTIMATED), (DCP8, 900, ESTIMATED), (DP8, 950, REPLAYED), slo=("tp8·dp8",)),
+            chosen("8 × 4,000 tokens", (TP8, 700, ESTIMATED), (DCP8, 695, ESTIMATED), slo=("tp8", "tp8·dcp8 (a2a)")),
+            chosen("16 × 4,000 tokens", (TP8, 700, ESTIMATED), (DCP8, 300, ESTIMATED), slo=("tp8", "tp8·dcp8 (a2a)")),
+        ],
+    ),
+    "served": (
+        {"machine": described("B200"), "named": "B200"},
+        [
+            chosen(
+                f"{n} × 1000 → 20 tokens",
+                *(({**of, "concurrency": n, "load": advised.load(requests=4 * n)}, rate / k, REPLAYED) for k, of in ((1, TP8), (2, DCP8))),
+            )
+            for n, rate in ((8, 700), (16, 1300))
+        ],
+    ),
+    "arriving": (
+        {},
+        [
+            chosen(
+                f"1 × {of} req/s",
+                ({**TP8, "load": advised.load(requests=9, arrival="gamma", request_rate=of, chunk=1024)}, 100 * of, ESTIMATED),
+            )
+            for of in (0.5, 2.0)
+        ],
+    ),
+    "none": ({}, [chosen("8 × 4,000 tokens", tp4=FULL)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_answer_to_what_to_run(name: str, tmp_path: Path) -> None:
+    """Its page and its JSON, from choices as made up: alone, undecided, DCP ahead from a load on, an SLO missed, nothing that fits."""
+    of, choices = CHOICES[name]
+    ask = dataclasses.replace(advised.ask("H200"), **{"gpus": (8,), **of})
+    launched = {f.who: {"vllm": "vllm serve", "sglang": "sglang"} for f in answer.recommended(choices)}
+    text = answer.markdown(ask, choices, ["One was left out."], published(), launched)
+    told = answer.as_json(ask, choices, ["One was left out."], published(), launched)
+    level = [f"{c.name}: {c.meets} {c.decided} {c.next.who if c.next else '-'}" for c in choices]
+    out = io.StringIO()
+    answer.show(ask, choices, [], published(), launched, Console(file=out, width=120))
+    said = "\n".join(level)
+    hold(
+        f"answer-{name}.txt",
+        f"{text}\n{out.getvalue()}\n{said}\n{json.dumps(rounded(told), indent=1, ensure_ascii=False)}",
+        tmp_path,
+    )
+
+
+def test_the_picture_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("dcpbench.show.figures.save", lambda figure, *_: said.append(figure_words(figure)))
+    for name in ("dcp", "slo"):
+        answer.picture(advised.ask("H200"), CHOICES[name][1], tmp_path / "x.png")
+    lengths = [chosen(f"8 × {n},000 tokens", (TP8, 800, MEASURED), (DCP8, 700 + n, ESTIMATED)) for n in range(1, 8)]
+    for count in (4, 5, 7):
+        answer.picture(advised.ask("H200"), lengths[:count], tmp_path / "x.png")
+    hold("answer-picture.txt", "\n".join(said), tmp_path)
+
+
+def test_command_lines_of_servers(tmp_path: Path) -> None:
+    """Of both presets and of an engine of one's own, for layouts, exchanges, precisions, machines and settings."""
+    own = Engine(
+        name="own",
+        command="run '{model} x' --at {host}:{port} {attn_tp} {nnodes}",
+        layout={"interleave": "-i {interleave}", "exchange": "-x {exchange}", "tp": "-t {tp}", "kv": "--kv"},
+        flags={"eager": True, "off": False, "seqs": [32, 64], "quiet": [True, False], "rate": 0.5},
+        profiler="--traces {traces}",
+    )
+    lines = [str(settings) for settings in own.servers()]
+    layouts: list[dict[str, Any]] = [
+        {"tp": 1, "exchange": "unknown", "ep": "unknown"},
+        {"tp": 1},
+        {"tp": 4, "exchange": "a2a"},
+        {"tp": 8, "dcp": 8, "exchange": "a2a"},
+        {"tp": 8, "dcp": 2, "exchange": "symm", "interleave": 64},
+        {"tp": 8, "dp": 2, "dcp": 4, "ep": "tp", "exchange": "ag_rs", "interleave": 2, "kv_dtype": "fp8"},
+        {"tp": 8, "dp": 8, "ep": "tp", "interleave": 16},
+    ]
+    for engine, of in itertools.product((*PRESETS.values(), own), layouts):
+        one = advised.point(**of)
+        for more in ({}, {"nnodes": 2}, {"traces": "/t"}):
+            for settings in ({}, {"seqs": "32", "quiet": "False", "eager": "False"}) if not more else ({},):
+                words = engine.words(one, settings, "m", 7, **more)
+                lines.append(f"{engine.name} {one.layout} {one.exchange} {more or ''}: {shlex.join(words)}")
+    for model, nnodes in (("kimi-k2", 1), ("deepseek-v2-lite", 2), ("mine", 1)):
+        lines += map(str, launched(advised.point(model=model), nnodes).items())
+    hold("servers.txt", "\n".join(lines), tmp_path)
+
+
+def test_verdicts_on_answers_of_two_servers(tmp_path: Path) -> None:
+    """Found at one length and judged over several: differing tokens, near-ties, drift, noise of their own."""
+    rng = np.random.default_rng(5)
+    ways: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+        "alike": ({}, {}),
+        "wrong": ({"noise": 0.02}, {"wrong": 3, "noise": 0.02}),
+        "off": ({"noise": 0.02}, {"off": 0.3, "noise": 0.02}),
+        "a little off": ({"noise": 0.02}, {"off": 0.05, "noise": 0.02}),
+        "noisy": ({"flips": 0.2}, {"flips": 0.2}),
+        "both": ({"flips": 0.002}, {"wrong": 1, "off": 0.4}),
+    }
+    found = {
+        (name, context, runs): agreement.compare(
+            context, *[[[agreeing.made(rng, **how) for _ in range(runs)] for _ in range(6)] for how in sides]
+        )
+        for name, sides in ways.items()
+        for context, runs in ((64, 2), (1024, 3))
+    }
+    tied = agreeing.answer("x", "y", gaps=(1.0, 0.1))
+    for gap in (0.1, 0.11):
+        mine = agreeing.answer("x", "z", gaps=(1.0, gap))
+        found[f"tied {gap}", 64, 3] = agreement.compare(64, [[mine] * 3] * 8, [[tied] * 3] * 8)
+    lines = [
+        f"{name} {context} {runs}: {json.dumps(rounded(msgspec.to_builtins(f)))}"
+        for (name, context, runs), f in found.items()
+    ]
+    for a, b in itertools.product(found.values(), repeat=2):
+        if a.context < b.context or a is b:
+            judged, verdict, why = agreement.judge([a] if a is b else [a, b])
+            flags = [f"{f.tokens_differ:d}{f.drifts:d}" for f in judged]
+            next_one = [agreement.between(judged, apart) for apart in (959, 960)]
+            lines.append(f"{' '.join(flags)} {next_one} {verdict}: {why}")
+    middle = msgspec.structs.replace(found["alike", 64, 2], context=256)
+    last = msgspec.structs.replace(found["alike", 64, 2], context=2048)
+    for several in ([found["wrong", 64, 2], middle, found["wrong", 1024, 3]], [middle, found["off", 1024, 3], last]):
+        judged, verdict, why = agreement.judge(several)
+        lines.append(f"{agreement.between(judged, 10)} {verdict}: {why}")
+    hold("agreement.txt", "\n".join(lines), tmp_path)
 
 
 def test_machines(tmp_path: Path, typed: Callable[..., str]) -> None:
@@ -577,12 +1103,16 @@ def figure_words(figure: Figure) -> str:
 
     lines = [f"figure {few(figure.get_size_inches())}: {texts([*figure.texts, *filter(None, [figure._suptitle])])}"]
     lines += [f"  legend: {texts(legend.get_texts())}, {legend._ncols} columns" for legend in figure.legends]
+    lines += [f"  sizes {few(t.get_fontsize() for t in figure.findobj(Text) if t.get_text())}"]
     for ax in figure.axes:
         lines.append(f"  panel {ax.get_title()} / {ax.get_title('left')}: {ax.get_xlabel()} × {ax.get_ylabel()}")
-        lines.append(f"    {ax.get_xscale()} {few(ax.get_xlim())}, {ax.get_yscale()} {few(ax.get_ylim())}")
+        lines.append(
+            f"    {ax.get_xscale()} {few(ax.get_xlim())}, {ax.get_yscale()} {few(ax.get_ylim())} {ax.get_axisbelow()}"
+        )
         lines.append(f"    ticks {texts(ax.get_xticklabels())} × {texts(ax.get_yticklabels())}")
         for line in ax.lines:
             style = f"{line.get_color()} {line.get_linestyle()} {line.get_marker()} {line.get_linewidth():g} {line.get_zorder():g}"
+            style += f" {line.get_markersize():g} {line.get_markeredgewidth():g} {line.get_alpha()} {line.get_markerfacecolor()}"
             lines.append(f"    line {line.get_label()} {style}: {few(line.get_xdata())} × {few(line.get_ydata())}")
         for patch in ax.patches:
             box = patch.get_path().get_extents(patch.get_patch_transform())
@@ -601,7 +1131,42 @@ def figure_words(figure: Figure) -> str:
     return "\n".join(re.sub(r"_child\d+", "", line) for line in lines)
 
 
-@pytest.mark.parametrize("name", RUNS)
+SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
+    **{name: (lambda run=run: [run()]) for name, run in RUNS.items()},
+    "of-two-decodes": lambda: [small_run(random.Random(seed)) for seed in (5, 12)],
+    "of-two-serves": lambda: [small_served(random.Random(seed)) for seed in (4, 9)],
+    "of-two-instances": lambda: [RUNS["instances"](), RUNS["instances"]()[:4]],
+    "of-two-stalls": lambda: [RUNS["stalls"](), RUNS["stalls"]()[1:]],
+    "of-exchanges": lambda: [
+        [
+            small_record(
+                record_builder.point(layout, model=model, concurrency=load, exchange=way, **more),
+                load * rate * (1.0 if layout is DCP else 0.97),
+                0.005,
+            )
+            for model in ("kimi-k2", "deepseek-v3")
+            for layout in (DCP, Layout(4, 1, 2))
+            for load in (8, 16)
+            for way, rate, more in (
+                ("ag_rs", 100.0, {}),
+                ("a2a", 105.0, {}),
+                ("symm", 104.9, {}),
+                ("a2a", 101.0, {"overlap": True}),
+            )
+        ]
+    ],
+    "of-both": lambda: [[*small_run(random.Random(7)), *small_served(random.Random(13))]],
+}
+"""Runs of which figures are drawn together."""
+
+
+def read_several(name: str, folder: Path) -> frames.Frames:
+    """The records of these runs; those made at random are held against an SLO."""
+    folders = [record_builder.write(folder / f"run{n or ''}", found) for n, found in enumerate(SEVERAL[name]())]
+    return frames.load(folders, slo=None if name in RUNS else {"ttft": 2900.0, "itl": 14.8})
+
+
+@pytest.mark.parametrize("name", SEVERAL)
 def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they draw and write, not how a version of matplotlib renders it."""
     said: list[str] = []
@@ -611,10 +1176,22 @@ def test_figures_of_a_report(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(plots, "save", save)
-    read = frames.load([record_builder.write(tmp_path / "run", RUNS[name]())])
-    pictures = plots.draw_all(read, tmp_path / "figures")
+    pictures = plots.draw_all(read_several(name, tmp_path), tmp_path / "figures")
     told = [f"{p.subject} {p.mode} {p.png.name}: {p.title}. {p.alt}" for p in pictures]
     hold(f"figures-{name}.txt", "\n".join([*told, *said]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["of-both", "of-exchanges", "of-two-decodes", "of-two-serves"])
+def test_a_report_of_runs_made_at_random(name: str, tmp_path: Path) -> None:
+    """All of its tables and texts; and what a page's scripts and a terminal make of it."""
+    read = read_several(name, tmp_path)
+    text = markdown.render("title", sections.report(read, []), tmp_path)
+    told = rounded(page_data(read))
+    page = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in told.items() if key != "columns"]
+    out = io.StringIO()
+    for width in (150, 70):
+        Console(file=out, width=width).print(report_terminal.render(read))
+    hold(f"report-{name}.md", "\n".join([text, out.getvalue(), *page]), tmp_path)
 
 
 def rounded(value: Any) -> Any:

@@ -67,14 +67,14 @@ def _sites(report: Report, root: Path, width: int) -> Iterator[RenderableType]:
         yield _table(report, root, width)
     else:
         for site in report.sites:
-            yield from _block(site, report, root, max(16, width - 4))
+            yield from _block(site, report, root, width - 4)
 
 
 def _table(report: Report, root: Path, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
     table.add_column("rule", max_width=20)
     table.add_column("function (file:line)", overflow="fold", ratio=1)
-    table.add_column("op", overflow="fold", max_width=max(18, width // 5))
+    table.add_column("op", overflow="fold", max_width=width // 5)
     for name in ("count", "per step", "wait\ntotal", "\nmedian", "\np99", "bubble\nat most"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("copy", overflow="fold", max_width=14)
@@ -83,7 +83,7 @@ def _table(report: Report, root: Path, width: int) -> Table:
         kind = [site.rule, site.kind, *([f"[{', '.join(words)}]"] if words else [])]
         table.add_row(
             Text("\n".join(kind), style=_style(site, report)),
-            _where(site, root, max(24, width // 3)),
+            _where(site, root, width // 3),
             Text(_op(site)),
             f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count),
             *times(site),

@@ -126,7 +126,7 @@ def _header(function: Function) -> range:
     """Decorators and signature; for a lambda all of it."""
     if isinstance(function, ast.Lambda):
         return range(function.lineno, _last(function) + 1)
-    return range(_first(function), max(function.lineno + 1, function.body[0].lineno))
+    return range(_first(function), function.body[0].lineno)
 
 
 def _own_lines(function: Function, functions: list[Function]) -> list[int]:

@@ -1,0 +1,512 @@
+"""What is sent to a server before and beside a load, by a server in this process that answers without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.points.settings import Settings
+from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep
+from dcpbench.servers.answers import Streamed
+from dcpbench.servers.client import RequestError, Target
+from dcpbench.servers.events import Choice, read_completion
+from dcpbench.servers.load import Call, Outcome
+from dcpbench.servers.presets import PRESETS
+from dcpbench.servers.prompts import EXTRAS, WORDS, Manner, Words, find_manner
+from dcpbench.serving.requests import ServeRequest
+from tests.unit import record_builder, serve_record_builder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dcpbench.launch.jobs import Progress
+
+    Answers = Callable[[str, dict[str, Any]], tuple[int, object]]
+
+
+class Answering:
+    """A client of a server that answers a path and a body with a status and JSON; a list is streamed."""
+
+    target = Target.at("http://127.0.0.1:9")
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
+
+    async def exchange(self, request: bytes, reply: Any) -> None:
+        """As Client's."""
+        head, _, body = request.partition(b"\r\n\r\n")
+        path, said = head.split()[1].decode(), json.loads(body)
+        self.asked.append((path, said))
+        status, answer = self.answers(path, said)
+        kind = b"text/event-stream" if isinstance(answer, list) else b"application/json"
+        reply.head(status, {b"content-type": kind})
+        for piece in answer if isinstance(answer, list) else ():
+            reply.body(b"data: " + json.dumps(piece).encode() + b"\n\n", 1.0)
+        reply.body(b"data: [DONE]\n\n" if isinstance(answer, list) else json.dumps(answer).encode(), 1.0)
+        reply.end()
+        if status != 200 and isinstance(answer, list):
+            raise RequestError("bad stream", "no.")
+
+
+def words_of(said: dict[str, Any]) -> int:
+    """Of a prompt of text, or of a chat's last message."""
+    text = said["prompt"] if "prompt" in said else said["messages"][-1]["content"]
+    return len(str(text).split())
+
+
+def of_text(per_word: float, beside: int) -> Answers:
+    """A server that takes text alone, and counts so many tokens of a word and beside."""
+
+    def answers(_: str, said: dict[str, Any]) -> tuple[int, object]:
+        prompt = said.get("prompt", "")
+        if isinstance(prompt, list) or "return_token_ids" in said:
+            return 400, {"error": {"message": "not so."}}
+        if said["stream"]:
+            return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
+        return 200, {"choices": [], "usage": {"prompt_tokens": round(per_word * words_of(said)) + beside}}
+
+    return answers
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_server_that_takes_text_alone_is_asked_for_how_many_tokens_a_word_has(endpoint: str) -> None:
+    """40 and 240 words are 53 and 303 tokens: 1.25 each, and 3 beside. It takes no field that asks for ids of tokens."""
+    client = Answering(of_text(1.25, 3))
+    found = asyncio.run(find_manner(client, "m", endpoint))  # type: ignore[arg-type]
+    assert (found.text, found.prompts, found.vocab) == (Words(1.25, 3.0), "text, counted by the server", 1 << 20)
+    assert found.extras == EXTRAS[1]
+    tried = client.asked[-3:]
+    assert [words_of(said) for _, said in tried[1:]] == [40, 240]
+    path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
+    assert {path for path, _ in client.asked} == {path}
+    asked = tried[1][1]
+    assert (asked["stream"], asked["max_tokens"], asked["ignore_eos"], "stream_options" in asked) == (
+        False,
+        1,
+        True,
+        False,
+    )
+    ids = [said["prompt"] for _, said in client.asked if isinstance(said.get("prompt"), list)]
+    expected = [[*range(1, 8), 31_999], [*range(1, 8), 999], [*range(1, 8), 99]] if endpoint == "completions" else []
+    assert [ids[i] for i in range(0, len(ids), len(EXTRAS))] == expected
+
+
+def test_words_that_seem_to_take_nothing_take_a_hundredth_of_a_token() -> None:
+    """Of a server that counts 9 tokens whatever it is asked."""
+    found = asyncio.run(find_manner(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
+    assert found.text == Words(0.01, 9 - 0.4)
+
+
+def test_a_server_that_takes_ids_and_tells_them_is_asked_at_most_once() -> None:
+    """Where it tells none though it was asked to, the next best fields are tried."""
+
+    def telling(*_: object) -> tuple[int, object]:
+        return 200, [{"choices": [{"text": "a", "token_ids": [5], "finish_reason": "length"}]}]
+
+    client = Answering(telling)
+    found = asyncio.run(find_manner(client, "m", "completions"))  # type: ignore[arg-type]
+    assert (found.extras, found.vocab, found.text, len(client.asked)) == (EXTRAS[0], 32_000, None, 1)
+    silent = Answering(lambda *_: (200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]))
+    assert asyncio.run(find_manner(silent, "m", "completions")).extras == EXTRAS[1]  # type: ignore[arg-type]
+
+
+def test_a_server_that_fails_otherwise_cannot_be_measured() -> None:
+    """Unlike one that does not take what it was asked."""
+    with pytest.raises(
+        WorkerError, match=r"^http://127.0.0.1:9 cannot be measured: the server answered HTTP 500: no\.$"
+    ):
+        asyncio.run(find_manner(Answering(lambda *_: (500, {"error": "no"})), "m", "completions"))  # type: ignore[arg-type]
+    uncounted = Answering(
+        lambda _, said: (200, [{"choices": [{"text": "a", "finish_reason": "x"}]}] if said["stream"] else {})
+    )
+    with pytest.raises(WorkerError, match=r"does not say how many tokens a prompt of text has; name the folder"):
+        asyncio.run(find_manner(uncounted, "m", "chat"))  # type: ignore[arg-type]
+
+
+def test_a_request_has_these_fields() -> None:
+    """Completions have a prompt, chats messages; what is said beside comes last."""
+    ids = np.array([5, 6])
+    of = Manner(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
+    usual = {"model": "m", "max_tokens": 7, "temperature": 0, "stream": True, "ignore_eos": True}
+    assert json.loads(of.body(ids, 7)) == {**usual, "prompt": [5, 6]}
+    assert json.loads(of.body(ids, 7, stream=False, seed=1)) == {**usual, "prompt": [5, 6], "stream": False, "seed": 1}
+    text = Manner(endpoint="completions", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
+    assert text.prompt(ids) == f"{WORDS[5]} {WORDS[6]}"
+    chat = Manner(endpoint="chat", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
+    said = {"role": "user", "content": f"{WORDS[5]} {WORDS[6]}"}
+    assert json.loads(chat.body(ids, 7))["messages"] == [said]
+    answer = Streamed(2, keep=True)
+    answer.choices = [Choice(text="x"), Choice(text="y")]
+    assert text.prolonged("a", answer, None, ids) == f"axy {WORDS[5]} {WORDS[6]}"
+    assert chat.prolonged([said], answer, None, ids) == [said, {"role": "assistant", "content": "xy"}, said]
+
+
+@pytest.mark.parametrize(
+    ("told", "made_up", "goes_on"),
+    [([7, 8], [1, 2], [7, 8]), ([7], [1, 2], [1, 2]), ([], [1, 2], [1, 2]), ([7], None, [7])],
+    ids=["all ids", "some ids", "no ids", "nothing made up"],
+)
+def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
+    told: list[int], made_up: list[int] | None, goes_on: list[int]
+) -> None:
+    """Of two tokens that it answered."""
+    answer: Any = SimpleNamespace(tokens=told, chunk_tokens=lambda: [1, 1])
+    of = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    made = None if made_up is None else np.array(made_up)
+    assert of.prolonged([3], answer, made, np.array([4])) == [3, *goes_on, 4]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "logprobs", "gaps"),
+    [
+        ({"text": "a  b"}, ["a", "b"], [], []),
+        ({"text": "a b", "token_ids": [4, 5]}, ["4", "5"], [], []),
+        (
+            {
+                "logprobs": {
+                    "tokens": ["a", "b"],
+                    "token_logprobs": [-1.0, None],
+                    "top_logprobs": [{"a": -1, "b": -4}, None],
+                }
+            },
+            ["a", "b"],
+            [],
+            [3.0, math.inf],
+        ),
+        (
+            {"logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": [{"b": -4, "a": -1}]}},
+            ["a", "b"],
+            [-1.0, -2.0],
+            [],
+        ),
+        (
+            {"logprobs": {"content": [{"token": "a", "logprob": -1, "top_logprobs": None}]}, "token_ids": [9]},
+            ["9"],
+            [-1.0],
+            [math.inf],
+        ),
+    ],
+)
+def test_an_answer_is_what_a_server_tells_of_its_tokens(
+    choice: dict[str, Any], tokens: list[str], logprobs: list[float], gaps: list[float]
+) -> None:
+    (read,) = read_completion(json.dumps({"choices": [choice]}).encode()).choices or []
+    found = ask.answer_of(read)
+    assert (found.tokens, found.logprobs, found.gaps) == (tokens, logprobs, gaps)
+
+
+@pytest.mark.parametrize(
+    ("typed", "longest", "tokens", "lengths"),
+    [
+        (None, None, 32, [64 * 2**n for n in range(10)]),
+        (None, 96, 32, [64]),
+        (None, 95, 32, [63]),
+        (None, 33, 32, [1]),
+        (None, 32, 32, [1]),
+        (None, 9, 32, [1]),
+        (None, 32_800, 32, [64 * 2**n for n in range(10)]),
+        ([5, 3, 5], None, 32, [3, 5]),
+        ([5], 37, 32, [5]),
+    ],
+)
+def test_lengths_of_prompts_double_as_far_as_a_server_takes_them(
+    typed: list[int] | None, longest: int | None, tokens: int, lengths: list[int]
+) -> None:
+    assert ask.contexts_for(typed, longest, tokens) == lengths
+
+
+def test_prompts_of_a_length_are_the_same_each_time_and_different_from_each_other() -> None:
+    first, other = ask.prompts_of(50, 2, 30, 1)
+    assert [p.tolist() for p in ask.prompts_of(50, 2, 30, 1)] == [first.tolist(), other.tolist()]
+    assert (len(first), first.dtype, first.tolist() != other.tolist()) == (50, np.int32, True)
+    assert 0 <= first.min() <= first.max() < 30
+    with pytest.raises(
+        UsageError,
+        match=r"^--context 6 with 32 new tokens is more than the 37 that a server takes; --context can be up to 5",
+    ):
+        ask.contexts_for([6], 37, 32)
+
+
+def test_two_answers_at_once_are_two() -> None:
+    """From 0 to 2 and from 1 to 3 s; one that begins as another ends is beside none, and one without a chunk is none."""
+
+    def outcome(start: float, *chunks: float) -> Outcome:
+        answer: Any = SimpleNamespace(chunk_s=list(chunks))
+        return Outcome(Call(0, b"", 1), start, answer=answer)
+
+    assert overhead.at_once([outcome(0, 1, 2), outcome(1, 3), outcome(3, 4), outcome(0)]) == 2
+    assert overhead.at_once([outcome(0, 1), outcome(1, 2)]) == 1
+    assert overhead.at_once([Outcome(Call(0, b"", 1), 0.0)]) == 0
+
+
+def test_warm_up_has_other_tokens_and_short_answers() -> None:
+    """As many of a prompt, of an answer 16 at most; under the numbers of the load."""
+    asked: list[ServeRequest] = []
+
+    def put(_: object, request: ServeRequest) -> bytes:
+        asked.append(request)
+        return b"x"
+
+    manner: Any = SimpleNamespace(vocab=50, request=put)
+    requests = [
+        ServeRequest(number=n, prompt=np.zeros(20, np.int32), output_tokens=tokens) for n, tokens in ((4, 16), (7, 17))
+    ]
+    calls = measure._short(object(), manner, requests)  # type: ignore[arg-type]
+    assert [(c.number, c.data, c.output_tokens) for c in calls] == [(4, b"x", 16), (7, b"x", 16)]
+    assert [(len(r.prompt), r.output_tokens) for r in asked] == [(20, 16), (20, 16)]
+    assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in asked)
+
+
+def test_a_load_is_sent_in_other_tokens_each_time_that_share_what_they_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ids are moved by 7 of 1,000, also those of answers that are made up."""
+    point = serve_record_builder.point(
+        changed={"requests": 4, "turns": "2", "turn_tokens": "5", "prefix_share": 0.5, "prefix_groups": 1}
+    )
+    monkeypatch.setattr(measure.secrets, "randbelow", lambda vocab: {1000: 7}[vocab])
+    plain = measure.requests_of(point, Settings(), 1000)
+    moved = measure._requests(point, Settings(), 1000)
+    for one, other in zip(plain, moved, strict=True):
+        assert ((one.prompt + 7) % 1000).tolist() == other.prompt.tolist()
+        assert (one.answer is None) == (other.answer is None)
+        if one.answer is not None and other.answer is not None:
+            assert ((one.answer + 7) % 1000).tolist() == other.answer.tolist()
+
+
+def test_a_load_of_a_file_with_tokens_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose largest id is beyond what the server was tried with."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"prompt": [1, 2, 2_000], "output_tokens": 3}) + "\n")
+    asked: list[int] = []
+    monkeypatch.setattr(measure, "requests_of", lambda *given: asked.append(given[-1]) or ["as it is"])
+    settings = Settings(trace_path=str(trace))
+    assert measure._requests(serve_record_builder.point(), settings, 1000) == ["as it is"]
+    assert measure._requests(serve_record_builder.point(), settings, 5000) == ["as it is"]
+    assert asked == [2001, 5000]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((1.0, None), (4.0, 5.0), (3, None)),
+        ((1.0, 2.0), (1.0, 2.6), (0, 1)),
+        ((4.0, 5.0), (1.0, None), (None, None)),
+    ],
+)
+def test_what_a_server_counted_meanwhile_is_the_difference(
+    before: tuple[float | None, ...], after: tuple[float | None, ...], said: tuple[int | None, ...]
+) -> None:
+    """Nothing of one that was started anew, or that did not say."""
+    then, now = (info.Counters(preemptions=p, cached_tokens=c) for p, c in (before, after))
+    assert tuple(now.since(then).values()) == said
+
+
+def test_metrics_are_read_line_by_line() -> None:
+    """What is none is left out; of several engines the sum counts, of several names the first."""
+    text = '# HELP a\na{x="1",y="b c"} 2.5\na 3\nb NaNs\nc\n  d 1\ne{} 1e3 1700000000\n'
+    found = info.read_metrics(text)
+    assert found["a"] == [({"x": "1", "y": "b c"}, 2.5), ({}, 3.0)]
+    assert "b" not in found
+    assert "c" not in found
+    assert info._sum(found, ("z", "a", "e")) == 5.5
+    assert info._sum(found, ("z",)) is None
+
+
+SERVED = serve_record_builder.served(serve_record_builder.point())
+
+
+def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three layouts one does not start, one dies after its first point, and one does what it should."""
+    told: list[tuple[str, str]] = []
+    started: list[list[str]] = []
+
+    class Server:
+        def __init__(self, words: list[str], log: Path, env: dict[str, str], port: int, ready: str) -> None:
+            started.append(words)
+            self.layout, self.dead = words[words.index("--tensor-parallel-size") + 1], ""
+            assert (log.parent.name, env, port, ready) == ("servers", {}, 77, "/health")
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def wait(self, limit_s: float, tell: Callable[[str], None]) -> float:
+            tell(f"starting, {limit_s:g} s at most")
+            if self.layout == "8":
+                raise WorkerError("no memory.")
+            servers.append(self)
+            return 2.34
+
+        def cause(self, said: str) -> str:
+            return f" ({said[:2]})"
+
+    servers: list[Server] = []
+
+    def measured(point: Any, asked: measure.Asked, *_: object) -> tuple[object, None]:
+        assert asked.facts["start_s"] == "2.3"
+        record = msgspec.structs.replace(SERVED, point=point)
+        if servers[-1].layout == "2":
+            servers[-1].dead = "killed"
+            record = msgspec.structs.replace(record, outcome="failed", reason="closed", serve=None)
+        return record, None
+
+    monkeypatch.setattr(sweep, "Server", Server)
+    monkeypatch.setattr(sweep, "free_port", lambda: 77)
+    monkeypatch.setattr(sweep, "look", lambda _: info.ServerInfo(models=(info.Card("m"),)))
+    monkeypatch.setattr(sweep, "manner_of", lambda *_: None)
+    monkeypatch.setattr(sweep, "measure", measured)
+
+    def watch(event: Progress) -> None:
+        told.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
+
+    layouts = (record_builder.Layout(2), record_builder.Layout(4), record_builder.Layout(8))
+    points = [serve_record_builder.point(layout, n, settings="a=1, b=x=y") for n in (8, 16) for layout in layouts]
+    asked = measure.Asked(target=Target.at("http://127.0.0.1:9", key="k", timeout_s=5.0), device="H200")
+    sweep.measure_started(points, PRESETS["vllm"], "m", asked, Settings(), tmp_path, watch, limit_s=9.0)
+    rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    failed = tmp_path / "failed.jsonl"
+    rows += [json.loads(line) for line in failed.read_text().splitlines()] if failed.exists() else []
+    said = {(row["point"]["tp"], row["point"]["concurrency"]): (row["outcome"], row.get("reason")) for row in rows}
+    assert len(started) == 3
+    assert said[4, 8] == said[4, 16] == ("ok", None)
+    assert said[2, 8] == ("failed", "the server died: killed")
+    assert said[2, 16][1].startswith("the server died: killed. Read servers/vllm-tp2")
+    assert said[8, 8][1].startswith("no memory (no). Read servers/vllm-tp8")
+    stages = [stage for stage, _ in told]
+    assert stages == ["build", "failed", "failed", "build", "done", "done", "build", "failed", "failed"]
+    assert told[1][1].startswith("1 of 6: the server died: killed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"), [("", {}), ("a=1", {"a": "1"}), ("a=1, b=x=y", {"a": "1", "b": "x=y"}), ("a", {"a": ""})]
+)
+def test_flags_that_were_varied_are_read_off_a_points_settings(settings: str, flags: dict[str, str]) -> None:
+    assert sweep.settings_of(record_builder.point(settings=settings)) == flags
+
+
+class Slept(Exception):  # noqa: N818 - no error
+    """Ends a loop that would sleep forever."""
+
+
+def sleeping(monkeypatch: pytest.MonkeyPatch, clock: list[float], times: int, late_s: float = 0.0) -> list[float]:
+    """What is slept from now on, by a clock that only sleep moves; raises Slept after some times."""
+    slept = list[float]()
+
+    async def sleep(left_s: float) -> None:
+        if len(slept) == times:
+            raise Slept
+        slept.append(round(left_s, 9))
+        clock[0] += left_s + late_s
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    return slept
+
+
+def test_a_load_says_how_far_it_is_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = sleeping(monkeypatch, clock := [10.0], 3)
+    tolds = iter([load.Told(0, 0, 0), load.Told(5, 2, 1000), load.Told(8, 0, 5000)])
+    run = SimpleNamespace(told=lambda: next(tolds), start_s=10.0, requests=8)
+    said = list[str]()
+    with pytest.raises(Slept):
+        asyncio.run(measure._tell(run, said.append))  # type: ignore[arg-type]
+    assert slept == [measure.TELL_S] * 3
+    assert clock == [10.0 + 3 * measure.TELL_S]
+    rates = [f"{chunks / (n * measure.TELL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
+    assert said == [
+        f"0/8 requests, {rates[0]} chunks/s",
+        f"3/8 requests, 2 failed, {rates[1]} chunks/s",
+        f"8/8 requests, {rates[2]} chunks/s",
+    ]
+
+
+def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = sleeping(monkeypatch, [0.0], 2)
+    sent = list[object]()
+    with pytest.raises(Slept):
+        asyncio.run(shares._tell(SimpleNamespace(send=sent.append), SimpleNamespace(told=lambda: "so far")))  # type: ignore[arg-type]
+    assert (slept, sent) == ([shares.TELL_S] * 2, [(shares.TOLD, "so far")] * 2)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "slept"),
+    [
+        (0.0, [1, 1, 1, 1]),
+        (0.25, [1, 0.75, 0.75, 0.75]),
+        (1.0, [1, 0, 0, 0]),
+        (2.5, [1, 0, 0, 0]),
+    ],
+)
+def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, late_s: float, slept: list[float]
+) -> None:
+    """In beats: what is slept when each sleep takes `late_s` longer, and how late each was."""
+    found = sleeping(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
+    run = SimpleNamespace(pace=SimpleNamespace(lags_s=[]))
+    with pytest.raises(Slept):
+        asyncio.run(load.Run._beat(run))  # type: ignore[arg-type]
+    assert [s / load.BEAT_S for s in found] == pytest.approx(slept, abs=1e-6)
+    lags = [s / load.BEAT_S for s in run.pace.lags_s]
+    assert lags == pytest.approx([late_s] * 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "marks"), [("CPU", ["cpu"]), ("cpu", []), ("NVIDIA H100 80GB HBM3", []), ("unknown", []), ("cpu2", [])]
+)
+def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, marks: list[str]) -> None:
+    """And one of which nothing was sent says why, with what is known of the server."""
+    point = serve_record_builder.point()
+    asked = SimpleNamespace(device=device, device_count=4, command="dcpbench serve")
+    sent = SimpleNamespace(run=None)
+    for failed, stopped, reason in [
+        ("no.", False, "no."),
+        ("", True, "interrupted before any request was sent."),
+        ("no.", True, "no."),
+    ]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(measure, "_server", lambda *_: SERVED.server)
+            record = measure._record(
+                point,
+                asked,  # type: ignore[arg-type]
+                SimpleNamespace(origin="vllm"),  # type: ignore[arg-type]
+                Manner(endpoint="completions", model="m", extras={}, vocab=9),
+                Settings(),
+                tmp_path,
+                sent,  # type: ignore[arg-type]
+                failed=failed,
+                stopped=stopped,
+            )
+        assert (record.outcome, record.reason, record.marks) == ("failed", reason, marks)
+        assert (record.origin, record.environment.device_count, record.metrics) == ("vllm", 4, None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "wanted"),
+    [("completions", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})],
+)
+def test_the_likelier_two_are_asked_for_until_a_server_refuses_them(endpoint: str, wanted: dict[str, Any]) -> None:
+    """Then the same is asked without, and so is all else; what other errors say is passed on."""
+    refuses = {"message": "logprobs is unknown"}
+    choice = {"index": 0, "text": "a b", "message": {"content": "a b"}}
+    client = Answering(lambda _, said: (400, refuses) if "logprobs" in said else (200, {"choices": [choice]}))
+    manner = Manner(endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0))
+    side = ask.Side(client, manner, 99)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert asyncio.run(side.answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
+    bodies = [body for _, body in client.asked]
+    assert [{name: body[name] for name in wanted if name in body} for body in bodies] == [wanted, {}, {}]
+    for body in bodies:
+        assert (body["stream"], body["seed"], "stream_options" in body, body["ignore_eos"]) == (False, 0, False, True)
+    client = Answering(lambda *_: (200, {"choices": []}))
+    with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
+        asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]

@@ -1,0 +1,201 @@
+"""What others wrote and said is passed on cut, at a length of each place.
+
+`LONG` has no character twice, so that where it was cut can be read off; other texts are as long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench.compare import environments, judging
+from dcpbench.dashboard import pages
+from dcpbench.doctor import findings
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.hangs import evidence
+from dcpbench.hangs import said as hangs_said
+from dcpbench.imports import result, vllm
+from dcpbench.imports.documents import Document
+from dcpbench.launch import jobs
+from dcpbench.plan.grid import point_name
+from dcpbench.points import instances
+from dcpbench.records import checks
+from dcpbench.servers import answers, client, events
+from dcpbench.servers.answers import Streamed
+from dcpbench.serving import samples, step_times
+from tests.unit import record_builder, serve_record_builder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+LONG = "".join(chr(0x4E00 + n) for n in range(700))
+
+
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def server_said(error: str | None, body: bytes = b"", **headers: str) -> str:
+    found = {name.encode().replace(b"_", b"-"): value.encode("latin-1") for name, value in headers.items()}
+    data = body if error is None else json.dumps({"error": {"message": error}}).encode()
+    return client.status_error(307 if headers else 500, found, data).sentence
+
+
+LATIN = "".join(chr(0x21 + n % 90) for n in range(700))
+POINT = record_builder.point()
+SERVED = serve_record_builder.point()
+
+
+def no_stream(kind: str) -> Any:
+    reply = Streamed(1)
+    reply.head(200, {b"content-type": kind.encode("latin-1")})
+    reply.body(b'{"error": "no."}', 1.0)
+    return answers.Streamed._no_stream(reply)
+
+
+def with_mode(mode: str) -> Any:
+    assert SERVED.load is not None
+    return msgspec.structs.replace(SERVED, load=msgspec.structs.replace(SERVED.load, mode=mode))
+
+
+def broken(record: Any) -> tuple[str, str]:
+    found = judging._broken(record, "a")
+    return found.outcome, found.reason
+
+
+CUTS: dict[str, tuple[str, Callable[[], str]]] = {
+    "a line that is no record": (
+        f"{LONG[:300]}. Not written by this version of dcpbench; take the line out, and measure its point again.",
+        lambda: checks.why(b"{}", ValueError(LONG)),
+    ),
+    "an outcome": (
+        f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",
+        lambda: checks._outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG)),  # type: ignore[arg-type]
+    ),
+    "instances of a record": (
+        f"point.disaggregate is {LONG[:40]!r}, which no instances that ran are",
+        lambda: checks._layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG))),
+    ),
+    "instances that are typed": (
+        f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
+        lambda: raised(UsageError, lambda: instances.parse(LONG)),
+    ),
+    "a check of a machine": (LONG[:200], lambda: findings.said(ValueError(f" {LONG}"))),
+    "an error of a server": (f"the server answered HTTP 500: {LONG[:300]}.", lambda: server_said(LONG)),
+    "another answer of a server": (
+        f"the server answered HTTP 500: {LATIN[:200]}….",
+        lambda: server_said(None, LATIN.encode()),
+    ),
+    "a page of a server": ("a b…", lambda: events._shown(b"a " + b" " * 597 + b"bcd")),
+    "a short answer of a server": (LATIN[:200], lambda: events._shown(LATIN[:200].encode())),
+    "where a server sends": (
+        f"the server sends elsewhere (HTTP 307): {LATIN[:200]}. Name that in --url.",
+        lambda: server_said(None, location=LATIN),
+    ),
+    "a kind of answer": (
+        f"the server sent {LATIN[:100]} in place of a stream: no.",
+        lambda: no_stream(LATIN).sentence,
+    ),
+    "a time of vLLM": (
+        f"file: mean_ttft_ms is {LONG[:40]}, which is no time in ms. Run it again.",
+        lambda: raised(RecordsError, lambda: vllm.number(Document("file", {"mean_ttft_ms": LONG}), "mean_ttft_ms")),
+    ),
+    "a rate of a tool": (
+        f"file: request_rate is {LONG[:40]}; vllm bench serve writes a number above 0, or inf.",
+        lambda: raised(
+            RecordsError, lambda: result.rate(Document("file", {"request_rate": LONG}), "vllm bench serve", ["inf"])
+        ),
+    ),
+    "a mode of a comparison": (
+        f"{point_name(with_mode(LONG))}, {LONG[:18]}",
+        lambda: judging.name_of(with_mode(LONG)),
+    ),
+    "a name of a point": (LONG[:300], lambda: judging.name_of(msgspec.structs.replace(POINT, model=LONG))[:400]),
+    "what did not run": (
+        str((LONG[:20], LONG[:500])),
+        lambda: str(broken(msgspec.structs.replace(record_builder.failed(POINT, LONG), outcome=LONG))),  # type: ignore[arg-type]
+    ),
+    "marks of runs": (
+        str([f"m{n:02}" for n in range(20)]),
+        lambda: str(
+            environments.marks(
+                [msgspec.structs.replace(record_builder.ok(POINT), marks=[f"m{n:02}" for n in reversed(range(25))])]
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_it_is_cut_there(name: str) -> None:
+    expected, said = CUTS[name]
+    assert said() == expected
+
+
+def test_what_readers_of_files_say_is_cut_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"{}")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise msgspec.DecodeError(LONG)
+
+    monkeypatch.setattr(msgspec.json, "decode", refuse)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError(LONG)
+
+    assert raised(RecordsError, lambda: evidence._decoded(path, dict)) == f"{path} cannot be read: {LONG[:200]}."
+    assert (
+        raised(RecordsError, lambda: step_times.read_step_times(path))
+        == f"{path} cannot be read as step times: {LONG[:300]}; name a file below step-times/ of a run."
+    )
+    monkeypatch.setattr("pyarrow.parquet.read_table", fail)
+    assert (
+        raised(RecordsError, lambda: samples.read_samples(path))
+        == f"{path} cannot be read as samples of requests: {LONG[:300]}; {samples.AGAIN}."
+    )
+    checked = tmp_path / jobs.CHECKS_FILE
+    checked.write_bytes(b"\n{}\n")
+    monkeypatch.setattr(jobs, "decode_check", refuse)
+    assert (
+        raised(RecordsError, lambda: jobs.read_checks(tmp_path))
+        == f"{checked}, line 2: {LONG[:300]}. Repeat the verification with --force."
+    )
+
+
+def test_why_a_run_has_no_page_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError(LONG)
+
+    monkeypatch.setattr("dcpbench.reports.write_report", fail)
+    for count, said in (
+        (pages.MOST_POINTS, f"run: no page, because the report failed (ValueError: {LONG[:200]})"),
+        (pages.MOST_POINTS + 1, "run: no page for 3,001 points, only for up to 3,000"),
+    ):
+        run: Any = SimpleNamespace(name="run", entries=[None] * count)
+        assert pages._report(tmp_path, run) == said
+
+
+def test_samples_are_named_in_60_letters_and_a_hash() -> None:
+    point = msgspec.structs.replace(SERVED, model="m-" * 40)
+    digest = hashlib.sha256(point.key().encode()).hexdigest()[:12]
+    assert samples.samples_name(point) == f"samples/{'m-' * 30}-{digest}.parquet"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "f0"), (3, "f0, f1, f2"), (4, "f0, f1, f2 …")])
+def test_the_first_three_of_files_are_named(
+    count: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hangs_said, "_hang", lambda paths, name: (len(paths), name))
+
+    assert hangs_said.explained([Path(f"f{n}") for n in range(count)]) == [(count, said)]

@@ -1,0 +1,449 @@
+"""Which of several is taken, at which limit another rule begins, and what numbers a sentence rests on: small functions."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+import pytest
+
+from dcpbench.compare import gate, picture
+from dcpbench.dashboard import data, pages, site
+from dcpbench.errors import LayoutError, RecordsError, UsageError
+from dcpbench.hangs import beats, dumps, evidence
+from dcpbench.launch import hung
+from dcpbench.plan import options
+from dcpbench.points import machines
+from dcpbench.points.layout import Layout
+from dcpbench.points.machines import described
+from dcpbench.points.prompts import random_prompts
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import SHAPES
+from dcpbench.points.wire import Call, Sample
+from dcpbench.records.record import Rates
+from dcpbench.reports import explain, figures, findings, markdown, rule, tables
+from dcpbench.reports.sections import Section
+from dcpbench.servers import measure
+from dcpbench.serving import replay, request_files
+from dcpbench.serving.allocator import DcpAllocator
+from dcpbench.show.numbers import span
+from dcpbench.syncs.gating import comments
+from dcpbench.syncs.traces.columns import Columns
+from dcpbench.syncs.traces.reading import SHOWN_BYTES, TraceReader, Trouble
+from tests.unit import record_builder
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0 s"),
+        (119.4, "119 s"),
+        (120, "2 min"),
+        (7_199, "120 min"),
+        (7_200, "2 h 0 min"),
+        (9_300, "2 h 35 min"),
+        (10_799, "2 h 59 min"),
+        (3_600_000 + 1_800, "1,000 h 30 min"),
+    ],
+)
+def test_spans_of_time(seconds: float, said: str) -> None:
+    assert span(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("values", "some"),
+    [([1], [1]), ([1, 2, 3], [1, 2, 3]), ([1, 2, 3, 4], [1, 3, 4]), ([1, 2, 3, 4, 5, 6, 7], [1, 4, 7])],
+)
+def test_of_more_than_three_loads_the_first_the_middle_and_the_last_are_drawn(
+    values: list[int], some: list[int]
+) -> None:
+    assert figures._some(values) == some
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "active"),
+    [
+        ('Thread 7 (active): "main"', "main", True),
+        ('Thread 7 (active+gil): "main"', "main", True),
+        ('Thread 7 (idle): "main"', "main", False),
+        ("Thread 7 (idle)", "", False),
+        ('Thread 7: "main"', "main", None),
+        ("Thread active", "", None),
+    ],
+)
+def test_a_thread_of_a_dump_works_or_waits(head: str, name: str, active: bool | None) -> None:
+    (thread,) = dumps.threads(f"Process 5: python\n{head}\n    run (file.py:9)\n")
+    assert (thread.process, thread.name, thread.active) == ("5: python", name, active)
+    assert [(f.function, f.file, f.line) for f in thread.frames] == [("run", "file.py", 9)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "without"),
+    [([1], 0), ([1, 2], 0), ([1, 2, 4], 1), ([1, 1, 4], 0), ([1, 4, 4], 0), ([1, 2, 2, 4], 2), ([1, 2, 3, 4], 2)],
+)
+def test_a_size_is_known_without_a_sample_where_it_lies_between_two_others(sizes: list[int], without: int) -> None:
+    call = Call("all_reduce", tuple(Sample(4, 1, 1000 * size, 5.0 * size) for size in sizes))
+    assert len(call.errors_without()) == without
+
+
+@pytest.mark.parametrize("pages_back", [[0], [0, 1], [3], [1, 1]])
+def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int]) -> None:
+    """Of pages 1 and 2 that a request holds, of 5."""
+    allocator = DcpAllocator(5, 4, 1)
+    allocation = allocator.alloc(8)
+    assert sorted(allocation.pages) == [1, 2]
+    allocator.share(allocation, allocation.pages[:2])
+    with pytest.raises(ValueError, match=r"^pages are given back that nobody holds$"):
+        allocator.give_back(np.array(pages_back, np.int32))
+    allocator.give_back(np.array([2, 1], np.int32))
+    assert allocator.used_pages == 0
+
+
+def test_columns_of_an_environment_are_numbered_where_a_run_has_several() -> None:
+    """And as many as differ; the first has the run's name alone."""
+    first = record_builder.ok(record_builder.point())
+    assert first.environment is not None
+    records = [
+        msgspec.structs.replace(first, environment=msgspec.structs.replace(first.environment, torch=version))
+        for version in ("2.8", "2.8", "2.9", "2.10", "2.9")
+    ]
+    run = SimpleNamespace(name="run", records=records)
+    table = tables.environment(SimpleNamespace(runs=[run, SimpleNamespace(name="other", records=records[:1])]))  # type: ignore[arg-type]
+    assert table.columns[-3:] == ["run", "run (2)", "run (3)"]
+
+
+@pytest.mark.parametrize(("smaller", "groups"), [(0.6, 1), (0.5, 1), (0.49, 2)])
+def test_changes_within_a_factor_of_two_of_the_largest_are_one_group(
+    smaller: float, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_size", lambda size: size)
+    histories: Any = [SimpleNamespace(line=SimpleNamespace(example=SimpleNamespace(layout_name="tp4")))]
+    moved: Any = [data.Moved(line=0, steps={0: size}, verdict="worse") for size in (smaller, 1.0)]  # type: ignore[dict-item]
+    found = data._alike(moved, histories)
+    assert [[one.size for one in group] for group in found] == ([[1.0, smaller]] if groups == 1 else [[1.0], [smaller]])
+
+
+@pytest.mark.parametrize(("known", "there", "kept"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_page_stays_that_was_made_before_and_is_there(
+    known: bool, there: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "is_made", lambda *_: False)
+    page = tmp_path / pages.FOLDER / "run" / pages.PAGE
+    page.parent.mkdir(parents=True)
+    if there:
+        page.touch()
+    found: Any = SimpleNamespace(runs=[SimpleNamespace(slug="run", name="run")])
+    before = {"run": "key"} if known else {}
+    assert site._pages(tmp_path, found, before, lambda _: False, print) == ({"run": "key"} if kept else {}, [])
+
+
+def test_a_replay_says_how_long_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a millisecond, whatever the clock began at."""
+    clock = iter([100.0, 102.34567])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    for name in ("read_step_times", "requests_of"):
+        monkeypatch.setattr(replay, name, lambda *_: None)
+    of = record_builder.point()
+    monkeypatch.setattr(replay, "replay_point", lambda *_, **__: record_builder.ok(of))
+    record = replay.replay_from_file(of, None, tmp_path, Settings(), tmp_path)  # type: ignore[arg-type]
+    assert record.seconds == 2.346
+
+
+OUTER = """\
+@wraps
+def outer():
+    a = 1
+    def inner():
+        return 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("behind", "own"),
+    [("", [1, 2, 3]), ("    b = 3\n", [1, 2, 3, 6]), ("    c = lambda: 3\n", [1, 2, 3, 6])],
+)
+def test_a_functions_own_lines_are_those_of_no_function_in_it(behind: str, own: list[int]) -> None:
+    """Its last line may be that of one; a lambda's are its, too."""
+    functions = [n for n in ast.walk(ast.parse(OUTER + behind)) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
+    assert comments._own_lines(functions[0], functions) == own  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gpus", "wrong"), [(-1, True), (0, True), (1, False), (8, False)])
+def test_a_host_has_a_gpu(gpus: int, wrong: bool) -> None:
+    machine = msgspec.structs.replace(described("H200"), gpus_per_host=gpus)
+    said = f"gpus_per_host = {gpus}: write how many GPUs read each other's memory, such as 8."
+    assert machines._wrong(machine) == (said if wrong else "")
+
+
+def test_ranks_that_heads_can_be_split_over_are_named_up_to_64() -> None:
+    shape = dataclasses.replace(SHAPES["kimi-k2"], heads=64 * 65)
+    with pytest.raises(LayoutError) as error:
+        Layout(7).check_model(shape)
+    assert str(error.value) == (
+        f"{shape.name} has 4160 heads, which tp7 would split over 7 ranks; tp/dp can be 1, 2, 4, 5, 8, 10, 13, 16, 20, 26, "
+        "32, 40, 52, 64."
+    )
+
+
+@pytest.mark.parametrize(("text", "fence"), [("", 3), ("a`b", 3), ("```", 4), ("a ```` b `", 5)])
+def test_a_fence_is_longer_than_any_in_its_text(text: str, fence: int) -> None:
+    text_of = markdown.render("title", [Section(slug="slug", title="section", commands=[text])], Path())
+    assert f"\n{'`' * fence}\n{text}\n{'`' * fence}\n" in text_of
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [([8], "on 8 × H200, "), ([8, 4, 8], "on 4–8 × H200, "), ([16, 4, 1_024], "on 4–1,024 × H200, ")]
+)
+def test_gpus_are_named_from_the_fewest_to_the_most(
+    gpus: list[int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "_rests_on", lambda _: [])
+    assert rule.where(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus})) == said
+
+
+@pytest.mark.parametrize(
+    ("idle", "said"),
+    [([0.1, 0.3], "10 % to 30 %"), ([0.012, 0.34, 0.2], "1.2 % to 34 %"), ([0.996, 1.0], "100 % to 100 %")],
+)
+def test_how_much_of_a_step_the_gpu_idled(idle: list[float], said: str) -> None:
+    points = pd.DataFrame(
+        {"cpu": False, "idle_fraction": [*idle, np.nan], "host_syncs_per_step": np.nan, "idle_us": 1.0}
+    )
+    assert explain.phases(points)[0] == f"The GPU idled {said} of a profiled step."
+
+
+def test_random_prompts_are_the_same_on_every_machine() -> None:
+    """Records and answers of two runs are compared by them."""
+    shape: Any = SimpleNamespace(vocab=1000)
+    assert random_prompts(shape, 3, 5) == ((864,), (394, 776, 911), (430, 41, 265, 988, 523))
+    assert random_prompts(shape, 1, 2) == ((864, 394),)
+
+
+def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
+    columns = Columns(Trouble())
+    most = 1 << 62
+    found = [columns._odd_number(v) for v in (None, "7", -1, -2, most - 1, most, "x", -2, "x", "y")]
+    assert found == [-1, 7, -1, -2, most - 1, -3, -4, -2, -4, -5]
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "shown"),
+    [
+        ("", "", "X"),
+        ('"name": "a', 'b"', "aXb"),
+        ("." * 100, "," * 100, "." * SHOWN_BYTES + "X" + "," * (SHOWN_BYTES - 1)),
+        ('"' + "." * SHOWN_BYTES, '"', "." * SHOWN_BYTES + "X"),
+        ('"' + "." * (SHOWN_BYTES - 1), '"', "." * (SHOWN_BYTES - 1) + "X"),
+        ("", "," * (SHOWN_BYTES - 2) + '"', "X" + "," * (SHOWN_BYTES - 2)),
+        ("", "," * (SHOWN_BYTES - 1) + '"', "X" + "," * (SHOWN_BYTES - 1)),
+    ],
+)
+def test_of_a_byte_that_is_no_json_its_string_is_shown(before: str, behind: str, shown: str, tmp_path: Path) -> None:
+    """And three of them."""
+    reader = TraceReader(tmp_path / "trace.json")
+    reader._note(f"{before}X{behind}".encode(), len(before))
+    assert reader.trouble.repaired == [shown]
+    for more in ("1", "2", "2", "3"):
+        reader._note(more.encode(), 0)
+    assert reader.trouble.repaired == [shown, "1", "2"]
+
+
+@pytest.mark.parametrize("near", [None, 1.0, 0.001, 1_000.0])
+def test_a_ratio_is_drawn_where_the_picture_ends_at_most(near: float | None) -> None:
+    """One that is unknown stands at 1."""
+    most = picture.FURTHEST
+    drawn = {None: 1.0, 1.0: 1.0, 0.001: 1 / most, 1_000.0: most}
+    assert picture._within(near) == drawn[near]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cpu"), [(None, None, None), (None, 5, None), (5, None, None), (100, 125, 0.125), (7, 7, 0.0)]
+)
+def test_how_busy_a_rank_was_is_known_by_two_looks(
+    before: int | None, after: int | None, cpu: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 2 s of 100 ticks each."""
+    monkeypatch.setattr(hung, "_cpu_ticks", lambda _: after)
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
+    monkeypatch.setattr(hung.child, "start_ticks", lambda _: ("R", 7))
+    exits = [SimpleNamespace(rank=0, code=1), SimpleNamespace(rank=1, code=-9)]
+    ranks: Any = SimpleNamespace(exits=lambda: exits)
+    seen = hung._seen(ranks, 2, 77, before, 2.0)
+    assert (seen.rank, seen.pid, seen.state, seen.cpu, seen.ended) == (2, 77, "R", cpu, "")
+    assert hung._seen(ranks, 0, 77, before, 2.0).ended == hung.code_words(1)
+    gone = hung._seen(ranks, 2, None, before, 2.0)
+    assert (gone.pid, gone.cpu, gone.ended) == (None, None, "its process was gone")
+    assert hung._seen(ranks, 1, None, before, 2.0).ended == hung.code_words(-9)
+
+
+def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> None:
+    """Of three the second has a phase, then a state, that none can have."""
+    path = tmp_path / "beats-0"
+    beat = beats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
+    for _ in range(3):
+        with beat.collective("all_reduce", None, None):
+            pass
+    data = bytearray(path.read_bytes())
+    assert [one.order for one in beats.read(path).met] == [1, 2, 3]
+    at = beats.RING_AT + beats.MET.size
+    fields = beats.MET.unpack_from(data, at)
+    for place, value in ((0, 7), (4, beats.NAMES), (5, beats.RAISED + 1)):
+        beats.MET.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
+        path.write_bytes(data)
+        assert [one.order for one in beats.read(path).met] == [1, 3]
+
+
+CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
+"""ITL at which one client is one process's work."""
+
+
+@pytest.mark.parametrize(
+    ("clients", "itl_s", "arrivals", "cores", "processes"),
+    [
+        (8, None, [], 9, 1),
+        (2, CLIENTS_OF_TWO, [], 9, 2),
+        (2, CLIENTS_OF_TWO, [], 2, 1),
+        (2, CLIENTS_OF_TWO * 1.01, [], 9, 2),
+        (2, CLIENTS_OF_TWO * 2, [], 9, 1),
+        (None, None, [3.0, 5.0, 4.0], 9, 3),
+        (None, None, [3.0, 5.0, 4.0], 3, 2),
+        (None, None, [3.0, 3.0], 9, 1),
+        (None, None, [None, 2.0], 9, 2),
+    ],
+)
+def test_client_processes_are_as_many_as_chunks_need_and_cores_allow(
+    clients: int | None,
+    itl_s: float | None,
+    arrivals: list[float | None],
+    cores: int,
+    processes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of an open loop have twice as many tokens as one process can take in a second, of three in 2 s."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    requests: Any = [SimpleNamespace(arrival_s=at, output_tokens=2 * measure.CHUNKS_EACH) for at in arrivals]
+    assert measure.processes_for(SimpleNamespace(clients=clients), requests, itl_s) == processes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("timestmp", "; did you mean 'timestamp'?"),
+        ("input_lenght", "; did you mean 'input_length'?"),
+        ("zzz", "; known are timestamp, input_length, hash_ids"),
+    ],
+)
+def test_a_field_that_is_not_known_is_named_with_the_nearest(typed: str, hint: str) -> None:
+    known = ("timestamp", "input_length", "hash_ids")
+    with pytest.raises(UsageError) as error:
+        request_files._known_fields(Path("trace"), 3, {"timestamp": 1, typed: 2}, known)
+    assert f"'{typed}' is not known{hint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "dp", "batch", "rows"),
+    [
+        (3, 1, None, 4),
+        (4, 1, None, None),
+        (9, 2, None, 16),
+        (8, 2, None, None),
+        (5, 1, 5, None),
+        (5, 1, 6, 6),
+        (6, 2, 4, 8),
+    ],
+)
+def test_steps_have_the_rows_of_a_graph(concurrency: int, dp: int, batch: int | None, rows: int | None) -> None:
+    point = {"instances": None, "load_arrival": "closed", "cuda_graph": True, "graph_batch": batch}
+    points = pd.DataFrame([{**point, "concurrency": concurrency, "dp": dp}])
+    assert findings.padded(points).get("rows", pd.Series()).tolist() == ([] if rows is None else [rows])
+
+
+@pytest.mark.parametrize(("prompts", "largest"), [([None], -1), ([[0]], 0), ([None, [3, 9, 1], [4]], 9)])
+def test_the_largest_id_of_a_file_of_requests(prompts: list[list[int] | None], largest: int) -> None:
+    rows: Any = [SimpleNamespace(prompt=None if ids is None else np.array(ids)) for ids in prompts]
+    assert request_files.Trace(path=Path(), sha256="", rows=rows, sorted=False).largest_id == largest
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "ratio", "worse"),
+    [
+        (False, 1.25, math.log(1.25)),
+        (False, 0.8, math.log(0.8)),
+        (True, 1.25, math.log(0.8)),
+        (True, 0.8, math.log(1.25)),
+        (True, 0.0, math.inf),
+        (False, 0.0, -math.inf),
+        (True, None, math.inf),
+        (False, None, math.inf),
+    ],
+)
+def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
+    higher_is_better: bool, ratio: float | None, worse: float
+) -> None:
+    row: Any = SimpleNamespace(higher_is_better=higher_is_better)
+    assert gate._worse(row, ratio) == pytest.approx(worse)
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "share", "more", "limit"),
+    [
+        (True, 0.25, None, math.log(1.25)),
+        (False, 0.25, None, math.log(1.25)),
+        (False, None, 2.0, math.log(1.2)),
+        (True, None, 2.0, math.log(1.25)),
+        (True, None, 10.0, math.inf),
+        (True, None, 12.0, math.inf),
+    ],
+)
+def test_how_much_worse_a_rule_allows(
+    higher_is_better: bool, share: float | None, more: float | None, limit: float
+) -> None:
+    """Of 10 units."""
+    row: Any = SimpleNamespace(higher_is_better=higher_is_better, a=10.0)
+    assert gate._limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
+
+
+def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path) -> None:
+    """A folder holds other files, too."""
+    folder, other = tmp_path / "folder", tmp_path / "other.txt"
+    folder.mkdir()
+    (folder / "dump.txt").write_text('Process 5: python\nThread 7 (idle): "main"\n    run (file.py:9)\n')
+    (folder / "notes.txt").write_text("nothing\n")
+    other.write_text("nothing\n")
+    found = evidence.of_files([folder, other])
+    assert found.read == ["dump.txt"]
+    assert found.unread == [f"{other} is no dump of py-spy or faulthandler, and no JSON of the flight recorder."]
+    with pytest.raises(
+        RecordsError, match=r"other\.txt: nothing there says where a rank was\. .*other\.txt is no dump"
+    ):
+        evidence.of_files([other])
+
+
+@pytest.mark.parametrize("over", [0, 1, 300])
+def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
+    """600 characters of it."""
+    detail = "".join(chr(0x4E00 + n) for n in range(tables.MOST_DETAIL + over))
+    point = {"run": "r", "model": "m", "layout": "tp4", "outcome": "failed", "reason": "why", "detail": detail}
+    table = tables.others(pd.DataFrame([point | {"load": None, "mode": None, "context": 4000, "concurrency": 8}]))
+    assert table.rows[0][-1] == (f"… {detail[over:]}" if over else detail)
+    assert "4,000 × 8" in table.rows[0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_number_is_above_what_can_be_measured(sign: int) -> None:
+    options._check_size("context", sign * options.LARGEST, "typed")
+    with pytest.raises(UsageError, match=r"^--context typed is above "):
+        options._check_size("context", sign * options.LARGEST * 1.01, "typed")
+
+
+def test_what_a_machine_does_is_known_in_bytes_operations_and_seconds() -> None:
+    """And what is not known, or is 0, is left out."""
+    known = Rates(read_bytes_s=3e12, matmul_flop_s=0.0, barrier_us=2.5)
+    assert known.limits == {"read": 3e12, "barrier": pytest.approx(2.5e-6)}
