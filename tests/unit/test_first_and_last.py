@@ -430,7 +430,16 @@ def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path)
 def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
     """600 characters of it."""
     detail = "".join(chr(0x4E00 + n) for n in range(tables.MOST_DETAIL + over))
-    point = {"run": "r", "model": "m", "layout": "tp4", "outcome": "failed", "reason": "why", "detail": detail}
+    point = {
+        "run": "r",
+        "model": "m",
+        "layout": "tp4",
+        "outcome": "failed",
+        "reason": "why",
+        "cause": "why",
+        "told": "why",
+        "detail": detail,
+    }
     table = tables.others(pd.DataFrame([point | {"load": None, "mode": None, "context": 4000, "concurrency": 8}]))
     assert table.rows[0][-1] == (f"… {detail[over:]}" if over else detail)
     assert "4,000 × 8" in table.rows[0]
