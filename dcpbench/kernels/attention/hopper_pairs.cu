@@ -175,8 +175,7 @@ __device__ __forceinline__ int tiles_of_request(const int* lengths, int b, int b
 // partition.py's `share`; every warp computes it. `first_tiles`: of the request that has this lane's number.
 __device__ __forceinline__ Share share(const int* lengths, int first_tiles, int part, int parts, int batch) {
     const int lane = threadIdx.x % 32;
-    const auto read = [&](int b) { return tiles_of_request(lengths, b, batch); };
-    const auto tiles_of = [&](int b0) { return b0 ? read(b0 + lane) : first_tiles; };
+    const auto tiles_of = [&](int b0) { return b0 ? tiles_of_request(lengths, b0 + lane, batch) : first_tiles; };
     int sum = 0, longest = 0;
     for (int b0 = 0; b0 < batch; b0 += 32) {
         const int tiles = tiles_of(b0);
@@ -356,10 +355,15 @@ __device__ __forceinline__ void pack(const float (&s)[32], u32 (&p)[16]) {
 // The first of a thread's two heads in a block; the other is 8 further.
 __device__ __forceinline__ int row_of(u32 x) { return x % GROUP / 32 * 16 + x % 32 / 4; }
 
-// Weights as rows of heads, swizzled as products read them.
-__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[16]) {
+// Where in a swizzled block of heads a thread's matrices of the first 16 columns begin; those of the k-th are at 32 * k, xor.
+__device__ __forceinline__ u32 matrices(const char* block) {
     const u32 x = thread(), lane = x % 32, row = x % GROUP / 32 * 16 + lane % 16;
-    const u32 at = shared_address(to) + row * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+    return shared_address(block) + row * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+}
+
+// Weights as rows of heads, as products read them.
+__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[16]) {
+    const u32 at = matrices(to);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ (32 * k)), "r"(p[4 * k]),
@@ -369,8 +373,7 @@ __device__ __forceinline__ void store_weights(char* to, const u32 (&p)[16]) {
 
 // Rows of q as products take them from registers.
 __device__ __forceinline__ void load_rows(const char* from, u32 (&p)[16]) {
-    const u32 x = thread(), lane = x % 32, row = x % GROUP / 32 * 16 + lane % 16;
-    const u32 at = shared_address(from) + row * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+    const u32 at = matrices(from);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
