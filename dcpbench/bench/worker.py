@@ -159,19 +159,22 @@ class BenchWorker:
             try:
                 ready[index] = self.prepare(index, case)
             except RankError as e:
-                yield index, Result(case=case, outcome="failed", reason=str(e))
-        replayed = {index: each for index, each in ready.items() if each.replay}
+                yield index, failed(case, e)
+        passes = [(each.replay, len(each.calls.calls)) for each in ready.values() if each.replay]
         try:
-            passes = [(each.replay, len(each.calls.calls)) for each in replayed.values() if each.replay]
-            times, gpu = together(lambda: self.gpu_times(passes)) if passes else ([], None)
-            for each, time in zip(replayed.values(), times, strict=True):
-                self.replayed(each, time, gpu)
+            found, gpu = together(lambda: self.gpu_times(passes)) if passes else ([], None)
         except RankError as e:
-            for index, each in ready.items():
-                yield index, Result(case=each.result.case, outcome="failed", reason=str(e))
+            yield from ((index, failed(group[index], e)) for index in ready)
             return
+        times = iter(found)
         for index, each in ready.items():
-            yield index, self.finished(each) if self.device.type == "cuda" else each.result
+            try:
+                if each.replay:
+                    self.replayed(each, each.replay, next(times), gpu)
+                result = self.finished(each)
+            except RankError as e:
+                result = failed(group[index], e)
+            yield index, result
 
     def prepare(self, index: int, case: Case) -> Ready:
         """A case that was checked, and on a GPU timed as far as others have no part in it."""
@@ -194,10 +197,9 @@ class BenchWorker:
             ready.replay = together(lambda: capture(calls.run_captured).replay)
         return ready
 
-    def replayed(self, ready: Ready, time: Timing, gpu: Gpu | None) -> None:
+    def replayed(self, ready: Ready, replay: Run, time: Timing, gpu: Gpu | None) -> None:
         """Add what was found of the graph, whose results are checked now."""
-        calls, result, replay = ready.calls, ready.result, ready.replay
-        assert replay is not None
+        calls, result = ready.calls, ready.result
         found = checked(calls, calls.check_graph or calls.check, replay)
         graph = Graph(captured=True, time=time, correct=found["correct"])
         if not result.correct:  # what was wrong before is what is told
@@ -208,7 +210,9 @@ class BenchWorker:
         ready.states.append(gpu)
 
     def finished(self, ready: Ready) -> Result:
-        """With what follows from its times."""
+        """With what follows from its times, which a CPU has none of."""
+        if self.device.type == "cpu":
+            return ready.result
         gpu = worst(state for each in gather_objects(ready.states) for state in each)
         result = ready.result
         return msgspec.structs.replace(
@@ -251,6 +255,11 @@ class BenchWorker:
             self.tell(Event(stage="counted", index=index, result=failed))
         else:
             self.tell(Event(stage="counted", index=index, syncs=syncs))
+
+
+def failed(case: Case, error: RankError) -> Result:
+    """The result of a case that some rank could not."""
+    return Result(case=case, outcome="failed", reason=str(error))
 
 
 def checked(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:

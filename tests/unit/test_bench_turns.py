@@ -15,7 +15,7 @@ STAND_IN = types.SimpleNamespace(type="cuda")
 
 
 class Workload:
-    """Its variant `broken` cannot be built, and `wrong` gives wrong results once it is a graph."""
+    """Its variant `broken` cannot be built; `wrong` gives wrong results once it is a graph, and `lost` none."""
 
     def __init__(self, *_):
         self.log = []
@@ -25,8 +25,14 @@ class Workload:
         if case.variant == "broken":
             raise ValueError("no room")
         wrong = case.variant == "wrong"
+
+        def check_graph(_):
+            if case.variant == "lost":
+                raise ValueError("gone")
+            return "off by one" if wrong else ""
+
         run = [lambda: self.log.append(case.variant)] * 2
-        return Calls(calls=run, check=lambda run: run() or "", check_graph=lambda _: "off by one" if wrong else "")
+        return Calls(calls=run, check=lambda run: run() or "", check_graph=check_graph)
 
 
 @pytest.fixture
@@ -86,6 +92,15 @@ def test_variants_of_a_size_are_timed_together(tmp_path, monkeypatch, groups):
     assert found["a", 2]["correct"]
     assert not found["wrong", 2]["correct"]
     assert found["wrong", 2]["difference"] == "replayed graph: off by one"
+
+
+def test_a_graph_that_cannot_be_checked_has_failed_alone(tmp_path, monkeypatch, groups):
+    """Those that were timed with it have their times."""
+    found = measured(tmp_path, monkeypatch, [("a", 1), ("lost", 1), ("b", 1)], turns=True)
+    assert groups == [3]
+    assert found["lost", 1]["outcome"] == "failed"
+    assert "gone" in found["lost", 1]["reason"]
+    assert [found[variant, 1]["graph"]["time"]["median_us"] for variant in "ab"] == [1, 3]
 
 
 def test_without_turns_each_is_timed_alone(tmp_path, monkeypatch, groups):
