@@ -4,7 +4,7 @@ Points of `serve` are answered with three of their requests; 130 tokens wait for
 131 wait for one and go on waiting.
 
 Contexts: 13 rank 1 raises · 44 the same, the first time only · 45 it never ends, and shows progress · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
-28 the disk is full when it is recorded ·
+28 the disk is full when rank 0 records it ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
 800 + n by signal n, and rank 0 loses its connection · 300 measured, and nothing comes after it ·
 anything else is measured.
@@ -160,7 +160,7 @@ def answer(job: jobs.Job, point: Point) -> str:
             check(job, point)
         return "1 check"
     time.sleep(float(os.environ.get(POINT_S, "0")))
-    if point.context == FULL:
+    if RANK == 0 and point.context == FULL:
         raise OSError(FULL, os.strerror(FULL))
     if RANK == 0:
         RecordFile(Path(job.folder)).append(record(point))
