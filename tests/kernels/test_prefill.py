@@ -125,6 +125,22 @@ class TestFlashInfer:
                 assert (o - wanted).abs().max() <= 0.03
 
     @pytest.mark.gpu
+    def test_windows_of_equal_lengths_share_a_plan_while_it_is_in_use(self):
+        """Sixty windows of a prefix take one wrapper, and what follows them of other lengths another."""
+        pytest.importorskip("flashinfer")
+        backend = make_prefill("flashinfer", spec(torch.bfloat16, "cuda"))
+        plans = [backend.plan([8], [32], causal=False) for _ in range(60)]
+        others = [
+            backend.plan([8], [32], causal=True),
+            backend.plan([8], [31], causal=False),
+            backend.plan([7], [32], causal=False),
+        ]
+        assert len({id(plan) for plan in plans}) == 1
+        assert len({id(plan.wrapper) for plan in plans + others}) == 4
+        del plans
+        assert len(backend.planned) == 3, "what nobody uses any more is let go"
+
+    @pytest.mark.gpu
     def test_planning_and_running_do_not_wait_for_the_device(self):
         pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda")

@@ -3,7 +3,8 @@
 What its `plan` does, read off version 0.6.18: it schedules on the host, into a pinned buffer of the wrapper, and sends
 that to a device buffer of the wrapper, both by cudaMemcpyAsync on the current stream; nothing waits where the lengths
 are in pinned host memory. Hence two rules. A wrapper has one plan at a time, so that plans that live at once need one
-each. And the pinned buffer must not be written before its last copy is done, which only an event tells.
+each; those of equal lengths are one, as the windows of a long prefix are but for the last. And the pinned buffer must not
+be written before its last copy is done, which only an event tells.
 """
 
 from __future__ import annotations
@@ -48,9 +49,14 @@ class FlashInferPrefill:
         self.spec = spec
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self.slots = [_Slot(self.workspace) for _ in range(WRAPPERS_AT_START)]
+        self.planned: weakref.WeakValueDictionary[object, FlashInferRagged] = weakref.WeakValueDictionary()
+        """What is in use, by its lengths and mask."""
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
         """See PrefillBackend."""
+        same = (*q_lengths, *kv_lengths, causal)
+        if (live := self.planned.get(same)) is not None:
+            return live
         spec, slot = self.spec, self._free_slot()
         slot.wrapper.plan(
             _ends(q_lengths),
@@ -69,6 +75,7 @@ class FlashInferPrefill:
         empty = [slice(*rows) for rows, keys in zip(itertools.pairwise(ends), kv_lengths, strict=True) if not keys]
         planned = FlashInferRagged(slot.wrapper, sum(q_lengths), sum(kv_lengths), tuple(empty))
         slot.user = weakref.ref(planned)
+        self.planned[same] = planned
         return planned
 
     def _free_slot(self) -> _Slot:
