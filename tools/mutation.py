@@ -80,7 +80,7 @@ LIBRARIES = (
 """Imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Assertions stay plain, as what rewrites them loads the whole package itself: it has a plugin of pytest."""
-MOST_S, LONG_S = 20, 1
+MOST_S, LONG_S = 60, 1
 """Of a mutant's tests those are asked that took so long together when they were covered: for half of that the quick and
 specific, of which who took long alone comes last, and for half those that run most lines of the file for their time."""
 START_S, TEST_S, TIMES = 120, 20, 10

@@ -124,7 +124,7 @@ def mutants(folder: Path) -> str:
     text = (
         "\n## Changed lines\n\n`python -m tools.mutation run`: lines of the rooms without a GPU, changed at random by cosmic-ray's operators; a "
         "change is seen where a test fails that passes without it. Tests that start processes of their own are not asked, so that what only "
-        "they run counts as not reached; of a line that many tests run, those that take 20 s together are. Equivalent are changes that nobody could "
+        "they run counts as not reached; of a line that many tests run, those that take 60 s together are. Equivalent are changes that nobody could "
         "see, each listed with its reason in tools/mutation_equivalents.txt; gone are those of lines that are no more. The aim "
         "is 500 mutants and 90 %.\n\n"
     )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from dcpbench.compare.words import CPU_NOTE, gate_text, how, interval_text, label, not_matched, ratio_text, summary
+from dcpbench.compare.model import WORST_FIRST
+from dcpbench.compare.words import (
+    CPU_NOTE,
+    gate_text,
+    how,
+    interval_text,
+    label,
+    not_matched,
+    ratio_text,
+    summary,
+    verdicts,
+)
 from dcpbench.show.numbers import short_number
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +53,7 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
     for point in shown:
         lines += _point(point)
     if len(c.points) > len(shown):
-        lines.append(Text(f"… and {len(c.points) - len(shown)} more points, none of them worse; --all shows them."))
+        lines.append(_left_out(c.points[len(shown) :]))
     lines += [Text(), Text(summary(c), style="bold"), Text(how(c))]
     lines += [Text(note) for note in c.notes]
     lines += list(_open_ends(c))
@@ -49,6 +62,15 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
         undecided = any(f.status == "undecided" for f in c.findings)
         lines.append(Text(gate, style="red bold" if c.fails else "yellow" if undecided else "green"))
     return lines
+
+
+def _left_out(points: list[PointResult]) -> Text:
+    """How many, and how many have which verdict as their worst."""
+    found = collections.Counter[str](WORST_FIRST[point.rank] for point in points if point.rows)
+    worst = f" ({verdicts(found)})" if found else ""
+    return Text(
+        f"… and {counted(len(points), 'more point')}{worst}; --all shows {'it' if len(points) == 1 else 'them'}."
+    )
 
 
 def _launches(names: list[str]) -> str:

@@ -8,6 +8,8 @@ from dcpbench.compare.model import WORST_FIRST
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dcpbench.compare.model import Comparison, Row
 
 CPU_NOTE = "CPU: functional run; its times say nothing about performance."
@@ -36,10 +38,14 @@ def interval_text(row: Row) -> str:
     return "…".join(f"{x:.3f}" if x < LARGE else f"{x:.2g}" for x in (row.low, row.high))
 
 
+def verdicts(counts: Mapping[str, int]) -> str:
+    """`2 SLOWER, 10 SAME`: how many there are of each, worst first."""
+    return ", ".join(f"{counts[v]} {v}" for v in WORST_FIRST if v in counts)
+
+
 def summary(c: Comparison) -> str:
     """The verdicts in one line."""
-    said = ", ".join(f"{c.counts[v]} {v}" for v in WORST_FIRST if v in c.counts) or "nothing"
-    return f"{said} in {counted(len(c.points), 'point')}, B against A."
+    return f"{verdicts(c.counts) or 'nothing'} in {counted(len(c.points), 'point')}, B against A."
 
 
 def how(c: Comparison) -> str:

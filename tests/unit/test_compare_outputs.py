@@ -324,6 +324,29 @@ def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str
     assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (0, None),
+        (1, "… and 1 more point (1 SAME); --all shows it."),
+        (3, "… and 3 more points (1 SLOWER, 2 SAME); --all shows them."),
+    ],
+)
+def test_points_that_a_terminal_leaves_out_are_counted_by_their_worst_verdict(
+    tmp_path: Path, more: int, said: str | None
+) -> None:
+    """Forty are shown; a slower one may be among the others."""
+    p = build.point()
+    found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+    (one,) = found.points
+    one.rows = [row for row in one.rows if row.verdict == "SAME"]
+    slower = msgspec.structs.replace(one, rows=[msgspec.structs.replace(one.rows[0], verdict="SLOWER"), *one.rows])
+    found.points = [*[slower] * (40 + more // 3), *[one] * (more - more // 3)]
+    lines = [line.plain for line in table.render(found)]
+    assert [line for line in lines if line.startswith("… and")] == ([said] if said else [])
+    assert not any(line.startswith("… and") for line in (text.plain for text in table.render(found, every=True)))
+
+
 def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
     """It has no logarithm; counts can be 0."""
     record = build.ok(build.point())
