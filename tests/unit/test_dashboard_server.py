@@ -20,6 +20,7 @@ from dcpbench.dashboard import pages, running, server, site, watching
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
 from dcpbench.launch.folders import locked
 from dcpbench.launch.jobs import Job, tell
+from dcpbench.plan.grid import point_name
 from dcpbench.points.layout import Layout
 from dcpbench.points.settings import Settings
 from tests.unit import dashboard_builder, record_builder
@@ -202,7 +203,7 @@ class TestFollowing:
             assert one.left_s == pytest.approx(60)
             (told,) = client.get("/live.json").json()["jobs"]
             assert (told["run"], told["done"]) == ("running", 2)
-            assert "kimi-k2" in told["point"]
+            assert told["point"] == point_name(points[2])
             with job.progress_path().open("ab") as f:
                 f.write(b"\n")
             tell(job, "end")

@@ -45,6 +45,17 @@ def test_formats_of_one_server_leave_several_instances_out(name: str) -> None:
     assert list(rendered.left_out) == ["ran on several instances, of which a file has no number"]
 
 
+@pytest.mark.parametrize("wall_s", [None, 0.0])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "inferencex"])
+def test_formats_of_rates_leave_out_what_took_no_time(name: str, wall_s: float | None) -> None:
+    m = files.served()
+    serve = msgspec.structs.replace(m.record.serve, wall_s=wall_s)
+    render = importlib.import_module(f"dcpbench.exports.{name}").render
+    rendered = render([Measured(m.run, m.folder, msgspec.structs.replace(m.record, serve=serve))])
+    assert not rendered.files
+    assert list(rendered.left_out) == ["took no time, or do not say how long"]
+
+
 class TestTables:
     def everything(self) -> list[Measured]:
         """Points of both workloads, one that failed, and one whose every word is a formula."""

@@ -101,9 +101,11 @@ def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that
     assert met[-1].call.shape == (beats.RING + 9,)
     place = beats.TEXTS_AT + (beats.RING + 10) % beats.TEXTS * beats.TEXT_BYTES
     data = bytearray((tmp_path / "beats-0.bin").read_bytes())
-    data[place] ^= 1
-    (tmp_path / "beats-0.bin").write_bytes(data)
-    assert beats.read(tmp_path / "beats-0.bin").met[-1].call is None
+    text = place + beats.TEXT.size
+    for at, value in ((place, data[place] ^ 1), (text, ord("x")), (text + 3, 0xFF)):
+        damaged = data[:at] + bytes([value]) + data[at + 1 :]
+        (tmp_path / "beats-0.bin").write_bytes(damaged)
+        assert beats.read(tmp_path / "beats-0.bin").met[-1].call is None
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], []])

@@ -170,6 +170,10 @@ class TestInstances:
         assert (found.transfers, found.sent_bytes) == (60, 60 * 16 * PAGE)
         each = 1.5 + 1e3 * 16 * PAGE / 50e9
         assert found.transfer_ms.p50 - found.transfer_wait_ms.p50 == pytest.approx(each, rel=0.05)
+        rows = read_samples(tmp_path / run(file, tmp_path, self.SPLIT).serve.samples_file)
+        busy = sum(row.kv_arrived_s - row.kv_sent_s for row in rows)
+        links = found.link_busy_share * max(row.token_s[-1] for row in rows)
+        assert busy / links == pytest.approx(round(busy / links), rel=1e-3)
 
     def test_a_record_says_how_busy_either_side_was(self, file, tmp_path) -> None:
         record = run(file, tmp_path, self.SPLIT)

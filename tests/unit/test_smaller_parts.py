@@ -24,6 +24,7 @@ from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.exports import bench_files, prometheus
 from dcpbench.hangs import dumps, finding, said
 from dcpbench.hangs.beats import INSIDE, RAISED, Met
+from dcpbench.hangs.dumps import Frame
 from dcpbench.hangs.evidence import Rank
 from dcpbench.imports import documents, vllm
 from dcpbench.imports.documents import Document
@@ -179,6 +180,15 @@ def test_sites_stand_by_what_they_cost_and_then_by_their_place() -> None:
 def test_a_gauge_ends_with_its_unit(metric: str, name: str) -> None:
     found = prometheus.gauge(METRIC[metric]).name
     assert found == name or (METRIC[metric].gauge and found == f"dcpbench_{METRIC[metric].gauge}")
+
+
+def test_a_gauge_counts_requests_where_its_metric_does_and_does_not_say_so() -> None:
+    def name(**of: str) -> str:
+        return prometheus.gauge(dataclasses.replace(METRIC["cancelled"], gauge="", **of)).name
+
+    assert name() == "dcpbench_cancelled_requests"
+    assert name(name="lost_requests") == "dcpbench_lost_requests"
+    assert name(name="evicted", unit="tokens") == "dcpbench_evicted"
 
 
 def test_lengths_of_an_import_are_means_that_need_not_be_whole() -> None:
@@ -379,6 +389,19 @@ def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
     monkeypatch.setattr(finding, "_followed", lambda *_: False)
     found, sure, _ = finding._odd({}, dict(enumerate(places)), 5)  # type: ignore[arg-type]
     assert (found, sure) == (odd, known)
+
+
+@pytest.mark.parametrize(
+    ("places", "few"), [("aab", [2]), ("aabb", None), ("ab", None), ("aaabb", [3, 4]), ("abc", None)]
+)
+def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, few: list[int] | None) -> None:
+    """By stacks alone; where as many wait at either line nobody knows who is wrong."""
+    ranks = {1000 + n: Rank(n, f"rank {n}") for n in range(len(places))}
+    calls = {
+        r: (Frame("wait", "torch/x.py", 1), Frame(place, "own.py", 2)) for r, place in zip(ranks, places, strict=True)
+    }
+    found = finding._lines_apart(ranks, calls)
+    assert (found and (found.kind, found.ranks, found.waiting)) == (few and ("order", few, list(range(len(places)))))
 
 
 @pytest.mark.parametrize(

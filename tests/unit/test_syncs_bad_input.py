@@ -11,6 +11,7 @@ import io
 import json
 import lzma
 import os
+import random
 import subprocess
 import tarfile
 import zipfile
@@ -320,6 +321,23 @@ class TestBombs:
         data = gzip.compress(b'{"traceEvents": [' + one * ((40 << 20) // len(one)))
         with pytest.raises(TraceError, match="expands more than 200-fold"):
             scanned(tmp_path, data)
+
+    @pytest.mark.parametrize(("fold", "refused"), [(100, False), (190, False), (210, True)])
+    def test_what_expands_as_a_trace_may_is_read(
+        self, fold: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From 64 KiB on here: blanks in no order, which gzip makes an eighth of, and then spaces, of which it leaves nothing."""
+        monkeypatch.setattr(reading, "RATIO_FROM", 64 << 10)
+        head = Trace().work().text().encode() + bytes(random.Random(0).choices(b" \t", k=16 << 10))
+        data = head
+        while len(data) < fold * len(gzip.compress(data)):
+            data += b" " * len(head)
+        assert 64 << 10 < len(data) < (fold + 10) * len(gzip.compress(data))
+        if refused:
+            with pytest.raises(TraceError, match="expands more than 200-fold, to over 0 MiB"):
+                scanned(tmp_path, gzip.compress(data))
+        else:
+            assert scanned(tmp_path, gzip.compress(data)).traces[0].coverage.complete
 
     def test_an_event_that_never_ends_is_refused(self, tmp_path: Path) -> None:
         """A name of more than 64 MiB."""
