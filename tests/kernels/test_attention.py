@@ -311,7 +311,10 @@ def test_flashmla_agrees_with_fp64_at_full_width(heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_scale", [1.0, 0.25])
 @pytest.mark.parametrize("heads", [16, 64, 128])
-@pytest.mark.parametrize(("name", "page_size"), [("triton", 1), ("triton", 64), ("flashmla", 64)])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [("triton", 1), ("triton", 16), ("triton", 32), ("triton", 64), ("triton", 128), ("flashmla", 64)],
+)
 def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, page_size, heads, kv_scale):
     """Scores have a deviation of 1; of a request with one row the log-sum-exp is its score, of which a rounded query makes
     an error of five deviations at most. Requests are cut, whole and empty, more than multiprocessors.
@@ -335,7 +338,7 @@ def test_a_captured_graph_over_fp8_rows_follows_lengths_that_change_in_place():
     q[3, 5] = 0.0
     backend = make_backend("triton", spec)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert backend.kernel == "hopper-fp8"
+        assert backend.kernel == "hopper-pairs-fp8"
     backend.plan(shards)
     o, lse = run(backend, spec, q, kv)
     graph = torch.cuda.CUDAGraph()
@@ -447,3 +450,5 @@ def test_pages_that_can_be_copied_whole_are_read_in_pairs(page_size, installed, 
     monkeypatch.setattr(triton_mla.triton, "__version__", "3.6.0")
     spec = problem(device, torch.bfloat16, (70,), heads=4, page_size=page_size, **FULL)[0]
     assert kernel_for(on_hopper(spec)) == kernel
+    rows = dataclasses.replace(on_hopper(spec), kv_dtype=torch.float8_e4m3fn)
+    assert kernel_for(rows) == f"{kernel}-fp8"

@@ -1,4 +1,4 @@
-"""The kernel of hopper_pairs.cu: compiled where it runs (2 s a process), told where its tensors lie, and launched."""
+"""The kernels of hopper_pairs.cu and hopper_pairs_fp8.cu: compiled where they run (2 s a process), told where tensors lie, and launched."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec
 
-SOURCE = Path(__file__).with_suffix(".cu")
+HERE = Path(__file__).parent
+SHARED, WIDE, FP8 = "hopper_parts.cuh", "hopper_pairs", "hopper_pairs_fp8"
+"""Source of what the kernels share, and their names, which those of their sources begin with."""
 THREADS, SHARED_BYTES = 384, 232_448
 """Three warpgroups, and all of the 227 KB of shared memory that a program may have."""
-WIDTH, COLUMNS, BOX = 576, 64, 64
-"""Numbers of a row, and the columns and rows (of q: heads) that one copy takes."""
+WIDTH, BOX = 576, 64
+"""Numbers of a row, and the rows (of q: heads) that one copy takes at most."""
 PAGES = (16, 32)
 """Rows of pages that it reads, beside multiples of 64: a tile is four copies at most for each 64 columns."""
 LEAST, SLACK = 2, 2
@@ -51,10 +53,11 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _kernel(element: str, page: int, device: int) -> Any:
+def _kernel(name: str, element: str, page: int, device: int) -> Any:
     from cuda.bindings import driver, nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
+    source = b"".join((HERE / file).read_bytes() for file in (SHARED, f"{name}.cu"))
+    program = _checked(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
     words = (
         "--gpu-architecture=sm_90a",
         "--std=c++17",
@@ -73,31 +76,37 @@ def _kernel(element: str, page: int, device: int) -> Any:
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     torch.cuda.current_stream(device)  # the device's context exists
     module = _checked(driver.cuModuleLoadData(code))
-    function = _checked(driver.cuModuleGetFunction(module, b"hopper_pairs"))
+    function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     size = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, size, SHARED_BYTES))
     return function
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype) -> bytes:
-    """What the copy engine is told of `rows` of 576 numbers: boxes of `box` rows and 64 columns, swizzled by 128 bytes."""
+def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int = 128) -> bytes:
+    """What the copy engine is told of `rows` of 576 numbers: boxes of `box` rows and `line` bytes, swizzled by as many."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-    number, size = driver.cuuint32_t, driver.cuuint64_t
+    kind = {
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float8_e4m3fn: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[dtype]
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = {128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B, 64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B}[line]
+    number, size, each = driver.cuuint32_t, driver.cuuint64_t, dtype.itemsize
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             kind,
             2,
             pointer,
             [size(WIDTH), size(rows)],
-            [size(2 * WIDTH)],
-            [number(COLUMNS), number(box)],
+            [size(each * WIDTH)],
+            [number(line // each), number(box)],
             [number(1), number(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -114,6 +123,10 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _ArgumentsFp8(_Arguments):
+    _fields_ = (("q", ctypes.c_void_p), ("value_scale", ctypes.c_float))
+
+
 def launch(
     spec: AttentionSpec,
     grid: int,
@@ -125,12 +138,18 @@ def launch(
     """Put one run on the current stream. `tensors`, `numbers`: the fields of the kernel's Arguments before `pool`, in their order."""
     from cuda.bindings import driver
 
-    function = _kernel(ELEMENTS[spec.dtype], spec.page_size, q_BHQ.device.index or 0)
-    rows = kv.numel() // WIDTH
-    q_map = ctypes.create_string_buffer(_tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, BOX, spec.dtype), 128)
-    kv_map = ctypes.create_string_buffer(_tensor_map(kv.data_ptr(), rows, min(BOX, spec.page_size), spec.dtype), 128)
-    arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
-    places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (q_map, kv_map, arguments)))
+    rows, box = kv.numel() // WIDTH, min(BOX, spec.page_size)
+    own = (*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
+    arguments: ctypes.Structure
+    if spec.fp8:
+        name, maps = FP8, [(kv, rows, box, kv.dtype), (kv, rows, box, kv.dtype, 64)]
+        arguments = _ArgumentsFp8(*own, q_BHQ.data_ptr(), spec.kv_scale)
+    else:
+        name, maps = WIDE, [(q_BHQ, q_BHQ.numel() // WIDTH, BOX, spec.dtype), (kv, rows, box, spec.dtype)]
+        arguments = _Arguments(*own)
+    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, q_BHQ.device.index or 0)
+    told = [ctypes.create_string_buffer(_tensor_map(of.data_ptr(), *how), 128) for of, *how in maps]
+    places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*told, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream
     _checked(
         driver.cuLaunchKernel(function, grid, 1, 1, THREADS, 1, 1, SHARED_BYTES, stream, ctypes.addressof(places), 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton
 
-from dcpbench.kernels.attention import QUERIES, hopper_pairs
+from dcpbench.kernels.attention import QUERIES, WEIGHTS, hopper_pairs
 from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
 
@@ -32,6 +32,8 @@ HOPPER_FP8 = {
     "REGS": (160, 112, 80),
 } | DIVISION
 """The same over rows in e4m3, of which a tile is half as large."""
+ROUNDS: dict[str, tuple[str, ...]] = {"hopper-fp8": (QUERIES,), "hopper-pairs-fp8": (QUERIES, WEIGHTS)}
+"""What a kernel rounds to e4m3, where it rounds anything."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
 
@@ -39,16 +41,15 @@ INTERPRETED_PARTS = 4
 def kernel_for(spec: AttentionSpec) -> str:
     """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
 
-    There 'hopper-fp8' over e4m3, else 'hopper-pairs' where pages can be copied whole and it can be compiled, or 'hopper'.
+    There 'hopper-pairs' where pages can be copied whole and it can be compiled, or 'hopper'; both with '-fp8' over e4m3.
     """
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
     fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
     if not (hopper and fits):
         return "plain"
-    if spec.fp8:
-        return "hopper-fp8"
-    return "hopper-pairs" if hopper_pairs.reads(spec.page_size) and hopper_pairs.installed() else "hopper"
+    pairs = hopper_pairs.reads(spec.page_size) and hopper_pairs.installed()
+    return ("hopper-pairs" if pairs else "hopper") + ("-fp8" if spec.fp8 else "")
 
 
 def merge_shape(pieces: int) -> tuple[int, int, int]:
@@ -90,7 +91,7 @@ class TritonBackend:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.kernel = kernel_for(spec)
-        self.rounds: tuple[str, ...] = (QUERIES,) if self.kernel == "hopper-fp8" else ()
+        self.rounds = ROUNDS.get(self.kernel, ())
         self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(spec.heads)))
         programs = (
             torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -131,8 +132,9 @@ class TritonBackend:
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         block_b = max(32, triton.next_power_of_2(spec.batch))
         # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
-        if self.kernel == "hopper-pairs":
-            hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (spec.scale * LOG2_E, *numbers))
+        if self.kernel.startswith("hopper-pairs"):
+            scale = spec.scale * spec.kv_scale * LOG2_E
+            hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))
         elif self.kernel == "hopper":
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
 

@@ -1,0 +1,543 @@
+// Paged MLA decode for Hopper over rows of 512 + 64 numbers in e4m3, in the schedule of hopper_pairs.cu: two warpgroups take the tiles
+// of a pair in turn, and each adds up half of the columns of both.
+//
+// Products of e4m3 take both operands along the sum. For scores that is how rows lie. Values are turned over by three warps beside
+// the one that has tiles copied, by matrices of 8 x 8 pairs of bytes: of 16 rows and 16 columns a thread gets, of two columns, the four rows whose weights
+// a thread of the scores holds. So rows come in that order along the sum (`weights` and `turn_over`), and columns by those with even and
+// with odd numbers (`store`); neither needs to be undone by anything but the place that a result is written to.
+
+static constexpr int STAGES = 3;                       // tiles that have landed or are under way
+static constexpr int BLOCK = 64 * 128;                 // bytes of 64 rows and 128 columns, swizzled by 128 bytes
+static constexpr int THIN = 64 * 64;                   // of 64 rows of 64 bytes, swizzled by 64
+static constexpr int COLUMNS = 256;                    // of a half of the values
+static constexpr float RAISED = 8;                     // weights are 2^8 times as large as of a softmax: the least of e4m3 is 2^-9
+static constexpr float LARGEST = 448;                  // number of e4m3
+static constexpr int TURNERS = 3;                      // warps that turn values over
+
+struct Tile {
+    char latent[4][BLOCK];
+    char rope[THIN];
+};
+
+struct Shared {
+    alignas(1024) Tile q;
+    Tile kv[STAGES];
+    char values[2][2][COLUMNS * 64]; // of the tiles of a pair, halves: a row a column, 64 rows of the tile in it
+    char weights[2][THIN];           // of the tiles of a pair
+    float top[2][HEADS];             // running largest score after the first and after the second tile, times log2(e), and next whole number
+    float shrink[HEADS];             // of sums so far, by the first tile
+    float total[2][HEADS];
+    float q_scale[HEADS]; // what q was divided by
+    u64 full[STAGES][2];  // of left and right half, the latter with the rope block
+    u64 empty[STAGES];
+    u64 turned[2][2], added[2][2]; // values of the tiles of a pair, by half: there, and let go
+};
+
+static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
+
+enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY };
+enum Half { LEFT, RIGHT };
+
+// Operands of e4m3 along the sum: rows of 128 bytes, and of 64.
+__device__ __forceinline__ u64 wide(const void* p) {
+    return ((u64)(shared_address(p) & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+__device__ __forceinline__ u64 thin(const void* p) {
+    return ((u64)(shared_address(p) & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(512 >> 4) << 32) | (2ull << 62);
+}
+
+// scores[64 heads, 64 rows] (+)= q[64, 32] . rows[64, 32]T
+__device__ __forceinline__ void mma_scores(float (&s)[32], u64 q, u64 rows, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "%32, %33, p, 1, 1;\n}\n"
+                 : R32(s, 0)
+                 : "l"(q), "l"(rows), "r"(add));
+}
+
+// sums[64 heads, 256 columns] += weights[64, 32 rows] . values[256, 32 rows]T
+__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u64 values) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", {%128, %129, %130, %131}, %132, 1, 1, 1;\n"
+                 : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
+                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+}
+
+__device__ __forceinline__ void mma_values(float (&o)[128], u64 weights, u64 values) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", %128, %129, 1, 1, 1;\n"
+                 : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
+                 : "l"(weights), "l"(values));
+}
+
+// Four numbers in e4m3, the first in the lowest byte.
+__device__ __forceinline__ u32 rounded(float a, float b, float c, float d) {
+    u32 out;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}\n"
+        : "=r"(out) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return out;
+}
+
+// Four numbers in e4m3 times a power of two.
+__device__ __forceinline__ u32 shrunk(u32 x, float by) {
+    u32 out;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 a, b, f;\n"
+        "cvt.rn.f16x2.f32 f, %2, %2;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "cvt.rn.f16x2.e4m3x2 a, low;\n"
+        "cvt.rn.f16x2.e4m3x2 b, high;\n"
+        "mul.rn.f16x2 a, a, f;\n"
+        "mul.rn.f16x2 b, b, f;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 low, a;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 high, b;\n"
+        "mov.b32 %0, {low, high};\n}\n"
+        : "=r"(out) : "r"(x), "f"(by));
+    return out;
+}
+
+__device__ __forceinline__ void let_go(u64* bar) {
+    if (thread() % 32 == 0) arrive_at(bar);
+}
+
+// Which tile of the ring comes next, and how often the ring has come round.
+struct Turn {
+    u32 slot = 0, phase = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// The warp that has tiles copied, in order and across pieces.
+struct Filler {
+    Turn turn;
+
+    __device__ __forceinline__ void take(Shared& sh, const TensorMap* kv, const TensorMap* rope, const Piece& piece) {
+        const int lane = threadIdx.x % 32;
+        int row = box_row(piece, piece.t0);
+        for (int t = piece.t0; t < piece.t1; ++t, turn.next()) {
+            const int next = box_row(piece, t + 1);
+            Tile& tile = sh.kv[turn.slot];
+            u64* full = sh.full[turn.slot];
+            wait_for(&sh.empty[turn.slot], turn.phase ^ 1);
+            if (lane == 0) {
+                expect(&full[LEFT], 2 * BLOCK);
+                expect(&full[RIGHT], 2 * BLOCK + THIN);
+            }
+            __syncwarp();
+            if (lane < BOXES) {
+#pragma unroll
+                for (int block = 0; block < 4; ++block)
+                    copy_box(tile.latent[block] + lane * BOX * 128, kv, 128 * block, row, &full[block / 2]);
+                copy_box(tile.rope + lane * BOX * 64, rope, LATENT, row, &full[RIGHT]);
+            }
+            row = next;
+        }
+    }
+};
+
+// Rows 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, of which a thread has the numbers of one column, that are below `live`.
+__device__ __forceinline__ u32 kept(int g, int live) {
+    const int k = 16 * g + threadIdx.x % 4 * 2;
+    return (k < live ? 0xFFu : 0) | (k + 1 < live ? 0xFF00u : 0) | (k + 8 < live ? 0xFF0000u : 0) | (k + 9 < live ? 0xFF000000u : 0);
+}
+
+// Half of a tile's values with rows and columns exchanged; rows from `live` on become zeros.
+__device__ __forceinline__ void turn_over(const char (*latent)[BLOCK], char* values, int live) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32 - 1, at = lane % 8, matrix = lane / 8;
+#pragma unroll 2
+    for (int chunk = warp; chunk < COLUMNS / 16; chunk += TURNERS) {
+        const char* block = latent[chunk / 8];
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) { // of 16 rows, twice
+            const int from_row = 32 * pair + 8 * matrix + at;
+            const u32 from = shared_address(block) + from_row * 128 + (((chunk % 8) ^ (from_row % 8)) << 4);
+            u32 x[4];
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+            u32 y[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) y[j] = __byte_perm(x[j / 2 * 2], x[j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+            if (live < TILE) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) y[j] &= kept(2 * pair + j / 2, live);
+            }
+            const int to_row = 16 * chunk + 8 * (matrix % 2) + at, group = 2 * pair + matrix / 2;
+            const u32 to = shared_address(values) + to_row * 64 + ((group ^ (to_row / 2 % 4)) << 4);
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
+                         : "memory");
+        }
+    }
+    fence_async();
+    __syncwarp();
+}
+
+// The warps that turn values over, in the order in which they are added up.
+struct Turner {
+    Turn turn;
+    u32 phase[2] = {1, 1}; // in which values of the tiles of a pair are let go
+
+    __device__ __forceinline__ void half(Shared& sh, const Turn& from, int tile, Half which, int live) {
+        wait_for(&sh.full[from.slot][which], from.phase);
+        wait_for(&sh.added[tile][which], phase[tile]);
+        turn_over(&sh.kv[from.slot].latent[2 * which], sh.values[tile][which], live);
+        let_go(&sh.turned[tile][which]);
+    }
+
+    __device__ __forceinline__ void take(Shared& sh, const Piece& piece) {
+        for (int t = piece.t0; t < piece.t1; t += 2) {
+            const bool both = t + 1 < piece.t1;
+            const int live = piece.length - t * TILE;
+            const Turn first = turn;
+            turn.next();
+            const Turn second = turn;
+            half(sh, first, 0, LEFT, live);
+            if (both) half(sh, second, 1, RIGHT, live - TILE);
+            half(sh, first, 0, RIGHT, live);
+            let_go(&sh.empty[first.slot]);
+            phase[0] ^= 1;
+            if (both) {
+                half(sh, second, 1, LEFT, live - TILE);
+                let_go(&sh.empty[second.slot]);
+                phase[1] ^= 1;
+                turn.next();
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void score(Shared& sh, const Turn& turn, float (&s)[32]) {
+    const Tile& tile = sh.kv[turn.slot];
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+        if (block % 2 == 0) {
+            wait_for(&sh.full[turn.slot][block / 2], turn.phase);
+            mma_begin();
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) mma_scores(s, wide(sh.q.latent[block] + 32 * k), wide(tile.latent[block] + 32 * k), block || k);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) mma_scores(s, thin(sh.q.rope + 32 * k), thin(tile.rope + 32 * k), 1);
+    mma_commit();
+    mma_wait<0>();
+    let_go(&sh.empty[turn.slot]);
+}
+
+__device__ __forceinline__ void largest(const float (&s)[32], const float (&scale)[2], float (&top)[2]) {
+    largest(s, top);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) top[i] = ceilf(top[i] * scale[i]);
+}
+
+// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads.
+__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&total)[2], u32 (&p)[8]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        s[i] = power(s[i] * scale[i / 2 % 2] - (top[i / 2 % 2] - RAISED));
+        total[i / 2 % 2] += s[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int at = i / 2 * 8 + i % 2 * 2;
+        p[i] = rounded(s[at], s[at + 1], s[at + 4], s[at + 5]);
+    }
+}
+
+__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int row = row_of(thread()) + i % 2 * 8, group = i / 2;
+        *(u32*)(to + row * 64 + ((group ^ (row / 2 % 4)) << 4) + thread() % 4 * 4) = p[i];
+    }
+}
+
+__device__ __forceinline__ void add_local(Shared& sh, int tile, Half half, u32 phase, float (&o)[128], const u32 (&p)[8]) {
+    wait_for(&sh.turned[tile][half], phase);
+    mma_begin();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) mma_values(o, p + 4 * k, thin(sh.values[tile][half] + 32 * k));
+    mma_commit();
+}
+
+__device__ __forceinline__ void add_remote(Shared& sh, int tile, Half half, u32 phase, float (&o)[128]) {
+    wait_for(&sh.turned[tile][half], phase);
+    mma_begin();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) mma_values(o, thin(sh.weights[tile] + 32 * k), thin(sh.values[tile][half] + 32 * k));
+    mma_commit();
+}
+
+// How far a warpgroup is.
+struct Taken {
+    Turn turn;
+    u32 phase[2] = {0, 0}; // in which values of the tiles of a pair are turned over next
+};
+
+// The first tiles of a piece's pairs, and the left half of the values of all.
+__device__ __forceinline__ void take_first(
+    Shared& sh, const Piece& piece, const float (&scale)[2], Taken& taken, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    for (int t = piece.t0; t < piece.t1; t += 2) {
+        const bool both = t + 1 < piece.t1;
+        const int live = piece.length - t * TILE;
+        float s[32], shrink[2], here[2];
+        u32 p[8];
+        score(sh, taken.turn, s);
+        taken.turn.next();
+        if (both) taken.turn.next();
+        if (live < TILE) mask(s, live);
+        largest(s, scale, here);
+        const int row = row_of(thread());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            here[i] = fmaxf(top[i], here[i]);
+            shrink[i] = power(top[i] - here[i]);
+            top[i] = here[i];
+            total[i] *= shrink[i];
+            if (thread() % 4 == 0) sh.top[0][row + 8 * i] = here[i], sh.shrink[row + 8 * i] = shrink[i];
+        }
+        arrive(FIRST_SCORED, 2 * GROUP);
+        weigh(s, top, scale, total, p);
+        shrink_sums(o, shrink);
+        add_local(sh, 0, LEFT, taken.phase[0], o, p);
+        mma_wait<0>();
+        let_go(&sh.added[0][LEFT]);
+        taken.phase[0] ^= 1;
+        if (!both) {
+            store_weights(sh.weights[0], p);
+            fence_async();
+            arrive(FIRST_READY, 2 * GROUP);
+            return;
+        }
+        meet(SECOND_READY, 2 * GROUP);
+        const int place = row_of(thread());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float later = sh.top[1][place + 8 * i];
+            shrink[i] = power(top[i] - later);
+            total[i] *= shrink[i];
+            top[i] = later;
+        }
+        if (!__all_sync(~0u, shrink[0] == 1 && shrink[1] == 1)) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) p[i] = shrunk(p[i], shrink[i % 2]);
+        }
+        store_weights(sh.weights[0], p);
+        fence_async();
+        arrive(FIRST_READY, 2 * GROUP);
+        shrink_sums(o, shrink);
+        add_remote(sh, 1, LEFT, taken.phase[1], o);
+        mma_wait<0>();
+        let_go(&sh.added[1][LEFT]);
+        taken.phase[1] ^= 1;
+    }
+}
+
+// The second tiles, and the right half of the values of all.
+__device__ __forceinline__ void take_second(
+    Shared& sh, const Piece& piece, const float (&scale)[2], Taken& taken, float (&o)[128], float (&total)[2]) {
+    for (int t = piece.t0; t < piece.t1; t += 2) {
+        const int live = piece.length - (t + 1) * TILE;
+        float shrink[2];
+        taken.turn.next();
+        if (t + 1 == piece.t1) {
+            meet(FIRST_SCORED, 2 * GROUP);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) shrink[i] = sh.shrink[row_of(thread()) + 8 * i], total[i] *= shrink[i];
+            shrink_sums(o, shrink);
+            meet(FIRST_READY, 2 * GROUP);
+            add_remote(sh, 0, RIGHT, taken.phase[0], o);
+            mma_wait<0>();
+            let_go(&sh.added[0][RIGHT]);
+            taken.phase[0] ^= 1;
+            return;
+        }
+        float s[32], top[2];
+        u32 p[8];
+        score(sh, taken.turn, s);
+        taken.turn.next();
+        if (live < TILE) mask(s, live);
+        largest(s, scale, top);
+        meet(FIRST_SCORED, 2 * GROUP);
+        const int row = row_of(thread());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float before = sh.top[0][row + 8 * i];
+            top[i] = fmaxf(before, top[i]);
+            shrink[i] = sh.shrink[row + 8 * i] * power(before - top[i]);
+            total[i] *= shrink[i];
+            if (thread() % 4 == 0) sh.top[1][row + 8 * i] = top[i];
+        }
+        weigh(s, top, scale, total, p);
+        store_weights(sh.weights[1], p);
+        fence_async();
+        arrive(SECOND_READY, 2 * GROUP);
+        shrink_sums(o, shrink);
+        add_local(sh, 1, RIGHT, taken.phase[1], o, p);
+        taken.phase[1] ^= 1;
+        meet(FIRST_READY, 2 * GROUP);
+        add_remote(sh, 0, RIGHT, taken.phase[0], o);
+        taken.phase[0] ^= 1;
+        mma_wait<1>();
+        let_go(&sh.added[1][RIGHT]);
+        mma_wait<0>();
+        let_go(&sh.added[0][RIGHT]);
+    }
+}
+
+struct Arguments8 : Arguments {
+    const void* q;
+    float value_scale; // that rows were divided by
+};
+
+__device__ __forceinline__ void widened(u32 pair, float& a, float& b) {
+    if constexpr (ELEMENT[0] == 'b') {
+        a = __uint_as_float(pair << 16);
+        b = __uint_as_float(pair & 0xFFFF0000u);
+    } else {
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n" : "=f"(a), "=f"(b) : "r"(pair));
+    }
+}
+
+// q of a piece in e4m3 by both warpgroups, four threads a head: each head's largest number becomes 448.
+__device__ __forceinline__ void round_q(Shared& sh, const Arguments8& a, int b, int head_block) {
+    const int head = threadIdx.x / 4, quarter = threadIdx.x % 4, h = head_block * HEADS + head;
+    uint4 x[18];
+#pragma unroll
+    for (int i = 0; i < 18; ++i) {
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (h < a.heads) x[i] = ((const uint4*)a.q)[((long long)b * a.heads + h) * (WIDTH / 8) + 4 * i + quarter];
+    }
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 18; ++i) {
+        const u32 pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float low, high;
+            widened(pairs[j], low, high);
+            most = fmaxf(most, fmaxf(fabsf(low), fabsf(high)));
+        }
+    }
+    most = quad_max(most);
+    const float scale = most > 0 ? most / LARGEST : 1, by = 1 / scale;
+    if (quarter == 0) sh.q_scale[head] = scale;
+#pragma unroll
+    for (int i = 0; i < 18; ++i) {
+        float n[8];
+        widened(x[i].x, n[0], n[1]), widened(x[i].y, n[2], n[3]), widened(x[i].z, n[4], n[5]), widened(x[i].w, n[6], n[7]);
+        const uint2 both = make_uint2(rounded(n[0] * by, n[1] * by, n[2] * by, n[3] * by), rounded(n[4] * by, n[5] * by, n[6] * by, n[7] * by));
+        const int chunk = 2 * i + quarter / 2; // of 16 columns
+        char* row = chunk < 32 ? sh.q.latent[chunk / 8] + head * 128 + (((chunk % 8) ^ (head % 8)) << 4)
+                               : sh.q.rope + head * 64 + (((chunk % 4) ^ (head / 2 % 4)) << 4);
+        *(uint2*)(row + quarter % 2 * 8) = both;
+    }
+    fence_async();
+    meet(BOTH, 2 * GROUP);
+}
+
+// Results of a head, which four threads hold: each four columns that lie side by side of any 16.
+template <bool WHOLE> __device__ __forceinline__ void store(char* to, const float (&o)[128], int i, float by, bool live) {
+    if (!live) return;
+    to += thread() % 4 * 4 * (WHOLE ? 2 : 4);
+#pragma unroll
+    for (int m = 0; m < 16; ++m) {
+        const int at = 8 * m + 2 * i;
+        const float x0 = o[at] * by, x1 = o[at + 4] * by, x2 = o[at + 1] * by, x3 = o[at + 5] * by;
+        if constexpr (WHOLE)
+            *(uint2*)(to + 32 * m) = make_uint2(packed(x0, x1), packed(x2, x3));
+        else
+            *(float4*)(to + 64 * m) = make_float4(x0, x1, x2, x3);
+    }
+}
+
+// What is added up: of a whole request to its output, of a piece in fp32 to its slot.
+template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Arguments8& a, const Share& own, int part, int head_block) {
+    const int lane = threadIdx.x % 32;
+    Taken taken;
+    for_each_piece(a, own, [&](int b, int tiles, const Piece& piece) {
+        round_q(sh, a, b, head_block);
+        const int row = row_of(threadIdx.x);
+        float o[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i] = 0;
+        float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
+        const float scale[2] = {a.scale_log2 * sh.q_scale[row], a.scale_log2 * sh.q_scale[row + 8]};
+        if (group == 0)
+            take_first(sh, piece, scale, taken, o, top, total);
+        else
+            take_second(sh, piece, scale, taken, o, total);
+
+        total[0] = quad_sum(total[0]), total[1] = quad_sum(total[1]);
+        if (lane % 4 == 0)
+            for (int i = 0; i < 2; ++i) {
+                sh.total[group][row + 8 * i] = total[i];
+                if (group == 0) sh.top[1][row + 8 * i] = top[i];
+            }
+        meet(BOTH, 2 * GROUP);
+        const bool whole = piece.t0 == 0 && piece.t1 == tiles;
+        const int slot = 2 * part + (piece.t1 < tiles);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int h = head_block * HEADS + row + 8 * i;
+            const float sum = sh.total[0][row + 8 * i] + sh.total[1][row + 8 * i], by = a.value_scale / sum;
+            const bool live = h < a.heads;
+            if (whole)
+                store<true>((char*)a.o + (((long long)b * a.heads + h) * LATENT + COLUMNS * group) * 2, o, i, by, live);
+            else
+                store<false>((char*)a.part_o + (((long long)slot * a.heads + h) * LATENT + COLUMNS * group) * 4, o, i, by, live);
+            if (live && group == 0 && lane % 4 == 0) {
+                const float log2_sum = sh.top[1][row + 8 * i] - RAISED + log2f(sum);
+                if (whole)
+                    a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
+                else
+                    a.part_lse[(long long)slot * a.heads + h] = log2_sum;
+            }
+        }
+        if (piece.t0 == 0 && threadIdx.x == 0) {
+            a.pieces_of[2 * b] = part;
+            a.pieces_of[2 * b + 1] = 1 + (tiles - piece.t1 + own.size - 1) / own.size;
+        }
+        meet(BOTH, 2 * GROUP);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
+hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant__ TensorMap rope_map, const __grid_constant__ Arguments8 a) {
+    extern __shared__ __align__(1024) char raw[];
+    Shared& sh = *(Shared*)raw;
+    if (shared_address(raw) % 1024) __trap(); // where swizzled blocks must begin
+    const int head_blocks = (a.heads + HEADS - 1) / HEADS;
+    const int part = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
+    const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+    const int first_tiles = tiles_of_request(a.lengths, threadIdx.x % 32, a.batch);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(&sh.full[0][0] + i, 1);
+        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 4 + TURNERS);
+        for (int i = 0; i < 4; ++i) init_barrier(&sh.turned[0][0] + i, TURNERS), init_barrier(&sh.added[0][0] + i, 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&kv_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&rope_map) : "memory");
+    }
+    const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        add_up<0>(sh, a, own, part, head_block);
+    } else if (group == 1) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        add_up<1>(sh, a, own, part, head_block);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (threadIdx.x < 2 * GROUP + 32) {
+            Filler filler;
+            for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece); });
+        } else {
+            Turner turner;
+            for_each_piece(a, own, [&](int, int, const Piece& piece) { turner.take(sh, piece); });
+        }
+    }
+}

@@ -1,0 +1,214 @@
+// What the kernels of hopper_pairs.cu and hopper_pairs_fp8.cu share: barriers, copies and products of Hopper, the division of work,
+// and what threads of a warpgroup hold of scores and sums. Put before either's source (hopper_pairs.py).
+//
+// Defined from outside: ELEMENT (bf16 or f16), PAGE (a multiple of 16), LEAST and SLACK (partition.py).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+static constexpr int HEADS = 64, TILE = 64, LATENT = 512, WIDTH = 576;
+static constexpr int GROUP = 128;                     // threads of a warpgroup
+static constexpr int BOX = PAGE < TILE ? PAGE : TILE; // rows that one copy takes
+static constexpr int BOXES = TILE / BOX;
+
+// Read anew wherever it is asked for: what follows from it is not kept in registers from tile to tile.
+__device__ __forceinline__ u32 thread() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init_barrier(u64* bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count));
+}
+
+__device__ __forceinline__ void expect(u64* bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(u64* bar, u32 phase) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}\n" ::"r"(shared_address(bar)), "r"(phase) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u64* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, u64* bar) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(shared_address(to)), "l"((u64)map), "r"(column), "r"(row), "r"(shared_address(bar)) : "memory");
+}
+
+__device__ __forceinline__ void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+#define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
+#define R32(x, i) R16(x, i), R16(x, i + 16)
+
+#define SUMS                                                                                                                   \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                         \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                         \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                                         \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                                         \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                                         \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                             \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
+
+__device__ __forceinline__ u32 packed(float low, float high) {
+    u32 out;
+    asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ float power(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+__device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(~0u, x); }
+
+struct Share {
+    int first, start, begin, end, size;
+};
+
+__device__ __forceinline__ int tiles_of_request(const int* lengths, int b, int batch) {
+    return b < batch ? (u32)(lengths[b] + TILE - 1) / TILE : 0;
+}
+
+// partition.py's `share`; every warp computes it. `first_tiles`: of the request that has this lane's number.
+__device__ __forceinline__ Share share(const int* lengths, int first_tiles, int part, int parts, int batch) {
+    const int lane = threadIdx.x % 32;
+    const auto tiles_of = [&](int b0) { return b0 ? tiles_of_request(lengths, b0 + lane, batch) : first_tiles; };
+    int sum = 0, longest = 0;
+    for (int b0 = 0; b0 < batch; b0 += 32) {
+        const int tiles = tiles_of(b0);
+        sum += tiles;
+        longest = max(longest, tiles);
+    }
+    const int total = warp_sum(sum);
+    longest = __reduce_max_sync(~0u, longest);
+    const int size = max((u32)(total + parts - 1) / parts, LEAST);
+    const int per_request = max((u32)parts / batch, 1), requests = (u32)(batch + parts - 1) / parts;
+    const int aligned_size = max((u32)(longest + per_request - 1) / per_request, LEAST);
+    const bool aligned = requests * aligned_size <= size + size / 16 + SLACK;
+    Share s;
+    if (aligned) {
+        const int b = (u32)part / per_request * requests;
+        int before = 0, own = 0;
+        for (int b0 = 0; b0 < min(b + requests, batch); b0 += 32) {
+            const int tiles = tiles_of(b0);
+            if (b0 + lane < b) before += tiles;
+            else if (b0 + lane < b + requests) own += tiles;
+        }
+        before = warp_sum(before);
+        const int after = before + warp_sum(own);
+        s.begin = min(min(before + part % per_request * aligned_size, after), total);
+        s.end = min(s.begin + requests * aligned_size, after);
+    } else {
+        s.begin = min(part * size, total);
+        s.end = min(s.begin + size, total);
+    }
+    s.size = aligned ? aligned_size : size;
+    s.first = 0, s.start = 0;
+    int passed = 0;
+    for (int b0 = 0; b0 < batch; b0 += 32) {
+        const int tiles = tiles_of(b0);
+        int upto = tiles;
+        for (int i = 1; i < 32; i *= 2) {
+            const int other = __shfl_up_sync(~0u, upto, i);
+            if (lane >= i) upto += other;
+        }
+        const bool past = b0 + lane < batch && passed + upto <= s.begin;
+        s.first += __popc(__ballot_sync(~0u, past));
+        s.start += warp_sum(past ? tiles : 0);
+        passed += __shfl_sync(~0u, upto, 31);
+    }
+    return s;
+}
+
+struct Piece {
+    const int* pages;
+    int length, t0, t1;
+};
+
+// First row in the pool of this lane's box of tile t. Boxes past the end are read from page 0, and made zeros later.
+__device__ __forceinline__ int box_row(const Piece& piece, int t) {
+    const int lane = threadIdx.x % 32, k = t * TILE + lane * BOX;
+    const bool live = t < piece.t1 && lane < BOXES && k < piece.length;
+    return live ? __ldg(piece.pages + k / PAGE) * PAGE + k % PAGE : 0;
+}
+
+__device__ __forceinline__ void mask(float (&s)[32], int live) {
+    const int column = thread() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+        if (i / 4 * 8 + column + i % 2 >= live) s[i] = -INFINITY;
+}
+
+__device__ __forceinline__ void largest(const float (&s)[32], float (&top)[2]) {
+    top[0] = s[0], top[1] = s[2];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    top[0] = quad_max(top[0]), top[1] = quad_max(top[1]);
+}
+
+// Mostly no row of the warp has met a larger score.
+__device__ __forceinline__ void shrink_sums(float (&o)[128], const float (&by)[2]) {
+    if (__all_sync(~0u, by[0] == 1 && by[1] == 1)) return;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= by[i / 2 % 2];
+}
+
+// The first of a thread's two heads in a block; the other is 8 further.
+__device__ __forceinline__ int row_of(u32 x) { return x % GROUP / 32 * 16 + x % 32 / 4; }
+
+struct Arguments {
+    const int* tables;
+    const int* lengths;
+    float* part_o;
+    float* part_lse;
+    int* pieces_of;
+    void* o;
+    float* lse;
+    float scale_log2, ln2;
+    int table_stride, heads, batch, parts;
+    const char* pool;
+};
+
+// Calls `work` with each request of which this program has tiles, and which those are.
+template <class Work> __device__ __forceinline__ void for_each_piece(const Arguments& a, const Share& own, Work work) {
+    for (int b = own.first, start = own.start; start < own.end; ++b) {
+        const int length = a.lengths[b], tiles = (length + TILE - 1) / TILE;
+        const Piece piece = {a.tables + (long long)b * a.table_stride, length, max(own.begin - start, 0), min(tiles, own.end - start)};
+        if (piece.t0 < piece.t1) work(b, tiles, piece);
+        start += tiles;
+    }
+}
