@@ -142,13 +142,14 @@ def launch(
     own = (*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
     arguments: ctypes.Structure
     if spec.fp8:
-        name, maps = FP8, [(kv, rows, box, kv.dtype), (kv, rows, box, kv.dtype, 64)]
+        name, maps = FP8, [_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
         arguments = _ArgumentsFp8(*own, q_BHQ.data_ptr(), spec.kv_scale)
     else:
-        name, maps = WIDE, [(q_BHQ, q_BHQ.numel() // WIDTH, BOX, spec.dtype), (kv, rows, box, spec.dtype)]
+        q_map = _tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, BOX, spec.dtype)
+        name, maps = WIDE, [q_map, _tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
         arguments = _Arguments(*own)
     function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, q_BHQ.device.index or 0)
-    told = [ctypes.create_string_buffer(_tensor_map(of.data_ptr(), *how), 128) for of, *how in maps]
+    told = [ctypes.create_string_buffer(one, 128) for one in maps]
     places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*told, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream
     _checked(
