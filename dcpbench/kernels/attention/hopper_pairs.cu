@@ -25,44 +25,47 @@ enum Stretch { FIRST_LEFT, FIRST_RIGHT, SECOND_LEFT, SECOND_RIGHT };
 
 enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY, CLEARED }; // and CLEARED + 1
 
-// Blocks of 64 rows of 128 bytes, swizzled; `leading` is from one block of 64 columns to the next where columns lead.
-__device__ __forceinline__ u64 descriptor(const void* p, int leading) {
-    return ((u64)(shared_address(p) & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
-}
+// The upper half of what describes blocks of 64 rows of 128 bytes, swizzled by as many. The lower half is a place, and where columns lead
+// how far it is from one block of 64 columns to the next.
+static constexpr u32 SWIZZLED = (1024 >> 4) | (1u << 30), LEADING = (BLOCK >> 4) << 16;
 
 // scores[64 heads, 64 rows] (+)= q[64, 16] . rows[64, 16]T
-__device__ __forceinline__ void mma_scores(float (&s)[32], u64 q, u64 rows, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+__device__ __forceinline__ void mma_scores(float (&s)[32], u32 q, u32 rows, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 q, rows;\nsetp.ne.b32 p, %34, 0;\n"
+                 "mov.b64 q, {%32, %35};\nmov.b64 rows, {%33, %35};\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "%32, %33, p, 1, 1, 0, 0;\n}\n"
+                 "q, rows, p, 1, 1, 0, 0;\n}\n"
                  : R32(s, 0)
-                 : "l"(q), "l"(rows), "r"(add));
+                 : "r"(q), "r"(rows), "r"(add), "n"(SWIZZLED));
 }
 
 // The same with q from registers, added to what is there.
-__device__ __forceinline__ void mma_scores(float (&s)[32], const u32* q, u64 rows) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
+__device__ __forceinline__ void mma_scores(float (&s)[32], const u32* q, u32 rows) {
+    asm volatile("{\n.reg .b64 rows;\nmov.b64 rows, {%36, %37};\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n"
+                 "{%32, %33, %34, %35}, rows, 1, 1, 1, 0;\n}\n"
                  : R32(s, 0)
-                 : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(rows));
+                 : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "r"(rows), "n"(SWIZZLED));
 }
 
 // sums[64 heads, 256 columns] += weights[64, 16 rows] . values[16 rows, 256]
-__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u64 values) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS
-                 ", {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u32 values) {
+    asm volatile("{\n.reg .b64 values;\nmov.b64 values, {%132, %133};\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS
+                 ", {%128, %129, %130, %131}, values, 1, 1, 1, 1;\n}\n"
                  : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
-                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(values), "n"(SWIZZLED));
 }
 
-__device__ __forceinline__ void mma_values(float (&o)[128], u64 weights, u64 values) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS ", %128, %129, 1, 1, 1, 0, 1;\n"
+__device__ __forceinline__ void mma_values(float (&o)[128], u32 weights, u32 values) {
+    asm volatile("{\n.reg .b64 weights, values;\nmov.b64 weights, {%128, %130};\nmov.b64 values, {%129, %130};\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS ", weights, values, 1, 1, 1, 0, 1;\n}\n"
                  : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
-                 : "l"(weights), "l"(values));
+                 : "r"(weights), "r"(values), "n"(SWIZZLED));
 }
 
 // Pairs of numbers times pairs: exact by powers of two, which all factors are by which sums and weights are shrunk.
@@ -146,11 +149,11 @@ __device__ __forceinline__ void score_blocks(Shared& sh, const u32 (&q_rope)[16]
         mma_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const u64 rows = descriptor(sh.kv[tile][block] + 32 * k, 16);
+            const u32 rows = ALONG + place(&sh, sh.kv[tile][block] + 32 * k);
             if (block == ROPE)
                 mma_scores(s, q_rope + 4 * k, rows);
             else
-                mma_scores(s, descriptor(sh.q[block] + 32 * k, 16), rows, !(first && block == A && k == 0));
+                mma_scores(s, ALONG + place(&sh, sh.q[block] + 32 * k), rows, !(first && block == A && k == 0));
         }
     }
 }
@@ -206,13 +209,13 @@ __device__ __forceinline__ void clear(char* blocks, int live, int id) {
 
 __device__ __forceinline__ void add_local(Shared& sh, int tile, int column_block, float (&o)[128], const u32 (&p)[16]) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) mma_values(o, p + 4 * k, descriptor(sh.kv[tile][column_block] + 2048 * k, BLOCK));
+    for (int k = 0; k < 4; ++k) mma_values(o, p + 4 * k, LEADING + place(&sh, sh.kv[tile][column_block] + 2048 * k));
 }
 
 __device__ __forceinline__ void add_remote(Shared& sh, const char* weights, int tile, int column_block, float (&o)[128]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        mma_values(o, descriptor(weights + 32 * k, 16), descriptor(sh.kv[tile][column_block] + 2048 * k, BLOCK));
+        mma_values(o, ALONG + place(&sh, weights + 32 * k), LEADING + place(&sh, sh.kv[tile][column_block] + 2048 * k));
 }
 
 struct Fills {

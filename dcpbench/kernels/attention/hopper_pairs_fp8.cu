@@ -38,36 +38,36 @@ static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
 enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY };
 enum Half { LEFT, RIGHT };
 
-// Operands of e4m3 along the sum: rows of 128 bytes, and of 64.
-__device__ __forceinline__ u64 wide(const void* p) {
-    return ((u64)(shared_address(p) & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
-}
-__device__ __forceinline__ u64 thin(const void* p) {
-    return ((u64)(shared_address(p) & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(512 >> 4) << 32) | (2ull << 62);
-}
+// Operands of e4m3 along the sum, blocks of 8 rows one behind the other: the upper half of what describes those of rows of 128 bytes,
+// and of 64, each swizzled by as many. The lower half is a place.
+static constexpr u32 WIDE = (1024 >> 4) | (1u << 30), THINNER = (512 >> 4) | (2u << 30);
+static constexpr int STEP = 32 >> 4; // from one product to the next: 32 numbers
 
 // scores[64 heads, 64 rows] (+)= q[64, 32] . rows[64, 32]T
-__device__ __forceinline__ void mma_scores(float (&s)[32], u64 q, u64 rows, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+template <u32 KIND> __device__ __forceinline__ void mma_scores(float (&s)[32], u32 q, u32 rows, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 q, rows;\nsetp.ne.b32 p, %34, 0;\n"
+                 "mov.b64 q, {%32, %35};\nmov.b64 rows, {%33, %35};\n"
                  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "%32, %33, p, 1, 1;\n}\n"
+                 "q, rows, p, 1, 1;\n}\n"
                  : R32(s, 0)
-                 : "l"(q), "l"(rows), "r"(add));
+                 : "r"(q), "r"(rows), "r"(add), "n"(KIND));
 }
 
 // sums[64 heads, 256 columns] += weights[64, 32 rows] . values[256, 32 rows]T
-__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u64 values) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", {%128, %129, %130, %131}, %132, 1, 1, 1;\n"
+__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u32 values) {
+    asm volatile("{\n.reg .b64 values;\nmov.b64 values, {%132, %133};\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", {%128, %129, %130, %131}, values, 1, 1, 1;\n}\n"
                  : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
-                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(values), "n"(THINNER));
 }
 
-__device__ __forceinline__ void mma_values(float (&o)[128], u64 weights, u64 values) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", %128, %129, 1, 1, 1;\n"
+__device__ __forceinline__ void mma_values(float (&o)[128], u32 weights, u32 values) {
+    asm volatile("{\n.reg .b64 weights, values;\nmov.b64 weights, {%128, %130};\nmov.b64 values, {%129, %130};\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", weights, values, 1, 1, 1;\n}\n"
                  : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
-                 : "l"(weights), "l"(values));
+                 : "r"(weights), "r"(values), "n"(THINNER));
 }
 
 // Four numbers in e4m3, the first in the lowest byte.
@@ -210,7 +210,8 @@ struct Turner {
 };
 
 __device__ __forceinline__ void score(Shared& sh, const Turn& turn, float (&s)[32]) {
-    const Tile& tile = sh.kv[turn.slot];
+    constexpr int NEXT = BLOCK >> 4; // from one block of columns to the next
+    const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, &sh.kv[turn.slot]);
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
         if (block % 2 == 0) {
@@ -218,10 +219,10 @@ __device__ __forceinline__ void score(Shared& sh, const Turn& turn, float (&s)[3
             mma_begin();
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) mma_scores(s, wide(sh.q.latent[block] + 32 * k), wide(tile.latent[block] + 32 * k), block || k);
+        for (int k = 0; k < 4; ++k) mma_scores<WIDE>(s, q + block * NEXT + k * STEP, rows + block * NEXT + k * STEP, block || k);
     }
 #pragma unroll
-    for (int k = 0; k < 2; ++k) mma_scores(s, thin(sh.q.rope + 32 * k), thin(tile.rope + 32 * k), 1);
+    for (int k = 0; k < 2; ++k) mma_scores<THINNER>(s, q + 4 * NEXT + k * STEP, rows + 4 * NEXT + k * STEP, 1);
     mma_commit();
     mma_wait<0>();
     let_go(&sh.empty[turn.slot]);
@@ -259,7 +260,7 @@ __device__ __forceinline__ void add_local(Shared& sh, int tile, Half half, u32 p
     wait_for(&sh.turned[tile][half], phase);
     mma_begin();
 #pragma unroll
-    for (int k = 0; k < 2; ++k) mma_values(o, p + 4 * k, thin(sh.values[tile][half] + 32 * k));
+    for (int k = 0; k < 2; ++k) mma_values(o, p + 4 * k, ALONG + place(&sh, sh.values[tile][half]) + k * STEP);
     mma_commit();
 }
 
@@ -267,7 +268,7 @@ __device__ __forceinline__ void add_remote(Shared& sh, int tile, Half half, u32 
     wait_for(&sh.turned[tile][half], phase);
     mma_begin();
 #pragma unroll
-    for (int k = 0; k < 2; ++k) mma_values(o, thin(sh.weights[tile] + 32 * k), thin(sh.values[tile][half] + 32 * k));
+    for (int k = 0; k < 2; ++k) mma_values(o, ALONG + place(&sh, sh.weights[tile]) + k * STEP, ALONG + place(&sh, sh.values[tile][half]) + k * STEP);
     mma_commit();
 }
 

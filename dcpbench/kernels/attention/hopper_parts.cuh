@@ -57,6 +57,15 @@ __device__ __forceinline__ void mma_begin() { asm volatile("wgmma.fence.sync.ali
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
+// Where an operand in shared memory is, in 16 bytes: the lower half of what describes it. It is counted from the beginning of all, so that
+// in a loop it takes one addition a product, and not four that wait for each other.
+__device__ __forceinline__ u32 place(const void* all, const void* p) {
+    return (shared_address(all) >> 4) + (u32)(((const char*)p - (const char*)all) >> 4);
+}
+
+// In the same half, of operands that lie along the sum: how far it is to further columns, which swizzled ones do not have.
+static constexpr u32 ALONG = 1u << 16;
+
 #define R4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define R16(x, i) R4(x, i), R4(x, i + 4), R4(x, i + 8), R4(x, i + 12)
 #define R32(x, i) R16(x, i), R16(x, i + 16)
