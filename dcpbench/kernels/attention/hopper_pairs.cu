@@ -26,7 +26,7 @@ struct Shared {
 // What is let go together: half of the values of a tile, with the rope block by whoever is done with it last.
 enum Stretch { FIRST_LEFT, FIRST_RIGHT, SECOND_LEFT, SECOND_RIGHT };
 
-enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY, OWN_SCORED, CLEARED }; // and CLEARED + 1
+enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY, CLEARED }; // and CLEARED + 1
 
 // The upper half of what describes blocks of 64 rows of 128 bytes, swizzled by as many. The lower half is a place, and where columns lead
 // how far it is from one block of 64 columns to the next.
@@ -378,7 +378,9 @@ __device__ __forceinline__ void take_in_turn(
             if (tile == mine) {
                 float s[32], here[2];
                 u32 p[16];
-                score_blocks<0, TILES>(sh, q_rope, tile, fills.phase[tile], s, true);
+                score_blocks<HALF, HALF + 4>(sh, q_rope, tile, fills.phase[tile], s, true); // as they are filled
+                score_blocks<4 - HALF, 8 - HALF>(sh, q_rope, tile, fills.phase[tile], s, false);
+                score_blocks<ROPE, TILES>(sh, q_rope, tile, fills.phase[tile], s, false);
                 mma_commit();
                 mma_wait<0>();
                 fills.phase[tile] ^= 1;
@@ -395,7 +397,7 @@ __device__ __forceinline__ void take_in_turn(
                 }
                 weigh(s, top, scale, total);
                 pack(s, p);
-                meet(mine ? OWN_SCORED : FIRST_SCORED, GROUP); // all have their scores of the rows that weights take the place of
+                if (mine) meet(FIRST_SCORED, GROUP); // all have their scores of the rows that weights take the place of
                 store_weights(weights, p);
                 fence_async();
                 arrive(READY[tile], 2 * GROUP);

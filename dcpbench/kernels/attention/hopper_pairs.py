@@ -25,6 +25,8 @@ LEAST, SLACK = 2, 2
 """Of the division of work of all kernels for Hopper; see partition.py."""
 IN_TURN_HEADS = 64
 """Up to here memory is what all wait for, and tiles of rows that are not in e4m3 are taken each by itself."""
+PROMOTE = False
+"""Whether sums over e4m3 leave the tensor cores tile by tile."""
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -68,6 +70,7 @@ def _kernel(name: str, element: str, page: int, in_turn: bool, device: int) -> A
         f"-DLEAST={LEAST}",
         f"-DSLACK={SLACK}",
         f"-DTURNS={int(in_turn)}",
+        f"-DPROMOTE={int(PROMOTE)}",
         "-DINFINITY=__int_as_float(0x7f800000)",
     )
     (error,) = nvrtc.nvrtcCompileProgram(program, len(words), [word.encode() for word in words])

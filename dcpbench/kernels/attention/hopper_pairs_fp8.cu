@@ -6,6 +6,11 @@
 // a thread of the scores holds. So rows come in that order along the sum (`weights` and `turn_over`), and columns by those with even and
 // with odd numbers (`store`); neither needs to be undone by anything but the place that a result is written to.
 
+// Defined from outside beside what hopper_parts.cuh names: TURNS, whether a tile is turned over before the next is waited for, which
+// may be where memory is what all wait for; PROMOTE, whether each tile's products are added to sums outside of the tensor cores, whose own
+// sums of e4m3 have some 13 bits.
+
+static constexpr bool IN_TURN = TURNS, PROMOTED = PROMOTE;
 static constexpr int STAGES = 3;                       // tiles that have landed or are under way
 static constexpr int BLOCK = 64 * 128;                 // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;                   // of 64 rows of 64 bytes, swizzled by 64
@@ -61,6 +66,28 @@ __device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, 
                  "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", {%128, %129, %130, %131}, values, 1, 1, 1;\n}\n"
                  : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
                  : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(values), "n"(THINNER));
+}
+
+#define SOME                                                                                                                   \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                         \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                         \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// products[64 heads, 128 columns] (+)= weights[64, 32 rows] . values[128, 32 rows]T
+__device__ __forceinline__ void mma_products(float (&x)[64], const u32* weights, u32 values, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 values;\nsetp.ne.b32 p, %69, 0;\nmov.b64 values, {%68, %70};\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SOME ", {%64, %65, %66, %67}, values, p, 1, 1;\n}\n"
+                 : R32(x, 0), R32(x, 32)
+                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(values), "r"(add), "n"(THINNER));
+}
+
+__device__ __forceinline__ void mma_products(float (&x)[64], u32 weights, u32 values, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 weights, values;\nsetp.ne.b32 p, %66, 0;\n"
+                 "mov.b64 weights, {%64, %67};\nmov.b64 values, {%65, %67};\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SOME ", weights, values, p, 1, 1;\n}\n"
+                 : R32(x, 0), R32(x, 32)
+                 : "r"(weights), "r"(values), "r"(add), "n"(THINNER));
 }
 
 __device__ __forceinline__ void mma_values(float (&o)[128], u32 weights, u32 values) {
@@ -145,28 +172,33 @@ __device__ __forceinline__ u32 kept(int g, int live) {
     return (k < live ? 0xFFu : 0) | (k + 1 < live ? 0xFF00u : 0) | (k + 8 < live ? 0xFF0000u : 0) | (k + 9 < live ? 0xFF000000u : 0);
 }
 
-// Half of a tile's values with rows and columns exchanged; rows from `live` on become zeros.
+// Half of a tile's values with rows and columns exchanged; rows from `live` on become zeros. A unit is 16 columns of 32 rows.
 __device__ __forceinline__ void turn_over(const char (*latent)[BLOCK], char* values, int live) {
+    constexpr int UNITS = COLUMNS / 16 * 2, AT_ONCE = 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32 - 1, at = lane % 8, matrix = lane / 8;
-#pragma unroll 2
-    for (int chunk = warp; chunk < COLUMNS / 16; chunk += TURNERS) {
-        const char* block = latent[chunk / 8];
+#pragma unroll 1
+    for (int first = warp; first < UNITS; first += TURNERS * AT_ONCE) {
+        u32 x[AT_ONCE][4];
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) { // of 16 rows, twice
-            const int from_row = 32 * pair + 8 * matrix + at;
-            const u32 from = shared_address(block) + from_row * 128 + (((chunk % 8) ^ (from_row % 8)) << 4);
-            u32 x[4];
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int unit = first + TURNERS * i, chunk = unit / 2, row = 32 * (unit % 2) + 8 * matrix + at;
+            if (unit >= UNITS) break;
+            const u32 from = shared_address(latent[chunk / 8]) + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+                         : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3]) : "r"(from));
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int unit = first + TURNERS * i, chunk = unit / 2, pair = unit % 2;
+            if (unit >= UNITS) break;
             u32 y[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) y[j] = __byte_perm(x[j / 2 * 2], x[j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
-            if (live < TILE) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) y[j] &= kept(2 * pair + j / 2, live);
+            for (int j = 0; j < 4; ++j) {
+                y[j] = __byte_perm(x[i][j / 2 * 2], x[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+                if (live < TILE) y[j] &= kept(2 * pair + j / 2, live);
             }
-            const int to_row = 16 * chunk + 8 * (matrix % 2) + at, group = 2 * pair + matrix / 2;
-            const u32 to = shared_address(values) + to_row * 64 + ((group ^ (to_row / 2 % 4)) << 4);
+            const int row = 16 * chunk + 8 * (matrix % 2) + at, group = 2 * pair + matrix / 2;
+            const u32 to = shared_address(values) + row * 64 + ((group ^ (row / 2 % 4)) << 4);
             asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
                          : "memory");
         }
@@ -195,11 +227,12 @@ struct Turner {
             turn.next();
             const Turn second = turn;
             half(sh, first, 0, LEFT, live);
-            if (both) half(sh, second, 1, RIGHT, live - TILE);
+            if (!IN_TURN && both) half(sh, second, 1, RIGHT, live - TILE);
             half(sh, first, 0, RIGHT, live);
             let_go(&sh.empty[first.slot]);
             phase[0] ^= 1;
             if (both) {
+                if (IN_TURN) half(sh, second, 1, RIGHT, live - TILE);
                 half(sh, second, 1, LEFT, live - TILE);
                 let_go(&sh.empty[second.slot]);
                 phase[1] ^= 1;
@@ -256,21 +289,36 @@ __device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
     }
 }
 
-__device__ __forceinline__ void add_local(Shared& sh, int tile, Half half, u32 phase, float (&o)[128], const u32 (&p)[8]) {
-    wait_for(&sh.turned[tile][half], phase);
-    mma_begin();
+// Adds half of a tile's values to sums that are shrunk first, and lets the values go. `weights(k)`: those of 32 rows, from registers or not.
+template <class Weights>
+__device__ __forceinline__ void add(Shared& sh, int tile, Half half, u32 phase, float (&o)[128], const float (&shrink)[2], Weights weights) {
+    const u32 values = ALONG + place(&sh, sh.values[tile][half]);
+    if constexpr (PROMOTED) {
+        wait_for(&sh.turned[tile][half], phase);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) mma_values(o, p + 4 * k, ALONG + place(&sh, sh.values[tile][half]) + k * STEP);
-    mma_commit();
+        for (int part = 0; part < 2; ++part) {
+            float x[64];
+            mma_begin();
+#pragma unroll
+            for (int k = 0; k < 2; ++k) mma_products(x, weights(k), values + part * (128 * 64 >> 4) + k * STEP, k);
+            mma_commit();
+            mma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < 64; ++i) o[64 * part + i] = o[64 * part + i] * shrink[i / 2 % 2] + x[i];
+        }
+    } else {
+        shrink_sums(o, shrink);
+        wait_for(&sh.turned[tile][half], phase);
+        mma_begin();
+#pragma unroll
+        for (int k = 0; k < 2; ++k) mma_values(o, weights(k), values + k * STEP);
+        mma_commit();
+        mma_wait<0>();
+    }
+    let_go(&sh.added[tile][half]);
 }
 
-__device__ __forceinline__ void add_remote(Shared& sh, int tile, Half half, u32 phase, float (&o)[128]) {
-    wait_for(&sh.turned[tile][half], phase);
-    mma_begin();
-#pragma unroll
-    for (int k = 0; k < 2; ++k) mma_values(o, ALONG + place(&sh, sh.weights[tile]) + k * STEP, ALONG + place(&sh, sh.values[tile][half]) + k * STEP);
-    mma_commit();
-}
+__device__ __forceinline__ u32 remote(Shared& sh, int tile, int k) { return ALONG + place(&sh, sh.weights[tile]) + k * STEP; }
 
 // How far a warpgroup is.
 struct Taken {
@@ -302,12 +350,10 @@ __device__ __forceinline__ void take_first(
         }
         arrive(FIRST_SCORED, 2 * GROUP);
         weigh(s, top, scale, total, p);
-        shrink_sums(o, shrink);
-        add_local(sh, 0, LEFT, taken.phase[0], o, p);
-        mma_wait<0>();
-        let_go(&sh.added[0][LEFT]);
+        add(sh, 0, LEFT, taken.phase[0], o, shrink, [&](int k) { return p + 4 * k; });
         taken.phase[0] ^= 1;
         if (!both) {
+            meet(SECOND_READY, 2 * GROUP); // the other warpgroup has done with the weights before these
             store_weights(sh.weights[0], p);
             fence_async();
             arrive(FIRST_READY, 2 * GROUP);
@@ -329,10 +375,7 @@ __device__ __forceinline__ void take_first(
         store_weights(sh.weights[0], p);
         fence_async();
         arrive(FIRST_READY, 2 * GROUP);
-        shrink_sums(o, shrink);
-        add_remote(sh, 1, LEFT, taken.phase[1], o);
-        mma_wait<0>();
-        let_go(&sh.added[1][LEFT]);
+        add(sh, 1, LEFT, taken.phase[1], o, shrink, [&](int k) { return remote(sh, 1, k); });
         taken.phase[1] ^= 1;
     }
 }
@@ -345,14 +388,12 @@ __device__ __forceinline__ void take_second(
         float shrink[2];
         taken.turn.next();
         if (t + 1 == piece.t1) {
+            arrive(SECOND_READY, 2 * GROUP);
             meet(FIRST_SCORED, 2 * GROUP);
 #pragma unroll
             for (int i = 0; i < 2; ++i) shrink[i] = sh.shrink[row_of(thread()) + 8 * i], total[i] *= shrink[i];
-            shrink_sums(o, shrink);
             meet(FIRST_READY, 2 * GROUP);
-            add_remote(sh, 0, RIGHT, taken.phase[0], o);
-            mma_wait<0>();
-            let_go(&sh.added[0][RIGHT]);
+            add(sh, 0, RIGHT, taken.phase[0], o, shrink, [&](int k) { return remote(sh, 0, k); });
             taken.phase[0] ^= 1;
             return;
         }
@@ -376,16 +417,12 @@ __device__ __forceinline__ void take_second(
         store_weights(sh.weights[1], p);
         fence_async();
         arrive(SECOND_READY, 2 * GROUP);
-        shrink_sums(o, shrink);
-        add_local(sh, 1, RIGHT, taken.phase[1], o, p);
+        add(sh, 1, RIGHT, taken.phase[1], o, shrink, [&](int k) { return p + 4 * k; });
         taken.phase[1] ^= 1;
         meet(FIRST_READY, 2 * GROUP);
-        add_remote(sh, 0, RIGHT, taken.phase[0], o);
+        const float as_it_is[2] = {1, 1};
+        add(sh, 0, RIGHT, taken.phase[0], o, as_it_is, [&](int k) { return remote(sh, 0, k); });
         taken.phase[0] ^= 1;
-        mma_wait<1>();
-        let_go(&sh.added[1][RIGHT]);
-        mma_wait<0>();
-        let_go(&sh.added[0][RIGHT]);
     }
 }
 
@@ -424,7 +461,7 @@ __device__ __forceinline__ void round_q(Shared& sh, const Arguments8& a, int b, 
         }
     }
     most = quad_max(most);
-    const float scale = most > 0 ? most / LARGEST : 1, by = 1 / scale;
+    const float scale = most > 0 ? fmaxf(most / LARGEST, 1e-30f) : 1, by = 1 / scale;
     if (quarter == 0) sh.q_scale[head] = scale;
 #pragma unroll
     for (int i = 0; i < 18; ++i) {
