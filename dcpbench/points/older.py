@@ -16,7 +16,7 @@ HOLD = ("point", "points", "pool_points", "engines")
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """A record or a job of any version. Raises as the decoder does: of options that are gone and on, too."""
+    """A record or a job of any version. Raises as the decoder does, also for an option that is gone and that a point has on."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError:
