@@ -283,11 +283,6 @@ def _check_exchange(point: Point, machine: Machine) -> None:
     on = [flag(name) for name in OPTIONS if getattr(point, name)]
     if on and point.exchange == NO_EXCHANGE:
         raise UsageError(f"{', '.join(on)}: {point.layout} exchanges nothing; use --dcp 2 or more, or leave it out.")
-    if point.overlap and -(-point.concurrency // point.dp) == 1:
-        raise UsageError(
-            "--overlap runs a batch in two halves, and a replica has one request; use a --concurrency of "
-            f"{point.dp + 1} or more, or leave it out."
-        )
     if point.exchange == REGISTERED and machine.probe.device == "cpu":
         raise UsageError(
             f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."

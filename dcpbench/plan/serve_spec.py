@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds", "overlap")
-"""Options that only `sweep` has; a batch of one request, which serving meets, has no halves to overlap."""
+OTHERS = ("context", "seconds")
+"""Options that only `sweep` has."""
 ALIKE = [axis for axis in LOAD_AXES if axis.one]
 """Of all loads of a run; fields of a load, and options with the same names."""
 MOST_REQUESTS = 10_000_000

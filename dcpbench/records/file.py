@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
+from dcpbench.points import older
 from dcpbench.records import checks, checksums
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
 from dcpbench.records.lines import UNREADABLE
@@ -163,7 +164,7 @@ def decode(line: bytes) -> Record:
     """The record of one line, held against its checksum before anything else. Raises UNREADABLE."""
     checksums.check(line)
     try:
-        record = _decoder.decode(line)
+        record = older.decode(line, _decoder)
     except msgspec.ValidationError:
         _check_version(_version_decoder.decode(line).schema_version)
         raise

@@ -1151,7 +1151,7 @@ SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
                 ("ag_rs", 100.0, {}),
                 ("a2a", 105.0, {}),
                 ("symm", 104.9, {}),
-                ("a2a", 101.0, {"overlap": True}),
+                ("a2a", 101.0, {"project_first": True}),
             )
         ]
     ],
