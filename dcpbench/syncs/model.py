@@ -199,12 +199,12 @@ def totals(sites: list[Site]) -> Totals:
     """Sums over the sites that are the program's."""
     mine = [s for s in sites if not (s.own or s.may_block)]
     waits = [s.wait_us for s in mine if s.wait_us is not None]
-    bubbles = [s.bubble_us for s in mine]
+    bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
     return Totals(
         syncs=sum(s.count for s in mine),
         sites=len(mine),
         wait_us=sum(waits) if waits else None,
-        bubble_us=sum(bubbles) if bubbles and None not in bubbles else None,
+        bubble_us=sum(bubbles) if bubbles else None,
     )
 
 

@@ -38,7 +38,7 @@ class Steps(NamedTuple):
     """What their names have in common, such as `ProfilerStep#`; empty where there are none."""
     start: NDArray[np.float64]
     end: float
-    """End of the last one."""
+    """End of the last one, or start of one that is left out behind it."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -81,10 +81,11 @@ def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
 def _steps(marked_by: str, ranges: list[Range]) -> Steps:
     if not ranges:
         return Steps("", np.zeros(0), 0.0)
-    last = max(ranges, key=lambda r: r.start)
-    if last.empty and PROFILER_STEP.match(last.name):
-        ranges = [r for r in ranges if r.name != last.name] or ranges
-    return Steps(marked_by, np.unique([r.start for r in ranges]), max(r.end for r in ranges))
+    last, end = max(ranges, key=lambda r: r.start), max(r.end for r in ranges)
+    others = [r for r in ranges if r.name != last.name]
+    if others and last.empty and PROFILER_STEP.match(last.name):
+        ranges, end = others, last.start
+    return Steps(marked_by, np.unique([r.start for r in ranges]), end)
 
 
 def per_step(steps_of_site: Sequence[int | None], steps: int) -> tuple[float | None, bool]:

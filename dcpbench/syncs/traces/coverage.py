@@ -204,7 +204,7 @@ def _linked(columns: Columns) -> NDArray[np.bool_]:
     order = np.argsort(calls.correlation, kind="stable")
     ids = calls.correlation[order]
     at = np.minimum(np.searchsorted(ids, gpu.correlation), len(ids) - 1)
-    linked = (ids[at] == gpu.correlation) & (gpu.correlation != -1)
+    linked: NDArray[np.bool_] = (ids[at] == gpu.correlation) & (gpu.correlation != -1)
     shared = _shared(calls.start[order], calls.end[order], ids)
     if len(shared):
         linked &= ~np.isin(gpu.correlation, shared)
