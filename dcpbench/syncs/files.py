@@ -123,7 +123,7 @@ def check_output(path: Path | None, *, force: bool) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise OutputError(f"{path} is a folder; give a file with -o, such as {path / 'syncs.json'}.")
+        raise OutputError(f"{path} is a folder; give a file with -o, such as {shlex.quote(str(path / 'syncs.json'))}.")
     if path.exists() and not force:
         raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
     if not path.parent.is_dir():

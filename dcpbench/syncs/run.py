@@ -105,7 +105,7 @@ def run(command: Sequence[str], recording: Recording, options: GateOptions, out:
     if not command:
         raise UsageError("There is no program; write it after `--`: dcpbench syncs run -- python script.py")
     if shutil.which(command[0]) is None:
-        hint = f"python {command[0]}" if command[0].endswith(".py") else "python script.py"
+        hint = f"python {shlex.quote(command[0])}" if command[0].endswith(".py") else "python script.py"
         raise UsageError(f"{command[0]} is no program that can be started; write `-- {hint}`.")
     if not has_gpu() and not os.environ.get(CPU_VARIABLE):
         raise CapacityError(f"There is no GPU here to wait for; {instead_of(command)}")

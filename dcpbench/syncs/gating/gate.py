@@ -188,7 +188,8 @@ def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
         message = f"bubble of {microseconds(total)} in all, the limit is {microseconds(limit)}: {named}"
         yield Finding(reason="bubble", message=message)
     elif unknown:
-        yield f"The bubble of {sentence(unknown[0])} is not known, so --max-bubble-us cannot be checked: scan a trace."
+        site = f"{unknown[0].kind} in {_where(unknown[0])}"
+        yield f"The bubble of {site} is not known, so --max-bubble-us cannot be checked: scan a whole trace."
 
 
 def _most(parts: Iterable[tuple[float, Site]], told: Callable[[float], str]) -> str:
