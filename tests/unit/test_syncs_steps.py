@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from dcpbench.errors import UsageError
+from dcpbench.syncs.scan import scan
 from dcpbench.syncs.sites import fingerprint
 from dcpbench.syncs.steps import Range, find_steps, per_step
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
 from tests.unit.trace_builder import HOST, Trace, mine, only
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[2]
 
 
 def ranges(*names: str, length: float = 10) -> list[Range]:
@@ -75,6 +77,30 @@ class TestFindSteps:
         assert steps.of([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, None]
 
 
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
+@pytest.mark.parametrize(("batches", "steps"), [(4, 4), (10, 10), (13, 10)])
+def test_the_recipe_of_the_documentation_marks_steps(
+    batches: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten at most, and none more than there were."""
+    recipe = (ROOT / "docs" / "syncs.md").read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(recipe, {"batches": [torch.ones(2)] * batches, "step": torch.sum})  # noqa: S102 -- ours
+    assert scan([tmp_path / "trace.json.gz"], root=tmp_path).traces[0].steps == steps
+
+
+def test_what_is_advised_where_no_steps_are_marked_marks_them(tmp_path: Path) -> None:
+    trace = Trace().work()
+    trace.item(100, 200)
+    report = trace.scan(tmp_path)
+    (told,) = [note for note in report.traces[0].coverage.notes if "No steps are marked" in note]
+    assert "where profile() has schedule=" in told
+    name = re.findall(r'record_function\(f"(.*)"\)', told)[0]
+    for n in range(2):
+        trace.range(name.format(n=n), 1000 * n, 1000 * n + 900)
+    assert trace.scan(tmp_path).traces[0].steps == 2
+
+
 class TestPerStep:
     @pytest.mark.parametrize(
         ("steps_of_site", "steps", "expected"),
@@ -117,7 +143,7 @@ class TestSites:
     def test_a_last_profiler_step_counts_where_work_was_launched_or_waited_for(
         self, last: str, steps: int, tmp_path: Path
     ) -> None:
-        """Two reads in each of two steps, then a third step: 4 over 2 steps, or 4 (5 with its own wait) over 2 of 3."""
+        """Two reads in each of two steps: 4 over 2; with a third step, whose first is warm-up, 2 over 2."""
         trace = Trace().work()
         for step in range(3):
             trace.range(f"ProfilerStep#{step}", 1000 * step, 1000 * step + 900)
@@ -134,7 +160,7 @@ class TestSites:
         report = trace.scan(tmp_path)
         assert report.traces[0].steps == steps
         reads = next(s for s in report.sites if s.op == "aten::_local_scalar_dense")
-        assert reads.count_per_step == (2 if steps == 2 else 1)  # of three steps the first is warm-up
+        assert reads.count_per_step == (2 if steps == 2 else 1)
 
     @pytest.mark.parametrize(("last", "steps"), [(2100, 3), (1500, 2)])
     def test_without_a_gpu_operators_are_work(self, last: float, steps: int, tmp_path: Path) -> None:
