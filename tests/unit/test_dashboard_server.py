@@ -209,6 +209,21 @@ class TestFollowing:
             tell(job, "end")
             assert running.working(watcher.root) == []
 
+    def test_of_several_jobs_the_newest_is_told_and_one_that_is_gone_is_none(self, tmp_path: Path) -> None:
+        """A run has a job for each number of GPUs; the file of one may vanish while they are listed."""
+        for age, gpus in enumerate((8, 1, 4)):
+            points = [record_builder.point(concurrency=n) for n in range(1, gpus + 1)]
+            job = Job(
+                kind="sweep", tag=f"tp{gpus}", folder=str(tmp_path), device="cpu", points=points, settings=Settings()
+            )
+            job.path().write_bytes(msgspec.json.encode(job))
+            tell(job, "start")
+            os.utime(job.path(), (1e9 - age, 1e9 - age))
+        (tmp_path / "job-tp2.json").symlink_to(tmp_path / "nothing")
+        with locked(tmp_path):
+            (one,) = running.working(tmp_path)
+        assert one.of == 8
+
     def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""
         points = [record_builder.point()]

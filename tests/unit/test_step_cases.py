@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dcpbench.serving.step_cases import CHECK, CaseMaker, CaseSteps, Extent, grid
+from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Extent, grid
 from dcpbench.serving.step_model import step_works
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from tests.unit import serve_record_builder
@@ -92,6 +94,35 @@ def test_what_predictions_are_checked_by_has_prefixes_between_measured_ones(shar
         extent = Extent(requests=6, context=context, pages=pages, virtual_page=4, chunk=16, shared=shared)
         checked = [chunk for case in grid(extent) if case.use == CHECK for chunk in case.chunks]
         assert all(chunk.prefix > 0 and chunk.prefix % 4 == 0 for chunk in checked)
+
+
+@given(
+    tokens=st.integers(1, 48),
+    extent=st.builds(
+        Extent,
+        requests=st.integers(1, 6),
+        context=st.integers(1, 48),
+        pages=st.integers(1, 16),
+        virtual_page=st.sampled_from([1, 2, 4]),
+        chunk=st.just(48),
+        shared=st.booleans(),
+    ),
+)
+def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_context_or_more(
+    tokens: int, extent: Extent
+) -> None:
+    """To a prefix, and half of their own tokens in the mean; None where none of these numbers leaves room for a prefix."""
+    fewest = extent.fewest(tokens) or 1
+    numbers = [n for n in range(fewest, extent.at_once + 1) if n == fewest or tokens / (n - 1) > extent.context / LATE]
+    prefixes = {n: extent.longest_prefix(n, -(-tokens // n)) for n in numbers}
+    attended = {n: prefix + tokens / n / 2 for n, prefix in prefixes.items() if prefix > 0}
+    found = extent.latest(tokens)
+    assert found in attended or found is None
+    if found is None:
+        assert not attended
+    else:
+        assert attended[found] == max(attended.values())
+        assert extent.fits(Case(chunks=(Chunks(1, -(-tokens // found), prefixes[found]),)))
 
 
 def test_a_case_is_said_in_requests_and_chunks() -> None:
