@@ -135,7 +135,7 @@ def test_what_is_too_long_to_be_told_of_a_collective_is_told_by_its_end_and_its_
     assert met.call == beats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], []])
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], [60_000, 60_001], []])
 def test_spans_are_read_back(ranks: list[int]) -> None:
     assert beats.members(beats.spans(ranks)) == ranks
 
