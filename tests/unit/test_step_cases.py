@@ -1,5 +1,6 @@
 """Cases as steps for an engine: the right work, in slots and pages of their own, the same on every rank."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -97,18 +98,26 @@ def test_what_predictions_are_checked_by_has_prefixes_between_measured_ones(shar
         assert all(chunk.prefix > 0 and chunk.prefix % 4 == 0 for chunk in checked)
 
 
-@given(
-    tokens=st.integers(1, 48),
-    extent=st.builds(
-        Extent,
-        requests=st.integers(1, 6),
-        context=st.integers(1, 48),
-        pages=st.integers(1, 16),
-        virtual_page=st.sampled_from([1, 2, 4]),
-        chunk=st.just(48),
-        shared=st.booleans(),
-    ),
+EXTENTS = st.builds(
+    Extent,
+    requests=st.integers(1, 6),
+    context=st.integers(1, 48),
+    pages=st.integers(1, 16),
+    virtual_page=st.sampled_from([1, 2, 4]),
+    chunk=st.just(300),
+    shared=st.booleans(),
 )
+
+
+@given(tokens=st.integers(1, 48), extent=EXTENTS)
+def test_the_fewest_chunks_are_those_of_the_first_number_that_fits(tokens: int, extent: Extent) -> None:
+    """Each with as many tokens as the longest, and none of them shared."""
+    alone = dataclasses.replace(extent, shared=False)
+    fits = [n for n in range(1, extent.at_once + 1) if alone.fits(Case(chunks=(Chunks(n, -(-tokens // n), 0),)))]
+    assert extent.fewest(tokens) == (fits[0] if fits else None)
+
+
+@given(tokens=st.integers(1, 48), extent=EXTENTS)
 def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_context_or_more(
     tokens: int, extent: Extent
 ) -> None:
