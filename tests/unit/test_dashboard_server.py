@@ -202,6 +202,9 @@ class TestFollowing:
             (one,) = running.working(watcher.root, now=began + 60)
             assert (one.done, one.failed, one.of, one.stage, one.note) == (3, 2, 5, "measure", "9.1 ms")
             assert one.left_s == pytest.approx(40)
+            assert running.working(watcher.root, now=began)[0].left_s is None, (
+                "in no time nothing is known of a point's"
+            )
             (told,) = client.get("/live.json").json()["jobs"]
             assert (told["run"], told["done"]) == ("running", 3)
             assert told["point"] == point_name(points[3])
@@ -223,7 +226,7 @@ class TestFollowing:
         (tmp_path / "job-tp2.json").symlink_to(tmp_path / "nothing")
         with locked(tmp_path):
             (one,) = running.working(tmp_path)
-        assert one.of == 8
+        assert (one.of, one.run) == (8, tmp_path.name)
 
     def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""

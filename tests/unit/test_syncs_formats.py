@@ -21,7 +21,7 @@ from dcpbench.syncs.gating import baseline
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Report
-from dcpbench.syncs.rules import RULES
+from dcpbench.syncs.rules import BY_ID, RULES
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -335,6 +335,32 @@ class TestGithub:
             line for line in show(judged(build.report(*sites)), "github").splitlines() if line.startswith("::error")
         ]
         assert [re.search(r"fn(\d+)_", line)[1] for line in lines] == [str(n) for n in range(12, 2, -1)]
+
+    @pytest.mark.parametrize("file", ["", "/opt/torch/functional.py", "<string>"])
+    def test_what_is_no_file_of_the_change_is_no_place_in_it(self, file: str) -> None:
+        line, *_ = show(judged(build.report(build.site(file=file))), "github").splitlines()
+        assert line.startswith("::error title=SYNC001 scalar-read::")
+
+    def test_findings_say_what_to_do_about_them_and_sites_that_may_stay_why(self) -> None:
+        """A rule that nobody knows has no advice."""
+        known, unknown = build.site("a"), build.site("b", rule="SYNC999")
+        report = judged(build.report(known, unknown, build.site("c", function="sample")))
+        lines = show(report, "github").splitlines()
+        errors = [line for line in lines if line.startswith("::error file=")]
+        assert [words.advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
+            "SYNC001" in e for e in errors
+        ]
+        assert ["SYNC999" in line for line in errors].count(True) == len(errors) - 1 == 1
+        (allowed,) = [line for line in lines if line.startswith("::notice file=")]
+        assert allowed.endswith(f". Allowed: {SAMPLE.reason}")
+
+    @pytest.mark.parametrize("found", [True, False])
+    def test_a_trace_that_shows_not_all_is_a_warning_beside_findings_and_else_an_error(self, found: bool) -> None:
+        sites = [build.site()] if found else []
+        lines = show(judged(build.report(*sites, traces=[build.trace(runtime_events=0)])), "github").splitlines()
+        said = [line.partition("::")[2].partition("::")[0] for line in lines]
+        assert ("warning title=Not all is known" in said) == found
+        assert ("error title=The trace cannot answer" in said) != found
 
     @pytest.mark.parametrize(("count", "left"), [(9, 0), (10, 0), (12, 2)])
     def test_sites_that_have_no_annotation_are_counted(self, count: int, left: int) -> None:
