@@ -155,7 +155,6 @@ def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
         layer=None,
         state=RETURNED if done else INSIDE,
         began_ns=int(e.get("time_created_ns") or 0),
-        ended_ns=int(e.get("time_discovered_completed_ns") or 0),
     )
 
 

@@ -446,7 +446,6 @@ def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str 
     columns = columns_for(len(values))
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
     figure, axes = _grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
-    figure.set_layout_engine("constrained", hspace=0.03)
     found = []
     for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]

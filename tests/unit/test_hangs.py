@@ -108,7 +108,34 @@ def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that
         assert beats.read(tmp_path / "beats-0.bin").met[-1].call is None
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], []])
+def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
+    """Every second rank, up to 150 of them in 548 letters: half a number would be another rank, which then is blamed."""
+    groups = {f"{count:03}": range(0, 2 * count, 2) for count in range(1, 151)}
+    job = Job(tmp_path, 3, groups)
+    for group in groups:
+        for rank in (0, 2):
+            job.does(rank, "all_reduce", "moe", 0, group=group, hangs=group == "150")
+    calls = [met.call for met in beats.read(tmp_path / "beats-2.bin").met]
+    told = [call is not None and beats.members(call.ranks) for call in calls]
+    most = sum(map(bool, told))
+    assert told == [*map(list, groups.values())][:most] + [[]] * (150 - most)
+    assert 60 < most < 150
+    found = job.found()
+    assert {*found.ranks, *found.waiting} <= {*groups["150"]}
+
+
+def test_what_is_too_long_to_be_told_of_a_collective_is_told_by_its_end_and_its_beginning(tmp_path: Path) -> None:
+    """Of the group's name its first 40 letters, of the place its last 100, and nothing of what is above that."""
+    job = Job(tmp_path, 1, {(name := "g" * 50 + "h" * 300): [0]})
+    at = f"{'d' * 300}/file.py:12 in function"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beats, "_place", lambda _: at)
+        job.does(0, "all_reduce", "moe", 0, group=name)
+    (met,) = beats.read(tmp_path / "beats-0.bin").met
+    assert met.call == beats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], [60_000, 60_001], []])
 def test_spans_are_read_back(ranks: list[int]) -> None:
     assert beats.members(beats.spans(ranks)) == ranks
 
@@ -608,10 +635,22 @@ def test_whatever_ranks_have_left_something_is_said(
         assert said.as_text(hang)
 
 
-@pytest.mark.parametrize(("out", "kind"), [(1, "behind"), (2, "unknown"), (3, "unknown")])
-def test_by_stacks_alone_only_few_are_behind_many(out: int, kind: str, tmp_path: Path) -> None:
-    """Of four processes: where half are elsewhere, nobody knows who waits for whom."""
-    for rank in range(4):
+@pytest.mark.parametrize(
+    ("of", "out", "said"),
+    [
+        (4, 1, "rank 0 is at app/data.py:12 in load, and the other 3 wait"),
+        (5, 2, "rank 0, rank 1 are at app/data.py:12 in load, and the other 3 wait"),
+        (4, 2, ""),
+        (4, 3, ""),
+    ],
+)
+def test_by_stacks_alone_only_few_are_behind_many(of: int, out: int, said: str, tmp_path: Path) -> None:
+    """Where half are elsewhere, nobody knows who waits for whom."""
+    for rank in range(of):
         frames = ELSEWHERE if rank < out else IN_REDUCE
         (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
-    assert find(evidence.of_files([tmp_path])).kind == kind
+    found = find(evidence.of_files([tmp_path]))
+    assert found.kind == ("behind" if said else "unknown")
+    if said:
+        assert found.said == f"{said} in all_reduce, at app/train.py:40 in step"
+        assert (found.ranks, found.waiting) == ([*range(out)], [*range(out, of)])
