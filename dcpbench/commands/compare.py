@@ -18,11 +18,10 @@ JUDGE = panel("How it is judged")
 class Judged(Group):
     """How two sides are held against each other."""
 
-    fail_on: str = JUDGE(
+    fail_on: str | None = JUDGE(
         "End with 1 where B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …; "
-        "undecided: also where a rule cannot be decided; missing: also where B lacks a point. Points that fail in B "
-        "alone always count. Default: none.",
-        default="",
+        "undecided: also where a rule cannot be decided, alone where any verdict is UNDECIDED; missing: also where B "
+        "lacks a point. Points that fail in B alone always count. Default: none.",
         metavar="RULE,…",
     )
     margin: str = JUDGE("Ratios within it are as good as the same.", default="1%", metavar="PERCENT")
@@ -120,7 +119,11 @@ def _words(text: str | None) -> tuple[str, ...]:
 
 
 def _share(option: str, text: str) -> float:
+    number = text.strip().removesuffix("%")
     try:
-        return float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+        percent = float(number)
     except ValueError:
         raise UsageError(f"{option} {text} is no share; give one such as {option} 1%.") from None
+    if percent >= 0 and "%" not in text:
+        raise UsageError(f"{option} {text} has no unit; write {option} {number}%.")
+    return percent / 100
