@@ -61,6 +61,23 @@ def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
     assert markdown.render(decided).startswith("## ❔ ")
 
 
+def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load, at the end of a name, is what rows differ in; intervals keep 3 inches beside it."""
+    one = build.ok(build.point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000))
+    figures = []
+    monkeypatch.setattr(picture, "save", lambda figure, *_: figures.append(figure) or [])
+    found = compared(tmp_path, [one], [one])
+    picture.draw(found, tmp_path)
+    (figure,) = figures
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    labels = axes.get_yticklabels()
+    assert len(found.points[0].name) > 58
+    assert all(label.get_text().startswith(f"{found.points[0].name} · ") for label in labels)
+    assert min(label.get_window_extent().x0 for label in labels) >= 0
+    assert axes.get_window_extent().width / figure.dpi > 3
+
+
 class TestGate:
     def apply(self, tmp_path: Path, rules: str | None, a: Record, *b: Record) -> Comparison:
         found = compared(tmp_path, [a], list(b))
