@@ -65,11 +65,12 @@ def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monke
     """Load, at the end of a name, is what rows differ in; intervals keep 3 inches beside it."""
     one = build.ok(build.point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000))
     figures = []
-    monkeypatch.setattr(picture, "save", lambda figure, *_: figures.append(figure) or [])
+    monkeypatch.setattr(
+        picture, "save", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
+    )
     found = compared(tmp_path, [one], [one])
     picture.draw(found, tmp_path)
     (figure,) = figures
-    figure.canvas.draw()
     (axes,) = figure.axes
     labels = axes.get_yticklabels()
     assert len(found.points[0].name) > 58
