@@ -63,8 +63,8 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
 
     A row that was sampled fails where its corrected interval leaves out equality on the worse side and its ratio is
     beyond the limit; it is undecided where the interval reaches beyond the limit. `undecided` without a rule of a metric
-    fails for every row whose verdict is UNDECIDED. With any rule, points that ran in A
-    and not in B fail, too: a change that breaks points is no faster for it.
+    fails for every row whose verdict is UNDECIDED. With any rule, points that ran in A and not in B fail, too: a change
+    that breaks points is no faster for it.
     """
     comparison.rules = [rule.text for rule in rules]
     if not rules:

@@ -128,8 +128,8 @@ def _active(words: str) -> bool | None:
 def flight(text: str, path: Path, named: int = NOBODY) -> tuple[int, list[Met]]:
     """(rank, its last collectives, oldest first) of a flight recorder's JSON. Raises RecordsError for another text.
 
-    `named`: the rank, where the JSON has none. Which have ended is what torch found out: of NCCL, by the device; what the watchdog has not looked at yet counts as
-    not ended.
+    `named`: the rank, where the JSON has none. Which have ended is what torch found out: of NCCL, by the device; what the
+    watchdog has not looked at yet counts as not ended.
     """
     try:
         told = msgspec.json.decode(text)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -125,15 +126,15 @@ class Evidence:
 def of_files(paths: Sequence[Path]) -> Evidence:
     """What these files say, and those that lie in these folders. Raises RecordsError where nothing could be read."""
     found = Evidence()
-    typed = {path.resolve(): path for path in paths if not path.is_dir()}
+    typed = {os.path.realpath(path): path for path in paths if not path.is_dir()}
     inside = [path for folder in paths if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_file()]
-    named = typed | {path.resolve(): path for path in inside}
+    named = typed | {os.path.realpath(path): path for path in inside}
     missed = []
     for path, name in _names([*named.values()]).items():
         try:
             if _take(found, path, name):
                 found.read.append(name)
-            elif path.resolve() in typed or dumps.LIKE_A_DUMP.search(path.name):
+            elif os.path.realpath(path) in typed or dumps.LIKE_A_DUMP.search(path.name):
                 found.unread.append(f"{path} is no dump of py-spy or faulthandler, and no JSON of the flight recorder.")
                 missed.append(dumps.rank_of(path))
         except RecordsError as e:

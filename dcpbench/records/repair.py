@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
-_VALUE = json.JSONDecoder()
+_BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 BACKUP = ".before-repair"
 """Added to the name of a file of records, for the copy of it as it was."""
 
@@ -131,8 +132,7 @@ def check_any(found: Audit) -> None:
     """Raise RecordsError where no record was found, inside damaged lines neither."""
     if not found.records and not any(fault.held for fault in found.faults):
         raise RecordsError(
-            f"{found.file} holds no record; name a run's folder, or its records.jsonl. To start "
-            "a run over, repeat its command with --force."
+            f"{found.file} holds no record that this version can read; name a run's folder, or its records.jsonl."
         )
 
 
@@ -209,15 +209,14 @@ def _parts(line: bytes) -> Iterator[bytes]:
 def _objects(text: bytes) -> Iterator[bytes]:
     """Objects of JSON in a text; of one that has no end, those inside it."""
     chars = text.decode("latin-1")  # a character for each byte, so that places are the same
-    begin = chars.find("{")
-    while begin >= 0:
+    end = 0
+    while begun := _BEGIN.search(chars, end):
         try:
-            _, end = _VALUE.raw_decode(chars, begin)
+            _, end = _VALUE.raw_decode(chars, begun.start())
         except (ValueError, RecursionError):
-            end = begin + 1
+            end = begun.end()
         else:
-            yield text[begin:end]
-        begin = chars.find("{", end)
+            yield text[begun.start() : end]
 
 
 def _copy(path: Path) -> Path:
