@@ -78,6 +78,8 @@ def why(line: bytes, error: Exception) -> str:
             "that does, or take the line out."
         )
     said = "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+    if not isinstance(error, msgspec.ValidationError):
+        return f"{said}. Some of it was damaged: take the line out, and measure its point again with --resume."
     return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import fnmatch
 import os
+import shlex
 import time
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -135,9 +136,9 @@ def _no_records(folder: Path) -> str:
     if RECORDS_FILE in (folder.name, *inside):
         return f"{folder} is no run, as its {RECORDS_FILE} is a folder; {name}"
     if not inside:
-        return f"{folder} is empty; `dcpbench sweep -o {folder}` would fill it, or {name}"
+        return f"{folder} is empty; `dcpbench sweep -o {shlex.quote(str(folder))}` would fill it, or {name}"
     if any(fnmatch.fnmatch(file, begun) for file in inside for begun in (LOCK_FILE, JOB_FILES)):
-        return f"{folder} holds no record yet; `dcpbench top {folder}` shows what its run is at."
+        return f"{folder} holds no record yet; `dcpbench top {shlex.quote(str(folder))}` shows what its run is at."
     return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
 
 

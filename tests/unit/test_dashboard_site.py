@@ -531,6 +531,16 @@ class TestLatestChanges:
         assert ([step["after"] for step in latest["steps"]], latest["more"]) == ([24, 18, 12], 1)
 
 
+def test_a_last_line_that_was_cut_short_is_told(tmp_path: Path) -> None:
+    """The others are on the site."""
+    runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+    (path,) = (runs / "run-001").glob("records.jsonl")
+    path.write_bytes(path.read_bytes() + b'{"checked":"crc32","sch')
+    built = site.build(runs, tmp_path / "site")
+    assert built.runs == 2
+    assert built.skipped == ["run-001: the last line of its record file was cut short; the others are read"]
+
+
 class TestWhoseFolder:
     def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
