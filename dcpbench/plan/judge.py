@@ -118,10 +118,20 @@ def _check_decode(point: Point, shape: ModelShape) -> None:
             f"--concurrency {point.concurrency} is more than {point.layout} takes, {of} (the largest CUDA graph); "
             f"--concurrency can be up to {most * point.dp}."
         )
-    if point.context + memory.HEADROOM_TOKENS > shape.max_position:
+    check_positions(point.context, None, shape)
+
+
+def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
+    """Raise UsageError where a model has fewer positions than requests have tokens."""
+    if load is None and context + memory.HEADROOM_TOKENS > shape.max_position:
         raise UsageError(
-            f"--context {point.context} and one new token pass {shape.name}'s {shape.max_position} positions; "
+            f"--context {context} and one new token pass {shape.name}'s {shape.max_position} positions; "
             f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
+        )
+    if load is not None and context > shape.max_position:
+        raise UsageError(
+            f"requests of {_tokens(load)}, {context:,} tokens together, pass {shape.name}'s "
+            f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
         )
 
 
@@ -387,11 +397,7 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         raise UsageError(
             f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."
         )
-    if point.context > shape.max_position:
-        raise UsageError(
-            f"requests of {_tokens(load)}, {point.context:,} tokens together, pass {shape.name}'s "
-            f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
-        )
+    check_positions(point.context, load, shape)
     _check_rows(point, shape)
     _check_chunk(point, load)
     _check_chunk_memory(point, load, shape, probe)
