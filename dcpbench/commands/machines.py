@@ -37,7 +37,9 @@ def machines(as_json: bool = opt.JSON) -> int:
     for gpu in GPUS:
         fp8 = "—" if gpu.fp8_flop_s is None else short_number(gpu.fp8_flop_s / 1e12)
         rates = [short_number(gpu.memory_bytes_s / 1e12), short_number(gpu.bf16_flop_s / 1e12), fp8]
-        shown.add_row(gpu.name, size_text(gpu.memory_bytes), *rates, short_number(gpu.nvlink_bytes_s / 1e9), str(gpu.watts))
+        shown.add_row(
+            gpu.name, size_text(gpu.memory_bytes), *rates, short_number(gpu.nvlink_bytes_s / 1e9), str(gpu.watts)
+        )
     links = Table(box=SIMPLE_HEAD, title="Links between hosts, of each GPU")
     for name in ("link", "GB/s", "µs", "source"):
         links.add_column(name, overflow="fold")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoRoomError, UsageError, how_to_install
-from dcpbench.plan.typed import instead
+from dcpbench.plan.typed import retyped
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
@@ -145,7 +145,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
-            f"To plan it for GPUs type: {instead(_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {retyped(_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -218,7 +218,7 @@ def _smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != experts_placed(BY_LAYOUT, point.tp, best.dp) else {}
-            return instead(_command(point), given | _as_plan(machine.probe), ["--dp", "--ep"])
+            return retyped(_command(point), given | _as_plan(machine.probe), ["--dp", "--ep"])
     return f"dcpbench {_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
 
 

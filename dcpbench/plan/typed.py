@@ -13,7 +13,7 @@ line: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("line", d
 """The command and its words; empty where none was typed."""
 
 
-def instead(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
+def retyped(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
     """What was typed for this command, with options that are `given` (of a switch: empty) and without some `others`.
 
     Without a command line, or on that of another command: the options that are given alone.

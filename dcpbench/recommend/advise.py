@@ -28,17 +28,16 @@ from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Load
     from dcpbench.recommend.estimate import Steps
+    from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
     from dcpbench.serving.step_times import StepTimes
-
-    Watch = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,12 @@ def _choice(
     without_room: set[str] = set()
     short: dict[str, str] = {}
     for number, layout in enumerate(layouts, 1):
-        watch(f"{name}: {layout}, layout {number} of {len(layouts)}")
+        what = f"{name}: {layout}, layout {number} of {len(layouts)}"
+        watch(what)
+
+        def more(served: str, what: str = what) -> None:
+            watch(f"{what}, {served}")
+
         found: list[Forecast] = []
         exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
         points = [_point(ask, layout, exchange, concurrency, context, load) for exchange in exchanges]
@@ -215,14 +219,14 @@ def _choice(
             without_room.add(str(layout))
             continue
         found += [forecast.of_record(r, run) for r, run in records if _same(r.point, points[0])]
-        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short))]
+        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
         if found:
             short.pop(str(layout), None)
             surest = min(SOURCES.index(f.source) for f in found)
             best[str(layout)] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
             continue
         try:
-            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps)
+            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps, more)
         except UsageError as e:
             refused[str(layout)] = short.pop(str(layout), str(e))
     best = _anchored(ask, best, steps)
@@ -239,9 +243,9 @@ def _choice(
     )
 
 
-def _estimated(ask: Ask, point: Point, steps: Steps) -> Forecast:
+def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
     plan = plan_engine([point], ask.settings, load_shape(ask.model), _probe(ask))
-    return forecast.estimated(point, plan, ask.machine, ask.settings, steps, steps.terms)
+    return forecast.estimated(point, plan, ask.machine, ask.settings, steps, steps.terms, watch)
 
 
 def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
@@ -465,7 +469,9 @@ def _by(times: StepTimes, point: Point) -> Point:
     return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
 
 
-def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str]) -> Forecast | None:
+def _replayed(
+    ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str], watch: Watch = lambda _: None
+) -> Forecast | None:
     """By a file of step times, where it is of this layout; where it does not reach, why not is in `short`."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
         return None
@@ -473,7 +479,7 @@ def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, short: dict[s
     of = msgspec.structs.replace(_by(times, point), load=load)
     try:
         plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
-        return forecast.replayed(of, plan, times, ask.settings, file)
+        return forecast.replayed(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
         short[str(point.layout)] = f"{file}: {e}"
         return None
