@@ -115,9 +115,10 @@ def caveats(frames: Frames) -> list[str]:
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():
-        every = "" if limited.all() else f" at {int(limited.sum()):,} of {len(table):,} points"
         by_steps = limited & replayed & (table["throttle_reasons"] == "")
-        steps = f" ({int(by_steps.sum()):,} by their step times)" if by_steps.any() else ""
+        some = by_steps.any() and (limited & ~by_steps).any()
+        steps = f" ({f'{int(by_steps.sum()):,} ' if some else ''}by their step times)" if by_steps.any() else ""
+        every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"
         said.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
     return said
 

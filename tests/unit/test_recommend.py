@@ -522,6 +522,15 @@ def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> N
     assert short == {}
 
 
+def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
+    """20 requests of 20 tokens, one after the other, are 400 steps or more, and each 250th is told."""
+    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    served = point(concurrency=1, context=1020, load=load(requests=20))
+    told: list[str] = []
+    assert advise._replayed(ask("H200"), served, "times.json", times, {}, told.append)
+    assert told[0] == "step 250"
+
+
 SERVED = ((8, 1020, load()),)
 
 
