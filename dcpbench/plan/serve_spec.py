@@ -183,8 +183,7 @@ class ServeLoads:
         found = []
         for concurrency, load in self.each():
             most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
-            sizes = extent(load, str(self.trace.path) if self.trace else "")
-            served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
+            served = extent(load, str(self.trace.path) if self.trace else "").served(shape.max_position)
             found += [PointLoad(most, served, load, deployed) for deployed in self._deployed()]
         return found
 

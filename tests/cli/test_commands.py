@@ -199,7 +199,8 @@ def test_a_dry_run_of_which_nothing_can_run_gives_each_reason_once_and_stays_a_p
     code, out, err = call(*words.split())
     assert code == 3
     assert out.count("cannot run: tp16·dcp16 at 8 × 4,000 and 16 × 4,000: --tp 16 needs 16 GPUs") == 1
-    assert "Type instead: dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200 --gpus 8 (or" in out
+    instead = "dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200 --gpus 8 --concurrency 8,16"
+    assert f"Type instead: {instead} (or" in out
     assert err.endswith("error: None of these points can run; the plan says why, and what to type instead.\n")
     assert "--tp 16 needs" not in err
     code, _, err = call(*words.split(), "--json")

@@ -19,6 +19,7 @@ from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from matplotlib.figure import Figure
@@ -172,3 +173,37 @@ def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_
         for ax in draw(points, look, "title").axes:
             assert ax.get_xlabel().endswith("\nCPU: functional run, not performance")
             assert not [text for text in ax.texts if "functional run" in text.get_text()]
+
+
+@pytest.mark.parametrize("mode", ["live", "replay"])
+@pytest.mark.parametrize("draw", [figures.draw_throughput, figures.draw_ttft, figures.draw_frontier])
+def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
+    draw: Callable[..., Figure], mode: str, tmp_path: Path
+) -> None:
+    """And nowhere else."""
+    served = frames.load([build.write(tmp_path / "run", serve.run())]).served
+    points = served[served["mode"] == mode]
+    figure = draw(points, Style.of(points), "title")
+    hollow = {line.get_markerfacecolor() for ax in figure.axes for line in ax.get_lines() if line.get_marker() == "o"}
+    assert ("white" in hollow) == (mode == "replay")
+    assert ("hollow: replayed" in names(figure)) == (mode == "replay")
+
+
+def test_the_legend_of_replayed_ratios_says_what_is_hollow(tmp_path: Path) -> None:
+    ratios = frames.load([build.write(tmp_path / "run", serve.run())]).findings.ratios
+    told = {
+        mode: names(figures.draw_break_even(found, Style.of(found), "title")) for mode, found in ratios.groupby("mode")
+    }
+    assert {mode: "hollow: replayed" in of for mode, of in told.items()} == {"live": False, "replay": True}
+
+
+def test_how_many_figures_there_are_is_told_before_each_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots.Studio, "draw", lambda *_: None)
+    told: list[str] = []
+    read = frames.load([build.write(tmp_path / "run", serve.run())])
+    pictures = plots.draw_all(read, tmp_path / "figures", watch=told.append)
+    assert told == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
+    assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=told.append)
+    assert len(told) == len(pictures) > 1
