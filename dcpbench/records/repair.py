@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
+MOST_BROKEN = 64
+"""Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 BACKUP = ".before-repair"
 """Added to the name of a file of records, for the copy of it as it was."""
@@ -207,14 +209,16 @@ def _parts(line: bytes) -> Iterator[bytes]:
 
 
 def _objects(text: bytes) -> Iterator[bytes]:
-    """Objects of JSON in a text; of one that has no end, those inside it."""
+    """Objects of JSON in a text; of one that has no end, those inside it. Given up after MOST_BROKEN that are none."""
     chars = text.decode("latin-1")  # a character for each byte, so that places are the same
-    end = 0
-    while begun := _BEGIN.search(chars, end):
+    end = broken = 0
+    while broken < MOST_BROKEN and (begun := _BEGIN.search(chars, end)):
         try:
             _, end = _VALUE.raw_decode(chars, begun.start())
-        except (ValueError, RecursionError):
-            end = begun.end()
+        except RecursionError:
+            return  # no record is nested so deep; what is would be tried from each of its levels
+        except ValueError:
+            end, broken = begun.end(), broken + 1
         else:
             yield text[begun.start() : end]
 

@@ -157,6 +157,17 @@ def test_no_flipped_bits_take_a_record_that_they_do_not_touch(
     assert read_records(folder) == [record for n, record in enumerate(RECORDS) if n != hit]
 
 
+@pytest.mark.parametrize(
+    ("piece", "count"),
+    [(b'{"a":', 200_000), (b'{"a":[1,1,1],', 80_000), (b'{"a', 300_000), (b'{"a":[' + b"1," * 2000, 200)],
+    ids=["nested", "no-key", "open-names", "open-lists"],
+)
+def test_a_line_full_of_beginnings_is_given_up(piece: bytes, count: int, tmp_path: Path) -> None:
+    """A megabyte; each beginning costs a look at all that follows, so that all of them would take minutes."""
+    found = audit(put(tmp_path, lines_of(tmp_path)[0], piece * count))
+    assert [(fault.line, fault.kind, fault.held) for fault in found.faults] == [(2, DAMAGED, 0)]
+
+
 class TestVersionOne:
     """There has been no other version: its lines once had no checksum and fewer fields, and are read as they are."""
 
