@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from dcpbench.errors import UsageError
+from dcpbench.plan.typed import line
 from dcpbench.points.names import flag
 
 if TYPE_CHECKING:
@@ -125,7 +126,11 @@ class Command(TyperCommand):
             once = option.param_type_name == "option" and not option.multiple
             if times > 1 and once and not getattr(option, "is_flag", False):
                 raise UsageError(f"{max(option.opts, key=len)} is given {times} times; give it once.")
-        return super().parse_args(ctx, args)
+        words = (str(ctx.info_name), *args)
+        rest = super().parse_args(ctx, args)
+        before = line.set(words)
+        ctx.call_on_close(lambda: line.reset(before))
+        return rest
 
 
 def _values(option: str, args: list[str]) -> list[str]:

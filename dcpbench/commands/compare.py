@@ -18,11 +18,10 @@ JUDGE = panel("How it is judged")
 class Judged(Group):
     """How two sides are held against each other."""
 
-    fail_on: str = JUDGE(
+    fail_on: str | None = JUDGE(
         "End with 1 where B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …; "
-        "undecided: also where a rule cannot be decided; missing: also where B lacks a point. Points that fail in B "
-        "alone always count. Default: none.",
-        default="",
+        "undecided: also where a rule cannot be decided, alone where any verdict is UNDECIDED; missing: also where B "
+        "lacks a point. Points that fail in B alone always count. Default: none.",
         metavar="RULE,…",
     )
     margin: str = JUDGE("Ratios within it are as good as the same.", default="1%", metavar="PERCENT")
@@ -105,6 +104,7 @@ def compare(
 
       dcpbench compare runs/monday runs/tuesday --across exchange -o difference
     """
+    from dcpbench.commands.runs import say_cut_short
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import read_side
 
@@ -112,6 +112,7 @@ def compare(
     out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check(options, out)
     first, second = read_side([a, *(matched.with_a or [])]), read_side([b, *(matched.with_b or [])])
+    say_cut_short([run.path for run in (*first, *second) if run.path])
     return outputs.conclude(first, second, options, out)
 
 
@@ -120,7 +121,11 @@ def _words(text: str | None) -> tuple[str, ...]:
 
 
 def _share(option: str, text: str) -> float:
+    number = text.strip().removesuffix("%")
     try:
-        return float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+        percent = float(number)
     except ValueError:
         raise UsageError(f"{option} {text} is no share; give one such as {option} 1%.") from None
+    if percent >= 0 and "%" not in text:
+        raise UsageError(f"{option} {text} has no unit; write {option} {number}%.")
+    return percent / 100

@@ -18,7 +18,7 @@ app = typer.Typer(
 @command(app)
 def explain(
     paths: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="DIR|FILES",
             help="The folder of a run with points that hung, one of its hangs/, or dumps of py-spy, faulthandler or torch's "
@@ -29,6 +29,7 @@ def explain(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write it as a page, too, with the stacks of all threads."),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html where it is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each hang, in a list.")] = False,
 ) -> int:
     """Say which rank is behind, in which phase, layer and collective, at which line, and who waits for it.
@@ -41,12 +42,18 @@ def explain(
 
       for pid in $(pgrep -f my_server); do py-spy dump --pid $pid > dump-$pid.txt; done; dcpbench hang explain dump-*.txt
     """
-    from dcpbench.errors import OutputError
+    from dcpbench.errors import OutputError, UsageError
     from dcpbench.hangs import said
     from dcpbench.show.terminal import say
     from dcpbench.show.whole_files import write_file
 
-    hangs = said.explained(paths)
+    if "" in paths:
+        raise UsageError("an empty name is no folder and no file; name the folder of a run, or dumps.")
+    if html is not None and html.exists() and not force:
+        raise OutputError(
+            f"--html {html} would be written over; give the page a name of its own, such as --html hang.html, or add --force."
+        )
+    hangs = said.explained([Path(path) for path in paths])
     if html is not None:
         try:
             write_file(html, said.as_page(hangs).encode())

@@ -26,17 +26,20 @@ def machines(as_json: bool = opt.JSON) -> int:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from dcpbench.show.numbers import gib, short_number
+    from dcpbench.points.sizes import size_text
+    from dcpbench.show.numbers import short_number
 
     shown = Table(
         box=SIMPLE_HEAD, title=f"GPUs, {GPUS_PER_HOST} to a host; rates on paper, dense, NVLink in one direction"
     )
-    for name in ("GPU", "GiB", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
+    for name in ("GPU", "memory", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
         shown.add_column(name, justify="left" if name == "GPU" else "right")
     for gpu in GPUS:
         fp8 = "—" if gpu.fp8_flop_s is None else short_number(gpu.fp8_flop_s / 1e12)
         rates = [short_number(gpu.memory_bytes_s / 1e12), short_number(gpu.bf16_flop_s / 1e12), fp8]
-        shown.add_row(gpu.name, gib(gpu.memory_bytes), *rates, short_number(gpu.nvlink_bytes_s / 1e9), str(gpu.watts))
+        shown.add_row(
+            gpu.name, size_text(gpu.memory_bytes), *rates, short_number(gpu.nvlink_bytes_s / 1e9), str(gpu.watts)
+        )
     links = Table(box=SIMPLE_HEAD, title="Links between hosts, of each GPU")
     for name in ("link", "GB/s", "µs", "source"):
         links.add_column(name, overflow="fold")

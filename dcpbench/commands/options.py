@@ -87,9 +87,6 @@ class How(Group):
     project_first: bool | None = HOW(
         "Project partial outputs to values, with more weights, before they are exchanged: fewer bytes. Default: no."
     )
-    overlap: bool | None = HOW(
-        "Run attention in two halves of the batch, one's exchange beside the other's attention. Default: no."
-    )
     all_reduce: str | None = HOW(
         "How the partial sums of tp are reduced: nccl, or symm through symmetric memory. Default: nccl.",
         metavar="NAME,…",

@@ -128,14 +128,13 @@ def recommend(
 
 
 def _ask(wanted: Wanted) -> "Ask":
-    import math
-
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
     from dcpbench.points.machines import described
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
     from dcpbench.points.shapes import load_shape
     from dcpbench.recommend.advise import Ask
+    from dcpbench.records.checks import LARGEST
     from dcpbench.serving.load_words import parse_slo
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _here()
@@ -150,7 +149,7 @@ def _ask(wanted: Wanted) -> "Ask":
         raise UsageError(
             f"--exchange {unknown[0]} is none of {', '.join(AUTO_EXCHANGES)}; write for example --exchange a2a."
         )
-    if wanted.price is not None and not 0 < wanted.price < math.inf:
+    if wanted.price is not None and not 0 < wanted.price <= LARGEST:
         raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
     gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus else (here or machine.gpus_per_host,)
     return Ask(
@@ -158,7 +157,7 @@ def _ask(wanted: Wanted) -> "Ask":
         machine=machine,
         named=named,
         gpus=gpus,
-        loads=tuple(_loads(wanted)),
+        loads=tuple(_loads(wanted, shape.max_position)),
         weights_dtype=weights,
         kv_dtype=wanted.kv_dtype,
         exchanges=exchanges,
@@ -196,8 +195,10 @@ def _positive(name: str, typed: str, example: str) -> tuple[int, ...]:
     return found
 
 
-def _loads(wanted: Wanted) -> "list[tuple[int, int, Load | None]]":
+def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
+    """As Ask has them, for a model of so many positions."""
     from dcpbench.errors import UsageError
+    from dcpbench.plan.options import check_positive
     from dcpbench.points.names import CLOSED, GAMMA
     from dcpbench.points.point import Load
     from dcpbench.recommend.forecast import ROUNDS
@@ -213,6 +214,8 @@ def _loads(wanted: Wanted) -> "list[tuple[int, int, Load | None]]":
         return [(n, length, None) for length in _positive("context", wanted.context, "32000") for n in clients]
     for option, value in (("input", wanted.input_tokens), ("output", wanted.output_tokens)):
         parse_lengths(option, value)
+    check_positive("chunk", wanted.chunk)
+    check_positive("num_requests", wanted.num_requests)
 
     def load(requests: int, rate: float | None = None) -> Load:
         return Load(
@@ -228,12 +231,12 @@ def _loads(wanted: Wanted) -> "list[tuple[int, int, Load | None]]":
 
     if wanted.request_rate is None:
         loads = [(n, load(ROUNDS * n)) for n in clients]
-        return [(n, extent(of).longest, of) for n, of in loads]
+        return [(n, extent(of).served(positions), of) for n, of in loads]
     rates = _rates(wanted.request_rate)
     if wanted.concurrency is not None:
         raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
     at_once = min(wanted.num_requests, 512)
-    return [(at_once, extent(of).longest, of) for of in (load(wanted.num_requests, rate) for rate in rates)]
+    return [(at_once, extent(of).served(positions), of) for of in (load(wanted.num_requests, rate) for rate in rates)]
 
 
 def _rates(typed: str) -> list[float]:

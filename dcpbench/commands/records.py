@@ -1,5 +1,6 @@
 """`dcpbench records check` and `repair`: whether every record of a run can be read, and what to do where one cannot."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from dcpbench.show.terminal import say
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
-    from dcpbench.records.repair import Audit
+    from dcpbench.records.repair import Audit, Fault
 
 app = typer.Typer(
     name="records",
@@ -35,7 +36,7 @@ def check(runs: opt.Runs, as_json: AsJson = False) -> int:
     import msgspec
 
     from dcpbench.commands.runs import print_json
-    from dcpbench.records.repair import audit
+    from dcpbench.records.repair import audit, check_any
 
     found = [audit(run) for run in runs]
     if as_json:
@@ -43,6 +44,8 @@ def check(runs: opt.Runs, as_json: AsJson = False) -> int:
     else:
         for one in found:
             print("\n".join(_said(one)))  # noqa: T201 - the answer
+    for one in found:
+        check_any(one)
     return WRONG if any(one.faults for one in found) else 0
 
 
@@ -94,8 +97,14 @@ def repair(
     return 0
 
 
+def _held(fault: "Fault") -> str:
+    return f" Repair keeps {counted(fault.held, 'whole record')} inside it." if fault.held else ""
+
+
 def _said(found: "Audit") -> list[str]:
-    lines = [f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}" for fault in found.faults]
+    from dcpbench.records.repair import STRANGE
+
+    lines = [f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}{_held(fault)}" for fault in found.faults]
     without = f", {found.unsealed:,} of them without a checksum" if found.unsealed else ""
     lines.append(
         f"{found.file}: {counted(found.records, 'record')} of {counted(found.points, 'point')} can be read{without}."
@@ -105,6 +114,8 @@ def _said(found: "Audit") -> list[str]:
             f"{found.file}: {counted(len(found.samples_missing), 'file')} of requests not beside it, such as "
             f"{found.samples_missing[0]}; copy the whole folder of a run."
         )
-    if found.faults:
-        lines.append(f"To take out what cannot be read, and keep a copy: dcpbench records repair {found.file}")
+    if found.faults and (found.records or any(fault.held for fault in found.faults)):
+        strange = ["--strange"] if any(fault.kind == STRANGE for fault in found.faults) else []
+        again = shlex.join(["dcpbench", "records", "repair", *strange, found.file])
+        lines.append(f"To take out what cannot be read, and keep a copy: {again}")
     return lines

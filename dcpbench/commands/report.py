@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.commands import options as opt
+from dcpbench.show.terminal import ProgressLine
 
 
 def report(
@@ -28,8 +29,8 @@ def report(
 
     out = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report"
     options = answer.of_runs
-    with said_when_stopped(no_report(runs)):
-        paths = write_report(runs, out, pdf=pdf, **options)
+    with said_when_stopped(no_report(runs)), ProgressLine() as line:
+        paths = write_report(runs, out, pdf=pdf, watch=line, **options)
     say_cut_short(runs)
     if answer.slo is not None:
         say_if_unjudged(runs, answer.slo)

@@ -31,7 +31,7 @@ from dcpbench.records.metrics import SWEPT
 from dcpbench.records.record import functional
 from dcpbench.records.runs import last_records, read_run
 from dcpbench.show.streams import write_json
-from dcpbench.show.terminal import console, say
+from dcpbench.show.terminal import ProgressLine, console, say
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
@@ -292,8 +292,8 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     failed = [r for r in records if r.outcome in ("failed", "hung")]
     if is_part():
         return SOME_FAILED if failed else 0
-    with said_when_stopped(no_report([folder])):
-        paths = write_report([folder], folder / "report")
+    with said_when_stopped(no_report([folder])), ProgressLine() as line:
+        paths = write_report([folder], folder / "report", watch=line)
     if run.as_json:
         print_json(_summary(records, folder, paths, probe))
     else:

@@ -159,7 +159,6 @@ class How(opt.How):
         "Default: ag_rs.",
         metavar="NAME,…",
     )
-    overlap = None
     emulate: str | None = opt.HOW(
         "With --mode replay: step times of one rank on the GPU that is here, with what it would wait for modelled, for layouts of "
         "any size. MACHINE as of dcpbench sweep. Such points are forecasts, and marked.",

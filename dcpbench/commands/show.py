@@ -27,7 +27,9 @@ def show(
     if as_json:
         from dcpbench.reports import export, frames
 
-        sys.stdout.write(export.dumps(frames.load(runs, **options)) + "\n")
+        text = export.dumps(frames.load(runs, **options))
+        say_cut_short(runs)
+        sys.stdout.write(text + "\n")
         return 0
     table = terminal_table(runs, **options)
     say_cut_short(runs)

@@ -353,7 +353,7 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) ->
         raise UsageError(f"--gpus-per-node {job.gpus_per_node} is negative; leave it out for none.")
     if not NAME.fullmatch(job.name):
         raise UsageError(f"--name {job.name}: write at most 42 of a-z, 0-9 and -, beginning with a letter.")
-    if job.time is not None and not re.fullmatch(r"[\d:-]+", job.time):
+    if job.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", job.time):
         raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
     typed, can = _parsed(caller, words)
     _check_words(words[0], typed, can, job)

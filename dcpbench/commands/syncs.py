@@ -47,7 +47,7 @@ class Gate(Group):
     )
     step_range: str | None = READ(
         "Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() "
-        "makes, else numbered ranges.",
+        "makes where profile() has schedule=, else numbered ranges such as step 0, step 1.",
         metavar="REGEX",
     )
     baseline: Path | None = GATE(

@@ -34,9 +34,9 @@ class Rule:
     """Or by how much, in its unit."""
 
 
-def read_rules(text: str) -> list[Rule]:
+def read_rules(text: str | None) -> list[Rule]:
     """`slower:2%,syncs:+0` as rules. Raises UsageError with what to type instead."""
-    return [_rule(part.strip()) for part in text.split(",")] if text else []
+    return [_rule(part.strip()) for part in text.split(",")] if text is not None else []
 
 
 def _rule(text: str) -> Rule:
@@ -62,8 +62,9 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
     """Judge the comparison by the rules: its findings, and each row's `gate`.
 
     A row that was sampled fails where its corrected interval leaves out equality on the worse side and its ratio is
-    beyond the limit; it is undecided where the interval reaches beyond the limit. With any rule, points that ran in A
-    and not in B fail, too: a change that breaks points is no faster for it.
+    beyond the limit; it is undecided where the interval reaches beyond the limit. `undecided` without a rule of a metric
+    fails for every row whose verdict is UNDECIDED. With any rule, points that ran in A and not in B fail, too: a change
+    that breaks points is no faster for it.
     """
     comparison.rules = [rule.text for rule in rules]
     if not rules:
@@ -74,6 +75,8 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
         for row in point.rows:
             row.gate = ""
             findings += _of_row(point, row, rules)
+    if "undecided" in words and words <= {*WORDS}:
+        findings += [_undecided(p, row) for p in comparison.points for row in p.rows if row.verdict == "UNDECIDED"]
     broken = [b for b in comparison.broken if b.side == "b"]
     findings += [Finding(rule="failed", point=b.name, message=f"{b.name}: {b.outcome}: {b.reason}") for b in broken]
     if "missing" in words:
@@ -112,6 +115,14 @@ def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Fin
                 f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"
             )
             yield Finding(rule=rule.text, point=point.name, metric=row.metric, status=status, message=message)
+
+
+def _undecided(point: PointResult, row: Row) -> Finding:
+    row.gate = "fails"
+    why = f": {row.reason}" if row.reason else ""
+    return Finding(
+        rule="undecided", point=point.name, metric=row.metric, message=f"{point.name}: {row.title} is UNDECIDED{why}"
+    )
 
 
 def _is_of(rule: Rule, workload: str, metric: str) -> bool:

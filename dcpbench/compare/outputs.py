@@ -30,7 +30,7 @@ LEAST_ALPHA, MOST_SHARE = 1e-6, 0.5
 class Out:
     """Where a comparison goes."""
 
-    fail_on: str = ""
+    fail_on: str | None = None
     folder: Path | None = None
     junit: Path | None = None
     github: bool = False

@@ -24,7 +24,9 @@ MOST = 60
 COLOURS = {"SLOWER": colour(1), "FASTER": colour(2), "SAME": "#777777", "UNDECIDED": colour(0)}
 """Each verdict has its own mark, too."""
 MARKS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
-ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 58
+ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 120
+PLOT_INCHES, LETTER_INCHES = 4.8, 0.057
+"""What intervals take beside the names of rows, and a letter of those."""
 FURTHEST = 3.0
 """Intervals that reach further than this factor are cut there."""
 
@@ -34,14 +36,20 @@ def draw(c: Comparison, folder: Path) -> list[Path]:
     rows = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0][:MOST]
     if not rows:
         return []
+    longest = max(len(_name(p, row)) for p, row in rows)
     with drawing({"text.parse_math": False}):
-        figure = Figure(figsize=(WIDE, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
+        wide = max(WIDE, PLOT_INCHES + LETTER_INCHES * longest)
+        figure = Figure(figsize=(wide, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots()
         _rows(axes, rows)
         _frame(axes, rows, c)
         if c.cpu:
             figure.text(0.5, 0.5, WATERMARK, ha="center", va="center", fontsize=28, color="#BBBBBB", alpha=0.5)
         return save(figure, folder / "forest", "png", "svg")
+
+
+def _name(point: PointResult, row: Row) -> str:
+    return f"{cut(point.name, LABEL)} · {label(row)}"
 
 
 def _rows(axes: Axes, rows: list[tuple[PointResult, Row]]) -> None:
@@ -61,7 +69,7 @@ def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> No
     ticks = [t for t in _ticks(reach) if abs(math.log(t)) <= reach]
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(rows)), [f"{cut(p.name, LABEL)} · {label(row)}" for p, row in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [_name(p, row) for p, row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"B / A, with its corrected interval; grey: within {c.margin * 100:g} %")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dcpbench.dashboard import lines
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import metrics
+from dcpbench.records.file import cut_short
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.record import hardware
 from dcpbench.records.runs import read_run
@@ -70,6 +71,8 @@ class RunData:
     cpu: bool
     headline: str
     entries: dict[Line, Entry]
+    cut_short: bool = False
+    """Whether the last line of its record file is not whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Found:
     runs: list[RunData]
     """Oldest first; those without a date before all others."""
     skipped: list[str]
-    """A sentence for each record file that was left out."""
+    """A sentence for each record file that was left out, or whose last line was."""
 
 
 def stamps(root: Path) -> list[Stamp]:
@@ -119,6 +122,8 @@ def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -
             continue
         by_digest[run.sha256] = name
         runs.append(run)
+        if run.cut_short:
+            skipped.append(f"{name}: the last line of its record file was cut short; the others are read")
         tell(f"read {number} of {len(now)}")
     for gone in set(known) - set(now):
         del known[gone]
@@ -158,7 +163,7 @@ def _read(stamp: Stamp, name: str) -> RunData:
         raise RecordsError("a line is nested deeper than any record.") from e
     if not records:
         raise RecordsError("holds no whole record.")
-    return _run(name, stamp.path, digest.hexdigest(), records)
+    return dataclasses.replace(_run(name, stamp.path, digest.hexdigest(), records), cut_short=cut_short(stamp.path))
 
 
 def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunData:

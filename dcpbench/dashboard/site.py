@@ -88,6 +88,8 @@ def check(site: Path) -> None:
         empty = not site.exists() or (site.is_dir() and not any(site.iterdir()))
     except OSError as e:
         raise OutputError(f"{site} cannot be read ({e.strerror}); give another folder with -o.") from e
+    if site.exists() and not site.is_dir():
+        raise OutputError(f"{site} is a file; give a folder with -o, such as -o site.")
     if not empty and _state(site) is None:
         raise OutputError(f"{site} is not empty and holds no dashboard; give a new folder with -o.")
 

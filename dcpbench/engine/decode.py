@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from dcpbench.engine.model import Model, StepInput
-from dcpbench.engine.parts import Part
 from dcpbench.engine.request_pool import RequestPool, copy_async
-from dcpbench.errors import CapacityError, UsageError
+from dcpbench.errors import CapacityError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.hangs import beats
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exchange import Exchange
+    from dcpbench.kernels.attention import Backend
     from dcpbench.serving.allocator import Allocation
 
 
@@ -52,10 +52,10 @@ class Captured:
 
 
 class Batch:
-    """Fixed buffers, attention plans and graph of one padded batch size."""
+    """Fixed buffers, attention plan and graph of one padded batch size."""
 
-    def __init__(self, size: int, parts: list[Part], device: torch.device) -> None:
-        self.size, self.parts = size, parts
+    def __init__(self, size: int, backend: Backend, exchange: Exchange, device: torch.device) -> None:
+        self.size, self.backend, self.exchange = size, backend, exchange
         self.rows = torch.zeros(2, size, dtype=torch.int64, device=device)
         """Request slot and token index of each row: all that tells one step from the next."""
         self.slots, self.positions = self.rows
@@ -78,46 +78,30 @@ class DecodeEngine:
         exchange: str,
         max_requests: int,
         max_context: int,
-        overlap: bool = False,
         padding: bool = True,
     ) -> None:
-        """`overlap` divides batches in halves (parts.py), which takes two rows at least.
-
-        `padding=False` exists only to show what the padding slot and page prevent; see RequestPool.
-        """
+        """`padding=False` exists only to show what the padding slot and page prevent; see RequestPool."""
         self.model = model
         self.device = model.kv.data.device
-        self.overlap, self.largest = overlap, batch_rows(max_requests)
-        self.made: dict[tuple[str, bool], list[Exchange]] = {}
+        self.largest = batch_rows(max_requests)
+        self.made: dict[str, Exchange] = {}
         self.batches: dict[int, Batch] = {}
-        self.side: torch.cuda.Stream | None = None
         self.use(backend, exchange)
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
 
-    def use(self, backend: str, exchange: str, *, overlap: bool | None = None) -> None:
+    def use(self, backend: str, exchange: str) -> None:
         """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
 
         Raises a DcpbenchError, alike on all ranks, where the exchange cannot work here, and leaves all as it was.
         """
-        overlap = self.overlap if overlap is None else overlap
-        made = (exchange, overlap)
-        if made not in self.made:
-            self.made[made] = [
-                make_exchange(exchange, self.model.groups.dcp, self._exchange_spec(size))
-                for size in _shares(self.largest, overlap)
-            ]
+        if exchange not in self.made:
+            self.made[exchange] = make_exchange(exchange, self.model.groups.dcp, self._exchange_spec())
         if self.batches and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no graph runs any longer that reads what goes now
-        self.backend_name, self.overlap, self.batches = backend, overlap, {}
-        self.exchanges = self.made[made]
-        """One for each part of a batch: halves must not meet in one exchange's buffers."""
-        if overlap and self.device.type == "cuda" and self.side is None:
-            # Its few blocks go first: behind an attention kernel that fills the machine nothing would overlap.
-            self.side = torch.cuda.Stream(self.device, priority=-1)
-        self.beside = self.side if overlap else None
+        self.backend_name, self.exchange, self.batches = backend, self.made[exchange], {}
 
     def admit(self, tokens: int) -> Request:
         """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""
@@ -157,12 +141,8 @@ class DecodeEngine:
         """The buffers for a replica with up to `requests` requests, made on first use."""
         size = batch_rows(requests)
         if size not in self.batches:
-            parts, first = [], 0
-            for share, exchange in zip(_shares(size, self.overlap), self.exchanges, strict=True):
-                backend = make_backend(self.backend_name, self._attention_spec(share))
-                parts.append(Part(first, share, backend, exchange))
-                first += share
-            self.batches[size] = Batch(size, parts, self.device)
+            backend = make_backend(self.backend_name, self._attention_spec(size))
+            self.batches[size] = Batch(size, backend, self.exchange, self.device)
         return self.batches[size]
 
     def _attention_spec(self, batch: int) -> AttentionSpec:
@@ -181,10 +161,10 @@ class DecodeEngine:
             device=self.device,
         )
 
-    def _exchange_spec(self, batch: int) -> ExchangeSpec:
+    def _exchange_spec(self) -> ExchangeSpec:
         model, shape = self.model, self.model.shape
         return ExchangeSpec(
-            batch=batch,
+            batch=self.largest,
             heads=model.heads * model.layout.dcp,
             width=shape.kv_width,
             value=shape.value if model.wide.value else shape.latent,
@@ -209,16 +189,15 @@ class DecodeEngine:
         slots = [*slots, *[PADDING_SLOT] * padding]
         positions = [*positions, *[PADDING_POSITION] * padding]
         copy_async(np.asarray((slots, positions), dtype=np.int64), batch.rows)
-        for part in batch.parts:
-            tables = part.backend.tables
-            if tables is None:
-                part.backend.plan(self._shards(slots[part.rows], positions[part.rows]))
-            else:
-                slots_B, lengths_B = batch.slots[part.rows], batch.positions[part.rows] + 1
-                fill_pages(
-                    tables.pages, None, tables.lengths, self.requests.table, slots_B, lengths_B, self.model.share
-                )
-                part.backend.divide()
+        tables = batch.backend.tables
+        if tables is None:
+            batch.backend.plan(self._shards(slots, positions))
+        else:
+            lengths_B = batch.positions + 1
+            fill_pages(
+                tables.pages, None, tables.lengths, self.requests.table, batch.slots, lengths_B, self.model.share
+            )
+            batch.backend.divide()
         return batch
 
     def _shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
@@ -233,7 +212,7 @@ class DecodeEngine:
         locs = self.requests.table[batch.slots, batch.positions]
         tokens = self.requests.tokens[batch.slots, batch.positions]
         inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
-        batch.logits = self.model.step(inputs, batch.parts, self.beside)
+        batch.logits = self.model.step(inputs, batch)
         batch.next_tokens = self.model.greedy(batch.logits)
         self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
 
@@ -263,12 +242,3 @@ class DecodeEngine:
         beats.step(beats.REPLAY)
         batch.captured.graph.replay()
         batch.logits, batch.next_tokens = batch.captured.logits, batch.captured.next_tokens
-
-
-def _shares(size: int, overlap: bool) -> list[int]:
-    """Rows of each part of a batch. Raises UsageError where there are not two to divide."""
-    if not overlap:
-        return [size]
-    if size == 1:
-        raise UsageError("--overlap runs a batch in two halves and a replica has a batch of 1; leave it out.")
-    return [size - size // 2, size // 2]

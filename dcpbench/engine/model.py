@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import beats
@@ -30,11 +29,11 @@ from dcpbench.measuring.ranges import phase
 from dcpbench.points.layout import OWN_HEADS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from dcpbench.engine.decode import Batch
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
-    from dcpbench.engine.parts import Part
     from dcpbench.engine.pieces import Room
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
@@ -96,21 +95,15 @@ class Model:
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
 
-    def step(
-        self,
-        batch: StepInput,
-        parts: Sequence[Part],
-        beside: torch.cuda.Stream | None = None,
-        prefill: PrefillPlan | None = None,
-    ) -> torch.Tensor:
+    def step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
         """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
 
-        `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
+        `decodes`: the plan of the first rows, where they decode; `prefill`: of the rows behind them.
         """
         return self.walk(
             batch,
             lambda residual_BD: functools.partial(self.piece, batch=batch, residual_BD=residual_BD),
-            lambda index, q_Bh, row_BQ: self.attention(q_Bh, row_BQ, index, batch.positions, parts, beside, prefill),
+            lambda index, q_Bh, row_BQ: self.attention(q_Bh, row_BQ, index, batch.positions, decodes, prefill),
         )
 
     def walk(
@@ -210,8 +203,7 @@ class Model:
         row_BQ: torch.Tensor,
         index: int,
         positions_B: torch.Tensor,
-        parts: Sequence[Part],
-        beside: torch.cuda.Stream | None,
+        decodes: Batch | None,
         prefill: PrefillPlan | None,
     ) -> torch.Tensor:
         """MLA of all rows: this rank's heads' values, [B, h, V], of a layer whose KV rows are in the pool.
@@ -219,15 +211,16 @@ class Model:
         Decodes in absorbed form: q against latent rows, W_UV on what comes back.
         """
         w = self.weights.layer(index).attention
-        with phase("qkv_proj"):
-            if prefill is not None:
-                self.rotate(q_Bh, positions_B)
-            queries = [
-                self.absorb(q_Bh[part.rows], w, part, None if prefill else positions_B[part.rows]) for part in parts
-            ]
-        values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w))
+        values, rows = [], decodes.size if decodes else 0
         if prefill is not None:
-            assert prefill.rows.start == sum(part.size for part in parts)
+            with phase("qkv_proj"):
+                self.rotate(q_Bh, positions_B)
+        if decodes is not None:
+            with phase("qkv_proj"):
+                q_BhQ = self.absorb(q_Bh[:rows], w, decodes, None if prefill else positions_B[:rows])
+            values.append(self.values(self.attend(q_BhQ, w, index, decodes), w))
+        if prefill is not None:
+            assert prefill.rows.start == rows
             q_ThX = self.own(q_Bh[prefill.rows]).contiguous()
             values.append(prefill.attend(q_ThX, lambda seen: prefill.prefiller.decompress(seen, row_BQ, index)))
         with phase("o_proj"):
@@ -240,29 +233,23 @@ class Model:
             values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
-    def attend(
-        self,
-        queries: Sequence[torch.Tensor],
-        w: Attention,
-        index: int,
-        parts: Sequence[Part],
-        beside: torch.cuda.Stream | None,
-        finish: Callable[[torch.Tensor], torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """`finish` of each part's merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first."""
-        kv, latent = self.kv.data[index], self.shape.latent
+    def attend(self, q_BhQ: torch.Tensor, w: Attention, index: int, decodes: Batch) -> torch.Tensor:
+        """Merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first. `q_BhQ` is the exchange's."""
+        exchange = decodes.exchange
+        return exchange.merge(*self.partial(exchange.gather_q(q_BhQ), w, index, decodes))
 
-        def partial(part: Part, q_BHQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            out, lse_BH = part.exchange.partial(part.size)
-            with phase("attention"):
-                o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], latent) if self.wide.value else out
-                part.backend.run(q_BHQ, kv, o_BHR, lse_BH)
-            if self.wide.value:
-                with phase("o_proj"):
-                    torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
-            return out, lse_BH
-
-        return attend(parts, queries, beside, partial, lambda part, found: finish(part.exchange.merge(*found)))
+    def partial(
+        self, q_BHQ: torch.Tensor, w: Attention, index: int, decodes: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What all heads of the group give over this rank's rows, as the exchange merges it: outputs and lse [B, H]."""
+        out, lse_BH = decodes.exchange.partial(decodes.size)
+        with phase("attention"):
+            o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.wide.value else out
+            decodes.backend.run(q_BHQ, self.kv.data[index], o_BHR, lse_BH)
+        if self.wide.value:
+            with phase("o_proj"):
+                torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
+        return out, lse_BH
 
     def values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
         """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
@@ -298,14 +285,14 @@ class Model:
         return q_BN[:, : heads * width].unflatten(-1, (heads, width))
 
     def absorb(
-        self, q_Bh: torch.Tensor, w: Attention, part: Part, positions_B: torch.Tensor | None = None
+        self, q_Bh: torch.Tensor, w: Attention, decodes: Batch, positions_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A part's queries against latent rows, [B, h, Q], in the memory that its exchange chose; without positions, rope
-        is applied already.
+        """Queries against latent rows, [B, h, Q], in the memory that the exchange chose; without positions, rope is
+        applied already.
         """
         s = self.shape
         q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
-        q_BhQ = part.exchange.query(part.size)
+        q_BhQ = decodes.exchange.query(decodes.size)
         torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
         if positions_B is None:
             q_BhQ[..., s.latent :] = q_rope

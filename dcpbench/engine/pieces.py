@@ -86,9 +86,9 @@ class Room:
 class Decodes:
     """Attention of a step's decode rows, the first of the room; run kernel by kernel until it is captured, and on the CPU."""
 
-    def __init__(self, model: Model, room: Room, batch: Batch, beside: torch.cuda.Stream | None) -> None:
-        """`batch` has the plans, made anew for each step."""
-        self.model, self.room, self.batch, self.beside = model, room.first(batch.size), batch, beside
+    def __init__(self, model: Model, room: Room, batch: Batch) -> None:
+        """`batch` has the plan, made anew for each step."""
+        self.model, self.room, self.batch = model, room.first(batch.size), batch
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self, index: int) -> None:
@@ -99,12 +99,10 @@ class Decodes:
             self._layer(index)
 
     def _layer(self, index: int) -> None:
-        model, room, parts = self.model, self.room, self.batch.parts
+        model, room, batch = self.model, self.room, self.batch
         w = model.weights.layer(index).attention
-        q_BHX = model.heads_of(room.q)
-        queries = [model.absorb(q_BHX[part.rows], w, part) for part in parts]
-        values = model.attend(queries, w, index, parts, self.beside, lambda o_hBR: model.values(o_hBR, w))
-        torch.cat(values, out=room.values)
+        q_BhQ = model.absorb(model.heads_of(room.q), w, batch)
+        room.values.copy_(model.values(model.attend(q_BhQ, w, index, batch), w))
 
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture every layer. One has run before on every rank: nothing is loaded meanwhile."""
@@ -224,11 +222,11 @@ class Pieces:
             self.cuts[rows] = Cut(self, rows)
         return self.cuts[rows]
 
-    def beside(self, batch: Batch, stream: torch.cuda.Stream | None) -> Decodes:
-        """The attention of a batch of decodes in such steps; `stream` as in parts.py."""
+    def beside(self, batch: Batch) -> Decodes:
+        """The attention of a batch of decodes in such steps."""
         found = self.decodes.get(batch.size)
         if found is None or found.batch is not batch:
-            found = self.decodes[batch.size] = Decodes(self.model, self.room, batch, stream)
+            found = self.decodes[batch.size] = Decodes(self.model, self.room, batch)
         return found
 
     def decompress(self, seen: Seen, index: int) -> None:
@@ -249,7 +247,7 @@ class Pieces:
             graphs.append(graph)
         self.graphs = graphs
 
-    def capture(self, batches: Sequence[Batch], stream: torch.cuda.Stream | None, alive: Callable[[], None]) -> None:
+    def capture(self, batches: Sequence[Batch], alive: Callable[[], None]) -> None:
         """Capture them for every size, the largest first, whose memory the others use again, and beside these batches,
         planned on padding rows. Collective; once.
         """
@@ -270,7 +268,7 @@ class Pieces:
                     alive()
                 self._capture_keys(pool)
                 for batch in batches:
-                    self.beside(batch, stream).capture(pool)
+                    self.beside(batch).capture(pool)
                     alive()
             torch.cuda.synchronize()
         finally:

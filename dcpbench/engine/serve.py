@@ -66,8 +66,6 @@ class ServeEngine:
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
         self.pieces = Pieces(prefiller, router_inputs)
-        self.least = 2 if engine.overlap else 1
-        """Rows of a decode batch: halves need two."""
         self.numbers: dict[int, int] = {}
         """Whose prompt the table of tokens holds, by slot."""
         while self.requests.available:  # the scheduler hands out slots
@@ -83,7 +81,7 @@ class ServeEngine:
         """
         batches = []
         for size in reversed(GRAPH_BATCHES):
-            if not self.least <= size <= self.engine.largest:
+            if size > self.engine.largest:
                 continue
             batch = self._batch([], [], size)
             batches.append(batch)
@@ -94,7 +92,7 @@ class ServeEngine:
             alive()
         self.prefiller.compile()
         if self.device.type == "cuda":
-            self.pieces.capture(batches, self.engine.beside, alive)
+            self.pieces.capture(batches, alive)
 
     def forget(self) -> None:
         """What the slots hold is of no use any longer: another scheduler begins."""
@@ -130,14 +128,13 @@ class ServeEngine:
                 self.requests.set_tokens(chunk.slot, 0, request.ids)
 
     def _batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
-        rows = max(rows, self.least)
         batch = self.engine.batch(rows)
         batch.router_inputs = self.router_inputs
         return self.engine.plan_rows(slots, positions, rows)
 
     def _decode_rows(self, replica: ReplicaStep) -> int:
         """Rows that a replica's decodes take in a step with chunks, padded as in a graph."""
-        return batch_rows(max(len(replica.decodes), self.least)) if replica.decodes else 0
+        return batch_rows(len(replica.decodes)) if replica.decodes else 0
 
     def _rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
         """Slot and position of each of `count` rows, int64 [2, count], and the rows whose next token is sampled."""
@@ -176,7 +173,7 @@ class ServeEngine:
             self.prefiller.plan(mine.chunks, self.requests.table, self._decode_rows(mine)) if mine.chunks else None
         )
         cut = self.pieces.of(count)
-        decodes = self.pieces.beside(batch, self.engine.beside) if batch else None
+        decodes = self.pieces.beside(batch) if batch else None
 
         def kernels() -> torch.Tensor:
             requests = self.requests

@@ -57,7 +57,7 @@ def _first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class InRegisteredMemory(InOwnMemory):
-    """See the module. Two of them may run at one time on two streams; each has memory of its own."""
+    """See the module. Each has memory of its own."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         """Collective. Raises CapacityError where memory cannot be registered with NCCL."""

@@ -56,7 +56,7 @@ class _Parts:
 
 
 class SymmetricMemory:
-    """See the module. Two of them may run at one time on two streams; each has its own buffer and counters."""
+    """See the module. Each has its own buffer and counters."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         """Collective. Raises CapacityError where the ranks cannot read each other's memory."""

@@ -64,7 +64,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     group: str
     """Its name among all of torch.distributed's."""
     ranks: str
-    """`0-3,6`: its members."""
+    """`0-3,6`: its members; empty where they are too many to be written down."""
     at: str
     """`file.py:12 in function`: who asked for it."""
     above: str = ""
@@ -95,7 +95,8 @@ class Met:
     state: int
     """INSIDE, RETURNED, or RAISED: it was left with an exception."""
     began_ns: int
-    ended_ns: int
+    ended_ns: int = 0
+    """0 where it has not, or where nobody asks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,9 +212,15 @@ class Beats:
         name, ranks = self._members(group)
         dtype, shape = ("", ()) if x is None else (str(x.dtype).removeprefix("torch."), tuple(x.shape))
         most = TEXT_BYTES - TEXT.size
-        text = msgspec.json.encode(Call(op, dtype, shape, name, spans(ranks), *at))
-        if len(text) > most:
-            text = msgspec.json.encode(Call(op, dtype, shape, name[:40], spans(ranks)[:80], at[0][-100:]))
+        members, short = spans(ranks), (name[:40], at[0][-100:])
+        for call in (  # of members all are told or none: half a number is another rank's
+            Call(op, dtype, shape, name, members, *at),
+            Call(op, dtype, shape, short[0], members, short[1]),
+            Call(op, dtype, shape, short[0], "", short[1]),
+        ):
+            text = msgspec.json.encode(call)
+            if len(text) <= most:
+                break
         self._made += 1
         place = self._made % TEXTS
         self._texts.pop(self._in_place[place], None)

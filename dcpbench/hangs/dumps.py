@@ -26,6 +26,8 @@ FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
 PICKLE = (b"\x80", b"PK\x03\x04")
 """How a pickle and what torch.save writes begin."""
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
+LIKE_A_DUMP = re.compile(r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE)
+"""Names of files that somebody meant to be dumps."""
 NO_DUMP = (
     msgspec.DecodeError,
     AttributeError,
@@ -123,16 +125,16 @@ def _active(words: str) -> bool | None:
     return True if "active" in words else False if "idle" in words else None
 
 
-def flight(text: str, path: Path) -> tuple[int, list[Met]]:
+def flight(text: str, path: Path, named: int = NOBODY) -> tuple[int, list[Met]]:
     """(rank, its last collectives, oldest first) of a flight recorder's JSON. Raises RecordsError for another text.
 
-    Which have ended is what torch found out: of NCCL, by the device; what the watchdog has not looked at yet counts as
-    not ended.
+    `named`: the rank, where the JSON has none. Which have ended is what torch found out: of NCCL, by the device; what the
+    watchdog has not looked at yet counts as not ended.
     """
     try:
         told = msgspec.json.decode(text)
         entries, groups = told["entries"], told.get("pg_config") or {}
-        rank = told["rank"] if isinstance(told.get("rank"), int) else rank_of(path)
+        rank = told["rank"] if isinstance(told.get("rank"), int) else named
         ranks = {str(name): _ranks(of.get("ranks")) for name, of in groups.items()}
         met = [_met(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
     except NO_DUMP as e:
@@ -155,7 +157,6 @@ def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
         layer=None,
         state=RETURNED if done else INSIDE,
         began_ns=int(e.get("time_created_ns") or 0),
-        ended_ns=int(e.get("time_discovered_completed_ns") or 0),
     )
 
 

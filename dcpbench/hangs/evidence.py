@@ -12,7 +12,9 @@ gpus.txt, nccl-ras.txt      what nvidia-smi and NCCL said of the machine
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -107,6 +109,8 @@ class Evidence:
     read: list[str] = dataclasses.field(default_factory=list)
     unread: list[str] = dataclasses.field(default_factory=list)
     """A sentence each."""
+    unknown: list[int] = dataclasses.field(default_factory=list)
+    """Ranks of which files are there, and none could be read."""
     gpus: str = ""
     nccl: str = ""
 
@@ -122,18 +126,23 @@ class Evidence:
 def of_files(paths: Sequence[Path]) -> Evidence:
     """What these files say, and those that lie in these folders. Raises RecordsError where nothing could be read."""
     found = Evidence()
-    named = [(path, True) for path in paths if not path.is_dir()]
-    for folder in paths:
-        if folder.is_dir():
-            named += [(path, False) for path in sorted(folder.iterdir()) if path.is_file()]
-    for path, typed in named:
+    typed = {os.path.realpath(path): path for path in paths if not path.is_dir()}
+    inside = [path for folder in paths if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_file()]
+    named = typed | {os.path.realpath(path): path for path in inside}
+    missed = []
+    for path, name in _names([*named.values()]).items():
         try:
-            if _take(found, path):
-                found.read.append(path.name)
-            elif typed:
+            if _take(found, path, name):
+                found.read.append(name)
+            elif os.path.realpath(path) in typed or dumps.LIKE_A_DUMP.search(path.name):
                 found.unread.append(f"{path} is no dump of py-spy or faulthandler, and no JSON of the flight recorder.")
+                missed.append(dumps.rank_of(path))
         except RecordsError as e:
             found.unread.append(str(e))
+            missed.append(dumps.rank_of(path))
+    known = {rank.rank for rank in found.ranks}
+    if NOBODY not in known:  # else numbers in names may be of processes
+        found.unknown = sorted({*missed} - known - {NOBODY})
     found.ranks.sort(key=lambda r: (r.rank == NOBODY, r.rank, r.name))
     if not found.ranks:
         why = " ".join(found.unread[:3])
@@ -144,8 +153,21 @@ def of_files(paths: Sequence[Path]) -> Evidence:
     return found
 
 
-def _take(found: Evidence, path: Path) -> bool:
-    """Read a file as what its name or its text says it is; whether it was something."""
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """What to call each file: its name, behind as many folders as tell it from others of that name."""
+    names = {path: path.name for path in paths}
+    parts = 1
+    while repeated := {name for name, count in collections.Counter(names.values()).items() if count > 1}:
+        parts += 1
+        names |= {path: "/".join(path.parts[-parts:]) for path, name in names.items() if name in repeated}
+    return names
+
+
+def _take(found: Evidence, path: Path, called: str) -> bool:
+    """Read a file as what its name or its text says it is; whether it was something.
+
+    Dumps of one file name are of several hosts, and the number in it is of each host's own.
+    """
     if path.suffix == ".bin":
         read = beats.read(path)
         found.of(read.rank).beats = read
@@ -163,20 +185,27 @@ def _take(found: Evidence, path: Path) -> bool:
     if path.suffix == ".html" or path.name == "finding.json":
         return False
     text = dumps.text_of(path)
+    named = dumps.rank_of(path) if called == path.name else NOBODY
     if text.lstrip().startswith("{") and '"entries"' in text:
-        rank, met = dumps.flight(text, path)
-        found.of(rank, path.name).flight = met
+        _take_flight(found, *dumps.flight(text, path, named), path, called)
         return True
-    threads = dumps.threads(text, dumps.rank_of(path))
+    threads = dumps.threads(text, named)
     for process in dict.fromkeys(t.process for t in threads):
         pid = process.partition(":")[0]
-        name = f"process {pid} ({path.name})" if process else path.name
-        rank = dumps.rank_of(path)
+        name = f"process {pid} ({called})" if process else called
+        rank = named
         if str(rank) == pid or len({t.process for t in threads}) > 1:  # a file may be named by its process, too
             rank = NOBODY
         of = found.of(rank, name)
         of.threads = of.threads or [t for t in threads if t.process == process]
     return bool(threads)
+
+
+def _take_flight(found: Evidence, rank: int, met: list[Met], path: Path, called: str) -> None:
+    of = found.of(rank, called)
+    if of.flight is not None:
+        raise RecordsError(f"{path} is of {of.name}, and so is another flight recorder; name those of one job.")
+    of.flight = met
 
 
 def _take_device(found: Evidence, path: Path) -> None:

@@ -23,6 +23,7 @@ import msgspec
 from dcpbench.hangs import meetings
 from dcpbench.hangs.beats import INSIDE, RAISED, RETURNED, Met, members, spans
 from dcpbench.hangs.dumps import NOBODY
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +64,9 @@ WAITS = frozenset(
     )
 )
 """Functions of torch in which a rank waits for others, or for its device."""
+NAME_THEM = (
+    "Flight recorders are compared by rank, and their names tell none: name them flight-0.json, flight-1.json, …"
+)
 WAITS_IN = ("distributed_c10d.py", "torch/cuda/", "torch/distributed/")
 
 
@@ -113,7 +117,11 @@ def find(evidence: Evidence) -> Finding:
     found = _mismatch(evidence, groups) or _at_meetings(evidence, groups) or _behind(evidence, groups)
     found = found or _together(evidence, groups)
     found = found or _on_devices(evidence) or _by_stacks(evidence) or _outside(evidence)
-    return msgspec.structs.replace(found, read=evidence.read, unread=evidence.unread)
+    numbers = listed(spans(evidence.unknown).split(","))
+    unknown = (
+        [f"Of rank{'s' if len(evidence.unknown) > 1 else ''} {numbers} nothing is known."] if evidence.unknown else []
+    )
+    return msgspec.structs.replace(found, why=[*found.why, *unknown], read=evidence.read, unread=evidence.unread)
 
 
 def differs(evidence: Evidence) -> Finding | None:
@@ -630,8 +638,10 @@ def _outside(evidence: Evidence) -> Finding:
         if on_device:
             why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
         return Finding(kind="unknown" if on_device else "outside", said="; ".join(parts), why=why)
-    said = f"what was read does not tell who keeps whom waiting. {'; '.join(parts)}".strip()
-    return Finding(kind="unknown", said=said)
+    said = "what was read does not tell who keeps whom waiting"
+    unnamed = any(rank.flight is not None and rank.rank == NOBODY for rank in evidence.ranks)
+    why = [NAME_THEM] if unnamed else []
+    return Finding(kind="unknown", said=". ".join(filter(None, (said, "; ".join(parts)))), why=why)
 
 
 def _frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:

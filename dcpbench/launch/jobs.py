@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, RecordsError
+from dcpbench.points import older
 from dcpbench.points.budget import EnginePlan
 from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
@@ -145,7 +146,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-_checks = msgspec.json.Decoder(Check)
+_jobs, _checks = msgspec.json.Decoder(Job), msgspec.json.Decoder(Check)
 decode_progress = msgspec.json.Decoder(Progress).decode
 
 
@@ -195,7 +196,7 @@ def listen(host: str, port: int) -> socket.socket:
 def read_job(path: Path) -> Job:
     """Read a job file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Job)
+        return older.decode(path.read_bytes(), _jobs)
     except (OSError, *UNREADABLE) as e:
         raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
 

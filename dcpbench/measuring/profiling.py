@@ -2,8 +2,7 @@
 
 A replayed graph has no ranges: `record_function` ran when it was captured. So the step is profiled twice: eagerly,
 where each kernel's launch lies in a range, and replayed, where each kernel has its true time. Both launch the same
-kernels in the same order, so the i-th kernel of a replay belongs to the range of the i-th eager one. With --overlap two
-streams may run in another order; there a kernel's name tells.
+kernels in the same order, so the i-th kernel of a replay belongs to the range of the i-th eager one.
 """
 
 from __future__ import annotations
@@ -163,19 +162,12 @@ def profile_step(
 
 
 def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
-    """Phase of each kernel by its place in the eager pass, or by its name where streams run in another order.
-
-    What does not line up and is launched in several phases is `other`.
-    """
+    """Phase of each kernel by its place in the eager pass; what does not line up is `other`."""
     names = [e.name for e in kernels]
     expected = [name for name, _ in pattern]
     if names == expected:
         return [phase for _, phase in pattern]
-    phases: dict[str, set[str]] = {}
-    for name, phase in pattern:
-        phases.setdefault(name, set()).add(phase)
-    only = {name: found.pop() for name, found in phases.items() if len(found) == 1}
-    labels = [only.get(name, OTHER) for name in names]
+    labels = [OTHER] * len(names)
     for block in difflib.SequenceMatcher(None, expected, names, autojunk=False).get_matching_blocks():
         for i in range(block.size):
             labels[block.b + i] = pattern[block.a + i][1]

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoRoomError, UsageError, how_to_install
+from dcpbench.plan.typed import retyped
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.machine import HOPPER
-from dcpbench.points.machines import described
+from dcpbench.points.machines import LINKS, described
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
@@ -118,22 +119,33 @@ def _check_decode(point: Point, shape: ModelShape) -> None:
             f"--concurrency {point.concurrency} is more than {point.layout} takes, {of} (the largest CUDA graph); "
             f"--concurrency can be up to {most * point.dp}."
         )
-    if point.context + memory.HEADROOM_TOKENS > shape.max_position:
+    check_positions(point.context, None, shape)
+
+
+def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
+    """Raise UsageError where a model has fewer positions than requests have tokens."""
+    if load is None and context + memory.HEADROOM_TOKENS > shape.max_position:
         raise UsageError(
-            f"--context {point.context} and one new token pass {shape.name}'s {shape.max_position} positions; "
+            f"--context {context} and one new token pass {shape.name}'s {shape.max_position} positions; "
             f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
+        )
+    if load is not None and context > shape.max_position:
+        raise UsageError(
+            f"requests of {_tokens(load)}, {context:,} tokens together, pass {shape.name}'s "
+            f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
         )
 
 
 def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     """A full-size model on a machine without GPUs is named first: no other advice would help."""
-    whole = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *memory.all_layers(shape))
-    if whole > CPU_BYTES:
-        on_gpus = whole * ITEMSIZE["bf16"] / ITEMSIZE[point.dtype]
+    layers, fp8 = memory.all_layers(shape), point.weights_precision == FP8
+    if memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
+        on_gpus = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
+        plan = {"--model": point.model, "--dry-run": "", "--gpu": "H200", "--gpus": "8"}
         raise CapacityError(
-            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in bf16 and needs GPUs; none are "
+            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
-            f"To plan it for GPUs type: dcpbench {_command(point)} --model {point.model} --dry-run --gpu H200 --gpus 8. "
+            f"To plan it for GPUs type: {retyped(_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -149,20 +161,23 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     nodes = -(-point.tp // machine.probe.count)
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_smaller(point, shape, machine.gpus)}{_as_plan(machine.probe)} "
+        f"Type instead: {_smaller(point, shape, machine)} "
         f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
-        f"{point.layout} from one GPU, add --emulate {_like(machine.probe)}."
+        f"{point.layout} from one GPU, add --emulate {_like(point, machine.probe)}."
     )
 
 
-def _as_plan(probe: Probe) -> str:
+def _as_plan(probe: Probe) -> dict[str, str]:
     """The options that make a command a plan for this machine, where it is none that is here."""
-    return f" --dry-run --gpu {probe.gpu.name} --gpus {probe.count}" if probe.gpu else ""
+    return {"--dry-run": "", "--gpu": probe.gpu.name, "--gpus": str(probe.count)} if probe.gpu else {}
 
 
-def _like(probe: Probe) -> str:
-    """What of the table of machines this one is like."""
-    return next((gpu.name for gpu in GPUS if gpu.device == probe.name), "MACHINE (see dcpbench machines)")
+def _like(point: Point, probe: Probe) -> str:
+    """What of the table of machines this one is like, with a link where one host is too small."""
+    name = next((gpu.name for gpu in GPUS if gpu.device == probe.name), None)
+    if name is None:
+        return "MACHINE (see dcpbench machines)"
+    return name if point.tp <= described(name).gpus_per_host else f"{name}+{LINKS[0].name}"
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:
@@ -193,15 +208,17 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             described_machine.wire.seconds(name, ranks, 1)
 
 
-def _smaller(point: Point, shape: ModelShape, gpus: int) -> str:
+def _smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
     """The command for the largest layout of the same kind that these GPUs can hold."""
-    for tp in range(gpus, 0, -1):
+    for tp in range(machine.gpus, 0, -1):
         layouts = [x for x in valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
             best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
-            dp = f" --dp {best.dp}" if best.dp > 1 else ""
-            ep = f" --ep {point.ep}" if point.ep != experts_placed(BY_LAYOUT, point.tp, best.dp) else ""
-            return f"dcpbench {_command(point)} --model {point.model} --tp {best.tp}{dp} --dcp {best.dcp}{ep}"
+            given = {"--model": point.model, "--tp": str(best.tp)}
+            given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
+            given |= {"--dcp": str(best.dcp)}
+            given |= {"--ep": point.ep} if point.ep != experts_placed(BY_LAYOUT, point.tp, best.dp) else {}
+            return retyped(_command(point), given | _as_plan(machine.probe), ["--dp", "--ep"])
     return f"dcpbench {_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
 
 
@@ -283,11 +300,6 @@ def _check_exchange(point: Point, machine: Machine) -> None:
     on = [flag(name) for name in OPTIONS if getattr(point, name)]
     if on and point.exchange == NO_EXCHANGE:
         raise UsageError(f"{', '.join(on)}: {point.layout} exchanges nothing; use --dcp 2 or more, or leave it out.")
-    if point.overlap and -(-point.concurrency // point.dp) == 1:
-        raise UsageError(
-            "--overlap runs a batch in two halves, and a replica has one request; use a --concurrency of "
-            f"{point.dp + 1} or more, or leave it out."
-        )
     if point.exchange == REGISTERED and machine.probe.device == "cpu":
         raise UsageError(
             f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
@@ -392,11 +404,7 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         raise UsageError(
             f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."
         )
-    if point.context > shape.max_position:
-        raise UsageError(
-            f"requests of {_tokens(load)}, {point.context:,} tokens together, pass {shape.name}'s "
-            f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
-        )
+    check_positions(point.context, load, shape)
     _check_rows(point, shape)
     _check_chunk(point, load)
     _check_chunk_memory(point, load, shape, probe)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds", "overlap")
-"""Options that only `sweep` has; a batch of one request, which serving meets, has no halves to overlap."""
+OTHERS = ("context", "seconds")
+"""Options that only `sweep` has."""
 ALIKE = [axis for axis in LOAD_AXES if axis.one]
 """Of all loads of a run; fields of a load, and options with the same names."""
 MOST_REQUESTS = 10_000_000
@@ -183,8 +183,7 @@ class ServeLoads:
         found = []
         for concurrency, load in self.each():
             most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
-            sizes = extent(load, str(self.trace.path) if self.trace else "")
-            served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
+            served = extent(load, str(self.trace.path) if self.trace else "").served(shape.max_position)
             found += [PointLoad(most, served, load, deployed) for deployed in self._deployed()]
         return found
 

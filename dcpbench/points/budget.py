@@ -121,6 +121,12 @@ def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     return max(rank.pages_beside(rank.fewest), 0)
 
 
+def room_of(point: Point, shape: ModelShape, probe: Probe) -> tuple[int, int]:
+    """(bytes of a rank that weights and KV share, bytes beside them for the buffers of its prefill steps)."""
+    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
+    return rank.room, rank.buffers
+
+
 def pages_needed(point: Point) -> int:
     """Pages of each rank's pool that this point alone needs, the padding page included.
 
@@ -164,7 +170,7 @@ class _Rank:
         self.page_bytes = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.all_layers(shape)
-        self.room = CPU_BYTES // point.world
+        self.room, self.buffers = CPU_BYTES // point.world, 0
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.least_layers(
@@ -173,9 +179,10 @@ class _Rank:
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
                 kv_itemsize = ITEMSIZE[point.kv_precision]
-                self.room -= memory.prefill_bytes(
+                self.buffers = memory.prefill_bytes(
                     shape, point.layout, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
                 )
+                self.room -= self.buffers
 
     def weight_bytes(self, layers: Layers) -> int:
         """Of so many distinct layers."""

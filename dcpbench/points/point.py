@@ -12,9 +12,10 @@ from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.instances import Instances, parse
 from dcpbench.points.layout import GroupWide, Layout, experts_placed
+from dcpbench.points.older import GONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from dcpbench.points.axes import Value
 
@@ -24,10 +25,14 @@ SETTING = ", "
 """Stands between the settings of a point."""
 
 
-def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterable[str]:
-    """Fields that a key has; those of `later` where they say something else than all once did."""
-    fields = of.__struct_fields__
-    return (name for name in fields if name not in later or getattr(of, name) not in (later[name], names.UNKNOWN))
+def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Fields that a key has, with their values; those of `later` where they say something else than all once did."""
+    for name in of.__struct_fields__:
+        if name in GONE:
+            yield GONE[name]
+        value = getattr(of, name)
+        if name not in later or value not in (later[name], names.UNKNOWN):
+            yield name, value
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,8 +80,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         """As it stands in keys, the same for ever: without what was added to loads later and is as it was before."""
-        fields = (f"{name}={getattr(self, name)!r}" for name in _key_fields(self, LOADS_LATER))
-        return f"Load({', '.join(fields)})"
+        return f"Load({', '.join(f'{name}={value!r}' for name, value in _key_fields(self, LOADS_LATER))})"
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,8 +107,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Every rank computes the queries of all heads of its DCP group, and none are gathered."""
     project_first: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 13, "+project-first")] = False
     """Partial outputs are projected to values before they are exchanged."""
-    overlap: Annotated[bool, Axis(PATH | EXCHANGE, 14, "+overlap")] = False
-    """The batch in two halves, one half's exchange beside the other half's attention."""
     all_reduce: Annotated[str, Axis(PATH, 24, "{} all-reduce", values=names.ALL_REDUCES)] = names.ALL_REDUCES[0]
     """How partial sums of tensor parallelism are reduced."""
     backend: Annotated[str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))]
@@ -242,9 +244,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it.
 
-        The same for a point for ever: what was added to points later is in it only where it says something.
+        The same for a point for ever: what was added to points later is in it only where it says something, and options
+        that are gone stay in it.
         """
-        return "/".join(f"{name}={getattr(self, name)}" for name in _key_fields(self, LATER))
+        return "/".join(f"{name}={value}" for name, value in _key_fields(self, LATER))
 
     def same_but_repeat(self) -> str:
         """Key without the repeat, equal for all measurements of the same thing."""

@@ -264,7 +264,7 @@ class Wire:
             why = "it reads the memory of peers" if way is None else "no link between hosts is described"
             raise UsageError(
                 f"{what} over {ranks} ranks leaves a host of {self.host} GPUs, and {why}; use "
-                f"{'another exchange or all-reduce' if way is None else 'a machine file with link'}, or fewer ranks."
+                f"{'another exchange or all-reduce' if way is None else 'a machine with +LINK, such as H200+rdma-400, a file with link'}, or fewer ranks."
             )
         rate = self.link.bytes_s * LINK_SHARE
         crossing = received_bytes / self.host if way == RING else received_bytes * (ranks - self.host) / (ranks - 1)

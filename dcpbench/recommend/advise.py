@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import LayoutError, NoRoomError, UsageError
+from dcpbench.errors import NoRoomError, UsageError
+from dcpbench.plan.judge import check_positions
 from dcpbench.plan.spec import planned
-from dcpbench.points.budget import plan_engine
+from dcpbench.points.budget import plan_engine, room_of
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
-from dcpbench.points.memory import GIB, RESERVE_BYTES
+from dcpbench.points.memory import GIB
 from dcpbench.points.names import BY_LAYOUT, CLOSED, NO_EXCHANGE, REPLAY
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -27,17 +28,16 @@ from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Load
     from dcpbench.recommend.estimate import Steps
+    from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
     from dcpbench.serving.step_times import StepTimes
-
-    Watch = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,8 @@ class Choice:
     """Objectives that a layout misses."""
     refused: dict[str, str]
     """Layouts that do not fit, or of which nothing is known, with the reason."""
+    without_room: set[str] = dataclasses.field(default_factory=set)
+    """Of those refused, layouts that do not fit."""
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
 
@@ -162,11 +164,13 @@ def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
 def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) -> tuple[list[Choice], list[str]]:
     """A choice for each load, and what was left out of what is known, in sentences. `watch` hears what is at work.
 
-    Raises UsageError where no layout can be at all.
+    Raises UsageError where no layout can be at all, or the model cannot take what is asked.
     """
+    shape = load_shape(ask.model)
+    for _, context, load in ask.loads:
+        check_positions(context, load, shape)
     records, notes = _records(ask, known)
     times, unused = _times(ask, known)
-    shape = load_shape(ask.model)
     layouts: list[Layout] = []
     for tp in ask.gpus:
         found = valid_layouts(shape, tp, BY_LAYOUT)
@@ -197,36 +201,51 @@ def _choice(
     name = _name(concurrency, context, load)
     best: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
+    without_room: set[str] = set()
     short: dict[str, str] = {}
     for number, layout in enumerate(layouts, 1):
-        watch(f"{name}: {layout}, layout {number} of {len(layouts)}")
+        what = f"{name}: {layout}, layout {number} of {len(layouts)}"
+        watch(what)
+
+        def more(served: str, what: str = what) -> None:
+            watch(f"{what}, {served}")
+
         found: list[Forecast] = []
         exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
         points = [_point(ask, layout, exchange, concurrency, context, load) for exchange in exchanges]
         reason = _no_room(ask, points[0])
         if reason:
             refused[str(layout)] = reason
+            without_room.add(str(layout))
             continue
         found += [forecast.of_record(r, run) for r, run in records if _same(r.point, points[0])]
-        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short))]
+        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
         if found:
             short.pop(str(layout), None)
             surest = min(SOURCES.index(f.source) for f in found)
             best[str(layout)] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
             continue
         try:
-            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps)
+            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps, more)
         except UsageError as e:
             refused[str(layout)] = short.pop(str(layout), str(e))
     best = _anchored(ask, best, steps)
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
-    return Choice(name=name, concurrency=concurrency, forecasts=ordered, misses=misses, refused=refused, short=short)
+    return Choice(
+        name=name,
+        concurrency=concurrency,
+        forecasts=ordered,
+        misses=misses,
+        refused=refused,
+        without_room=without_room,
+        short=short,
+    )
 
 
-def _estimated(ask: Ask, point: Point, steps: Steps) -> Forecast:
+def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
     plan = plan_engine([point], ask.settings, load_shape(ask.model), _probe(ask))
-    return forecast.estimated(point, plan, ask.machine, ask.settings, steps, steps.terms)
+    return forecast.estimated(point, plan, ask.machine, ask.settings, steps, steps.terms, watch)
 
 
 def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
@@ -297,17 +316,19 @@ def _no_room(ask: Ask, point: Point) -> str:
     """Why a layout does not fit; empty: it does."""
     shape, probe = load_shape(ask.model), _probe(ask)
     try:
-        point.layout.check_model(shape, point.ep)
         plan = plan_engine([point], ask.settings, shape, probe)
-    except (LayoutError, NoRoomError) as e:
+    except NoRoomError as e:
         return str(e)
     if ask.cycled or plan.layers_held == plan.layers:
         return ""
-    weights, room = plan.full_weight_bytes, (probe.memory_bytes or 0) - RESERVE_BYTES
-    each = f"its weights take {weights / GIB:,.1f} GiB of each GPU"
-    if weights > room:
-        return f"{each}, which has {room / GIB:,.1f} for weights and KV"
-    return f"{each}, and {plan.kv_bytes / GIB:,.1f} GiB of KV do not fit beside them"
+    weights, (room, buffers) = plan.full_weight_bytes, room_of(point, shape, probe)
+    takes = f"its weights take {weights / GIB:,.1f} GiB"
+    if weights > room + buffers:
+        return f"{takes} of each GPU, which has {(room + buffers) / GIB:,.1f} for weights and KV"
+    beside = f" beside {buffers / GIB:,.1f} for the buffers of a step" if buffers else ""
+    return (
+        f"{takes} and its KV {plan.kv_bytes / GIB:,.1f} GiB of each GPU, which has {room / GIB:,.1f} for both{beside}"
+    )
 
 
 def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str]]:
@@ -448,7 +469,9 @@ def _by(times: StepTimes, point: Point) -> Point:
     return msgspec.structs.replace(point, **({"ep": "tp", "weights_dtype": "", "kv_dtype": ""} | own))
 
 
-def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str]) -> Forecast | None:
+def _replayed(
+    ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str], watch: Watch = lambda _: None
+) -> Forecast | None:
     """By a file of step times, where it is of this layout; where it does not reach, why not is in `short`."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
         return None
@@ -456,7 +479,7 @@ def _replayed(ask: Ask, point: Point, file: str, times: StepTimes, short: dict[s
     of = msgspec.structs.replace(_by(times, point), load=load)
     try:
         plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
-        return forecast.replayed(of, plan, times, ask.settings, file)
+        return forecast.replayed(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
         short[str(point.layout)] = f"{file}: {e}"
         return None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES
+from dcpbench.points.machines import LINKS
+from dcpbench.points.names import CLOSED, FP8, GAMMA, OBJECTIVES
 from dcpbench.recommend.advise import break_even, dollars, margin, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
 from dcpbench.show import numbers
@@ -37,11 +38,9 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
     """What to take, from which load on, on what machine, and how sure that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
-        reasons = dict.fromkeys(reason for choice in choices for reason in choice.refused.values())
-        return (
-            f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {next(iter(reasons))}; give more GPUs with --gpus, "
-            "--weights-dtype fp8, or --cycled to compare layouts of which only some layers are held."
-        )
+        who, reason = next(iter(choices[0].refused.items()))
+        instead = f"; give {_more_room(ask)}" if who in choices[0].without_room else ""
+        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {reason.rstrip('.')}{instead}."
     runs = []
     for said, group in itertools.groupby(able, key=_taken):
         loads = list(group)
@@ -54,6 +53,18 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
             names = f"{first} to {last}"
         runs.append(f"{said} at {names}")
     return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)})."
+
+
+def _more_room(ask: Ask) -> str:
+    """What to type where no layout fits."""
+    one_host = ask.machine.link is None and max(ask.gpus) >= ask.machine.gpus_per_host
+    hosts = f" and a machine of several hosts, such as --machine {ask.machine.gpu}+{LINKS[0].name}" if one_host else ""
+    ways = [f"more GPUs with --gpus{hosts}"]
+    if ask.weights_dtype != FP8:
+        ways.append("--weights-dtype fp8")
+    if not ask.cycled:
+        ways.append("--cycled to compare layouts of which only some layers are held")
+    return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def _gpus(ask: Ask) -> str:

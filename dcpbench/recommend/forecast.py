@@ -23,7 +23,7 @@ from dcpbench.serving.step_model import StepModel, step_works
 from dcpbench.serving.step_times import GATHER, LINE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.machines import Machine
@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import StepTimes
 
+    Watch = Callable[[str], None]
+
 ROUNDS = 4
 """Requests of each client, where an estimate is served in virtual time: more change it by no more than its band."""
+WATCHED_STEPS = 250
+"""After which who waits hears of it: about a second, of a thousand requests in flight."""
 MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
 """Where a figure comes from, the best first."""
 PERCENTILES = ("p50", "p90", "p95", "p99")
@@ -130,9 +134,15 @@ def _percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
 
 
 def estimated(
-    point: Point, plan: EnginePlan, machine: Machine, settings: Settings, steps: Steps, fitted: Mapping[str, float]
+    point: Point,
+    plan: EnginePlan,
+    machine: Machine,
+    settings: Settings,
+    steps: Steps,
+    fitted: Mapping[str, float],
+    watch: Watch = lambda _: None,
 ) -> Forecast:
-    """By the floors of its steps; `fitted` are terms of `steps`.
+    """By the floors of its steps; `fitted` are terms of `steps`, and `watch` hears how many were served.
 
     Raises UsageError where a rate or a call of the machine is not known.
     """
@@ -145,7 +155,7 @@ def estimated(
         ms = of.ms(rows)
         own = of.wire_errors(rows)
         return _banded(point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms))
-    times = EstimatedTimes(of, point, plan)
+    times = Watched(EstimatedTimes(of, point, plan), watch)
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
     found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
@@ -180,11 +190,13 @@ def anchored(found: Forecast, factor: float) -> Forecast:
     )
 
 
-def replayed(point: Point, plan: EnginePlan, times: StepTimes, settings: Settings, whence: str) -> Forecast:
-    """By step times that were measured. Raises UsageError where they do not reach as far as the load."""
+def replayed(
+    point: Point, plan: EnginePlan, times: StepTimes, settings: Settings, whence: str, watch: Watch = lambda _: None
+) -> Forecast:
+    """By step times that were measured; `watch` hears how many were served. Raises UsageError where they do not reach as far as the load."""
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
-    found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)
+    found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, Watched(times, watch))  # type: ignore[arg-type]
     serve = serve_metrics(found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
     tok_s = serve.output_tok_s
     return Forecast(
@@ -275,6 +287,21 @@ class Estimator:
         return {
             what: (each.high - each.mean) * 1e6 * self.fitted[estimate.WIRE] / step_us for what, each in calls.items()
         }
+
+
+class Watched:
+    """Stands for step times in a replay, and tells now and then how many steps were served."""
+
+    def __init__(self, times: StepTimes | EstimatedTimes, watch: Watch) -> None:
+        self.times, self.watch, self.steps = times, watch, 0
+        self.blocking, self.launch_ms, self.host_ms = times.blocking, times.launch_ms, times.host_ms
+
+    def duration_ms(self, step: Step, heat: float = 0.0) -> float:
+        """As StepTimes'."""
+        self.steps += 1
+        if self.steps % WATCHED_STEPS == 0:
+            self.watch(f"step {self.steps:,}")
+        return self.times.duration_ms(step, heat)
 
 
 class EstimatedTimes:

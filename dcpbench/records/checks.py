@@ -39,6 +39,8 @@ WITHOUT_SUM = (
     "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
 )
 POSITIVE = tuple(metric for metric in METRICS if metric.positive)
+UNKNOWN_OPTION = re.compile(r"unknown field `(.*)` - at `\$\.point(\.load)?`$")
+"""What msgspec says of a point that has more fields than this version."""
 OUTCOMES = ("ok", "failed", "hung", "rejected")
 NOT_RUN = "rejected"
 
@@ -70,7 +72,14 @@ def why(line: bytes, error: Exception) -> str:
             f"{error}. Put a copy of the file in its place, or take the line out, and measure its point again with "
             f"--resume. Where it was changed on purpose, {WITHOUT_SUM}."
         )
+    if option := UNKNOWN_OPTION.search(str(error)):
+        return (
+            f"its point has the option `{option[1][:80]}`, which this version of dcpbench does not know: read it with a version "
+            "that does, or take the line out."
+        )
     said = "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+    if not isinstance(error, msgspec.ValidationError):
+        return f"{said}. Some of it was damaged: take the line out, and measure its point again with --resume."
     return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
 
 

@@ -6,12 +6,14 @@ import dataclasses
 import fcntl
 import fnmatch
 import os
+import shlex
 import time
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
+from dcpbench.points import older
 from dcpbench.records import checks, checksums
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
 from dcpbench.records.lines import UNREADABLE
@@ -134,9 +136,9 @@ def _no_records(folder: Path) -> str:
     if RECORDS_FILE in (folder.name, *inside):
         return f"{folder} is no run, as its {RECORDS_FILE} is a folder; {name}"
     if not inside:
-        return f"{folder} is empty; `dcpbench sweep -o {folder}` would fill it, or {name}"
+        return f"{folder} is empty; `dcpbench sweep -o {shlex.quote(str(folder))}` would fill it, or {name}"
     if any(fnmatch.fnmatch(file, begun) for file in inside for begun in (LOCK_FILE, JOB_FILES)):
-        return f"{folder} holds no record yet; `dcpbench top {folder}` shows what its run is at."
+        return f"{folder} holds no record yet; `dcpbench top {shlex.quote(str(folder))}` shows what its run is at."
     return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
 
 
@@ -163,7 +165,7 @@ def decode(line: bytes) -> Record:
     """The record of one line, held against its checksum before anything else. Raises UNREADABLE."""
     checksums.check(line)
     try:
-        record = _decoder.decode(line)
+        record = older.decode(line, _decoder)
     except msgspec.ValidationError:
         _check_version(_version_decoder.decode(line).schema_version)
         raise

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
+MOST_BROKEN = 64
+"""Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
+_BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 BACKUP = ".before-repair"
 """Added to the name of a file of records, for the copy of it as it was."""
 
@@ -101,18 +106,19 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
 
     Records that stand whole between damage in one line, as where a newline was lost, get lines of their own. Lines that
     are strange are taken out with `strange` alone. Nobody else may write meanwhile: the caller has the folder's lock.
-    Raises RecordsError where strange lines are in the way, or the file cannot be read, and OutputError where the folder
-    cannot be written; the file is then what it was.
+    Raises RecordsError where strange lines are in the way, no line is a record, or the file cannot be read, and OutputError
+    where the folder cannot be written; the file is then what it was.
     """
     path = record_file(run)
     found = audit(run)
+    check_any(found)
     if not found.faults:
         return Repair(file=str(path), kept=found.records, taken_out=[])
     odd = [fault for fault in found.faults if fault.kind == STRANGE]
     if odd and not strange:
         raise RecordsError(
-            f"{path}, line {odd[0].line}: {odd[0].why} It is not damaged, so repair leaves it; add --strange to take it and "
-            f"others like it ({len(odd)} in all) out, too."
+            f"{path}, line {odd[0].line}: {odd[0].why} It is not damaged, so repair leaves it, and nothing was changed; add "
+            f"--strange to take it and others like it ({len(odd)} in all) out, too."
         )
     try:
         backup = _copy(path)
@@ -122,6 +128,14 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
             f"{path} cannot be repaired ({e.strerror}); it is as it was. Copy it to a disk with room."
         ) from e
     return Repair(file=str(path), kept=kept, taken_out=found.faults, backup=str(backup))
+
+
+def check_any(found: Audit) -> None:
+    """Raise RecordsError where no record was found, inside damaged lines neither."""
+    if not found.records and not any(fault.held for fault in found.faults):
+        raise RecordsError(
+            f"{found.file} holds no record that this version can read; name a run's folder, or its records.jsonl."
+        )
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -149,7 +163,8 @@ def _lines(path: Path) -> Iterator[_Line]:
 def _read(number: int, line: bytes) -> _Line:
     try:
         record = decode(line)
-    except UNREADABLE as e:
+    except UNREADABLE as error:
+        e = _malformed(line) or error if isinstance(error, checksums.RewrittenError) else error
         kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if _is_strange(e) else DAMAGED
         inside = list(_inside(line)) if kind != STRANGE else []
         why = "the end of the file was never written" if kind == CUT_SHORT else checks.why(line, e)
@@ -157,6 +172,15 @@ def _read(number: int, line: bytes) -> _Line:
         return _Line(kind, [record for record, _ in inside], [text for _, text in inside], fault)
     kind = SEALED if line.lstrip().startswith(checksums.HEAD) else UNSEALED
     return _Line(kind, [record], [line.strip(b"\r\n")])
+
+
+def _malformed(line: bytes) -> Exception | None:
+    """Why a line is not one value of JSON, as where damage joined two."""
+    try:
+        msgspec.json.decode(line)
+    except UNREADABLE as e:
+        return e
+    return None
 
 
 def _is_strange(error: Exception) -> bool:
@@ -167,12 +191,36 @@ def _is_strange(error: Exception) -> bool:
 
 
 def _inside(line: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Whole records inside a damaged line, with their bytes: sealed ones, or one without a checksum between NULs."""
-    for text in list(checksums.sealed_parts(line)) or [line.strip(NUL + b"\r\n")]:
+    """Whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between them."""
+    for text in _parts(line):
         try:
             yield decode(text), text
         except UNREADABLE:
             continue
+
+
+def _parts(line: bytes) -> Iterator[bytes]:
+    rest = line
+    for sealed in checksums.sealed_parts(line):
+        before, _, rest = rest.partition(sealed)
+        yield from _objects(before)
+        yield sealed
+    yield from _objects(rest)
+
+
+def _objects(text: bytes) -> Iterator[bytes]:
+    """Objects of JSON in a text; of one that has no end, those inside it. Given up after MOST_BROKEN that are none."""
+    chars = text.decode("latin-1")  # a character for each byte, so that places are the same
+    end = broken = 0
+    while broken < MOST_BROKEN and (begun := _BEGIN.search(chars, end)):
+        try:
+            _, end = _VALUE.raw_decode(chars, begun.start())
+        except RecursionError:
+            return  # no record is nested so deep; what is would be tried from each of its levels
+        except ValueError:
+            end, broken = begun.end(), broken + 1
+        else:
+            yield text[begun.start() : end]
 
 
 def _copy(path: Path) -> Path:

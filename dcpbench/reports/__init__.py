@@ -11,7 +11,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -44,12 +44,13 @@ def write_report(
     page_only: bool = False,
     pdf: bool = False,
     plotly: str = "",
+    watch: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
     With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF. The
     page is one file that needs nothing else, unless `plotly` names a file that it shares with other pages, by its
-    address from the page.
+    address from the page. `watch` hears what is at work.
 
     The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
@@ -63,11 +64,13 @@ def write_report(
     from dcpbench.reports.page.render import render
     from dcpbench.show.whole_files import whole_folder
 
+    watch("reading records")
     read = frames.load(folders, as_repeats=as_repeats, slo=slo)
     title = overview.title(read)
     try:
         with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
-            pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf)
+            pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf, watch=watch)
+            watch("writing the page")
             told = sections.report(read, pictures)
             (new / PAGE).write_text(render(title, told, read, pictures=not page_only, plotly=plotly), encoding="utf-8")
             export.write_csv(read, new / TABLE)

@@ -128,7 +128,7 @@ def imported(frames: Frames) -> str:
 def best(found: pd.DataFrame) -> str:
     """The best layout of each load of one run, model and mode; loads in a row with the same answer together."""
     if found.empty:
-        return "No load was run with two layouts, so none can be called the best."
+        return "No load was run with two layouts of equally many GPUs, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
     what = "Best layout by output tok/s" + (" within the SLO" if judged else "")
     answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")

@@ -260,7 +260,8 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
         Line2D([], [], markersize=5, label=_in_legend(name), **look | bare)
         for name, look in zip(labels, looks, strict=True)
     ]
-    legend_below(figure, curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)])
+    entries = curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)]
+    legend_below(figure, [*entries, *_hollow_in(ratios)])
     return figure
 
 
@@ -351,8 +352,7 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
         variant = "" if who == layout else str(line["variant"].iloc[0])
         handles.append(Line2D([], [], label=_in_legend(str(who)), markersize=5, **_alone(style, str(layout), variant)))
     if not rows["meets"].all():
-        hollow = {"marker": "o", "markerfacecolor": "white", "linestyle": ""}
-        handles.append(Line2D([], [], color=GREY, label="hollow: misses the SLO", **hollow))
+        handles.append(_hollow("misses the SLO"))
     level = f"level (within {REPEATS_AGREE_WITHIN * 100:g} %)"
     handles.append(Patch(color="#EEEEEE", label=level))
     legend_below(figure, handles)
@@ -446,7 +446,6 @@ def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str 
     columns = columns_for(len(values))
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
     figure, axes = _grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
-    figure.set_layout_engine("constrained", hspace=0.03)
     found = []
     for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]
@@ -486,6 +485,16 @@ def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.
         yield aside.sort_values(along), look | _marked(panel, look)
 
 
+def _hollow(means: str) -> Line2D:
+    """An entry of a legend that says what a hollow marker means."""
+    return Line2D([], [], color=GREY, label=f"hollow: {means}", marker="o", markerfacecolor="white", linestyle="")
+
+
+def _hollow_in(points: pd.DataFrame) -> list[Line2D]:
+    """What the legend of lines says of hollow markers; nothing where there are none."""
+    return [_hollow("replayed")] if points["mode"].iloc[0] == REPLAY else []
+
+
 def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
     """Hollow markers for replays."""
     return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else look["color"]}
@@ -506,7 +515,7 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
             for layout, variant, run in lines
         ]
         handles = [Line2D([], [], markersize=5, label=_in_legend(name), **look) for name, look in every]
-        legend_below(figure, [*handles, *more])
+        legend_below(figure, [*handles, *more, *_hollow_in(points)])
         return
     runs = [name for name in style.runs if name in set(points["run"])] if len(style.runs) > 1 else []
     handles = []
@@ -516,7 +525,7 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
     for name in runs:
         look = style.look("", "", name) | {"color": GREY}
         handles.append(Line2D([], [], markersize=5, label=f"run {plain(name, 24)}", **look))
-    legend_below(figure, [*handles, *more])
+    legend_below(figure, [*handles, *more, *_hollow_in(points)])
 
 
 def _in_legend(name: str) -> str:

@@ -62,12 +62,17 @@ def counted(points: pd.DataFrame, most: int) -> str:
     return ", ".join(said) + (" and others" if len(set(names)) > most else "")
 
 
+def throttled(points: pd.DataFrame) -> pd.Series[bool]:
+    """Of each point whether its clocks fell, or those of the step times that it is replayed by."""
+    return points["marks"].map(of).map(lambda marks: THROTTLED in marks).astype(bool)
+
+
 def clocks(points: pd.DataFrame) -> str:
     """By how much clocks fell where points are throttled, and what lowered them.
 
     `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`. A replay has no clocks.
     """
-    slowed = points[[THROTTLED in of(text) for text in points["marks"]]]
+    slowed = points[throttled(points)]
     if slowed.empty:
         return ""
     known = slowed[slowed["clock_fall"].notna()]

@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, floors, rule, slo, words
+from dcpbench.reports import answer, findings, floors, marks, rule, slo, words
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -112,10 +112,14 @@ def caveats(frames: Frames) -> list[str]:
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
         on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
         said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}")
-    limited = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
+    power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
+    limited = power | marks.throttled(table)
     if limited.any():
-        every = "" if limited.all() else f" at {int(limited.sum()):,} of {len(table):,} points"
-        said.append(f"clocks limited by power{every}")
+        by_steps = limited & replayed & (table["throttle_reasons"] == "")
+        some = by_steps.any() and (limited & ~by_steps).any()
+        steps = f" ({f'{int(by_steps.sum()):,} ' if some else ''}by their step times)" if by_steps.any() else ""
+        every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"
+        said.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
     return said
 
 

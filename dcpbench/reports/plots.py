@@ -57,14 +57,26 @@ class Picture:
     pdf: Path | None = None
 
 
-def draw_all(read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`, as `pdf`, too; without `drawn` say which there would be."""
+def draw_all(
+    read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False, watch: Callable[[str], None] = lambda _: None
+) -> list[Picture]:
+    """Draw every figure that the points allow into `folder`, as `pdf`, too; without `drawn` say which there would be.
+
+    `watch` hears which one is at work.
+    """
     if read.everything.empty:
         return []
     formats = (*FORMATS, "pdf") if pdf else FORMATS
-    studio = Studio(folder, style.Style.of(read.everything), drawn=drawn, formats=formats)
-    if drawn:
-        folder.mkdir(parents=True, exist_ok=True)
+    look = style.Style.of(read.everything)
+    all_of_them = _filled(read, Studio(folder, look, drawn=False, formats=formats))
+    if not drawn:
+        return all_of_them
+    folder.mkdir(parents=True, exist_ok=True)
+    return _filled(read, Studio(folder, look, formats=formats, of=len(all_of_them), watch=watch))
+
+
+def _filled(read: Frames, studio: Studio) -> list[Picture]:
+    """The pictures of a studio that was given every figure."""
     _draw_overview(read, studio)
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
@@ -146,6 +158,9 @@ class Studio:
     look: style.Style
     drawn: bool = True
     formats: tuple[str, ...] = FORMATS
+    of: int = 0
+    """Figures that there will be."""
+    watch: Callable[[str], None] = lambda _: None
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
@@ -154,6 +169,7 @@ class Studio:
         mode = "" if subject == KV or mode == "decode" else str(mode)
         path = self.folder / self._name(subject, mode, points)
         if self.drawn:
+            self.watch(f"figure {len(self.pictures) + 1} of {self.of}: {title}")
             self.draw(path, title, points, draw)
         files = [path.with_suffix(f".{form}") for form in self.formats]
         self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), *files))

@@ -363,7 +363,6 @@ def _record(
     record = Record(
         point=point,
         outcome="failed",
-        reason=failed or None,
         marks=["cpu"] if asked.device == CPU else [],
         environment=Environment(
             device=asked.device,

@@ -80,6 +80,10 @@ class Extent:
     ends_s: float
     """When the last one comes; 0 in a closed loop."""
 
+    def served(self, positions: int) -> int:
+        """Tokens of the longest request that a model of so many positions takes; where it takes none, of the longest."""
+        return self.longest if self.shortest > positions else min(self.longest, positions)
+
 
 @functools.cache
 def extent(load: Load, trace: str = "") -> Extent:

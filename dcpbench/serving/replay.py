@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import latencies
 from dcpbench.records.record import InstanceMetrics, Kv, Record
@@ -195,14 +196,15 @@ class _Clock:
 NAMED = """
     model tp dp dcp dtype page_size interleave weights backend exchange q_replicate project_first overlap all_reduce prefill
 """
-"""Fields of a path from which files have their names, in the order of the first ones; a later field takes part where it
-is not what it is by default."""
+"""Fields of a path from which files have their names, in the order of the first ones, with one that is gone; a later field
+takes part where it is not what it is by default."""
 
 
 def step_times_name(path: EnginePath) -> str:
     """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
     later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
-    named = {name: path[name] for name in NAMED.split()} | later
+    told = OFF | path
+    named = {name: told[name] for name in NAMED.split()} | later
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
     return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
 

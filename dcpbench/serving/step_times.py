@@ -18,6 +18,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import AUTO, flag
+from dcpbench.points.older import OFF
 from dcpbench.points.point import load_axes, point_axes
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
@@ -256,8 +257,11 @@ def read_step_times(path: Path) -> StepTimes:
 
 
 def _whole(times: StepTimes) -> StepTimes:
-    """With a path that has every field; raises ValidationError for one that lacks what has no default."""
+    """With a path that has every field; raises ValidationError for one that lacks what has no default, or has more."""
     path = {axis.name: times.path.get(axis.name, axis.default) for axis in PATH_AXES}
+    more = next((name for name, value in times.path.items() if name not in path and OFF.get(name) is not value), None)
+    if more is not None:
+        raise msgspec.ValidationError(f"path.{more} is an option that this version of dcpbench does not know")
     for axis in PATH_AXES:
         if type(path[axis.name]) is not axis.kind:
             raise msgspec.ValidationError(f"path.{axis.name} is missing, or no {axis.kind.__name__}")

@@ -110,6 +110,15 @@ def parse(command: Sequence[str]) -> tuple[str, list[str], Job]:
     return python, flags, _job(words, name)
 
 
+def instead_of(command: Sequence[str]) -> str:
+    """What to type where there is no GPU to run this command with."""
+    try:
+        parse(command)
+    except UsageError:
+        return f"a dry run of one process needs none: {EXAMPLE}"
+    return f"write `dcpbench syncs dry-run -- {printable(shlex.join(command))}` instead."
+
+
 def _job(words: list[str], name: str) -> Job:
     """What comes after Python's own flags."""
     if words and words[0] in {"-m", "-c"}:

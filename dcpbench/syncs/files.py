@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,13 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: Non
     """
     found: dict[Path, None] = {}
     for name in names:
+        if not name:
+            raise UsageError("The name of a trace is empty; give a file, a folder or a glob of Kineto traces.")
         path = Path(name)
         if path.is_dir():
             files = _named_so(path.iterdir())
-            missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or '{name}/**/*.json'."
+            deeper = shlex.quote(str(path / "**/*.json*"))
+            missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or {deeper}."
         elif path.exists():
             files, missing = [path], ""
         elif glob.has_magic(name):
@@ -119,11 +123,11 @@ def check_output(path: Path | None, *, force: bool) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise OutputError(f"{path} is a folder; give a file with -o, such as {path / 'syncs.json'}.")
+        raise OutputError(f"{path} is a folder; give a file with -o, such as {shlex.quote(str(path / 'syncs.json'))}.")
     if path.exists() and not force:
         raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
     if not path.parent.is_dir():
-        raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {path.parent}.")
+        raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {shlex.quote(str(path.parent))}.")
 
 
 def write(path: Path, text: str, *, force: bool) -> None:

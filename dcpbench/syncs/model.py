@@ -105,7 +105,7 @@ class Site(msgspec.Struct, kw_only=True):
     count: int = 0
     waited: int | None = None
     """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
-    without GPU events."""
+    without GPU events, or where calls or GPU work have no durations."""
     count_per_step: float | None = None
     """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
     warmup_only: bool = False
@@ -116,7 +116,8 @@ class Site(msgspec.Struct, kw_only=True):
     wait_p99_us: float | None = None
     """None with fewer than 662 occurrences, as for every percentile of ours."""
     bubble_us: float | None = None
-    """Sum over all occurrences of the GPU idle time that removing that one would win, at most."""
+    """Sum over all occurrences of the GPU idle time that removing that one would win, at most. None where it is not
+    known: without durations, GPU events, or calls that caused them."""
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False

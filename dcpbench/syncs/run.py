@@ -24,6 +24,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, OutputError, UsageError
 from dcpbench.show.text import printable
+from dcpbench.syncs.dry_run_program import instead_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
@@ -104,11 +105,10 @@ def run(command: Sequence[str], recording: Recording, options: GateOptions, out:
     if not command:
         raise UsageError("There is no program; write it after `--`: dcpbench syncs run -- python script.py")
     if shutil.which(command[0]) is None:
-        hint = f"python {command[0]}" if command[0].endswith(".py") else "python script.py"
+        hint = f"python {shlex.quote(command[0])}" if command[0].endswith(".py") else "python script.py"
         raise UsageError(f"{command[0]} is no program that can be started; write `-- {hint}`.")
     if not has_gpu() and not os.environ.get(CPU_VARIABLE):
-        typed = printable(shlex.join(command))
-        raise CapacityError(f"There is no GPU here to wait for; write `dcpbench syncs dry-run -- {typed}` instead.")
+        raise CapacityError(f"There is no GPU here to wait for; {instead_of(command)}")
     with _folder(recording.keep) as folder:
         code = start(command, environment(folder, recording))
         report = _scan(folder, recording, gate)

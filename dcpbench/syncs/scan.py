@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
 from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
-from dcpbench.syncs.traces.coverage import coverage
+from dcpbench.syncs.traces.coverage import bubbles_are_known, coverage, ranges_in
 from dcpbench.syncs.traces.intervals import ANY, chains, match
 from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.traces.blocking import Blocking
     from dcpbench.syncs.traces.columns import Table
-    from dcpbench.syncs.traces.python_lines import Stacks
+    from dcpbench.syncs.traces.intervals import Floats
+    from dcpbench.syncs.traces.python_lines import Line, Stacks
 
     Ints = NDArray[Any]
 
@@ -59,18 +60,17 @@ def scan(
         ) from None
     repository = Repository(root)
     scanned = [_scan(path, repository, step_range, progress) for path in paths]
-    summaries = [summary for summary, _ in scanned]
+    summaries = [summary for summary, _, _ in scanned]
     if step_range is not None and not any(s.steps for s in summaries):
-        raise UsageError(
-            f"no annotation matches --step-range {step_range!r}; leave it out to see which ranges there are"
-        )
-    return report_of(summaries, merge([sites for _, sites in scanned]))
+        ranges = next((ranges for _, _, ranges in scanned), "")
+        raise UsageError(f"no annotation matches --step-range {step_range!r}. {ranges}")
+    return report_of(summaries, merge([sites for _, sites, _ in scanned]))
 
 
 def _scan(
     path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
-) -> tuple[TraceSummary, list[Site]]:
-    """Summary and sites of one trace."""
+) -> tuple[TraceSummary, list[Site], str]:
+    """Summary and sites of one trace; where it has no steps, what ranges it has, in words."""
     reader = TraceReader(path)
     events = 0
 
@@ -81,18 +81,19 @@ def _scan(
             progress(f"{path.name}: {events:,} events")
 
     columns = read_columns(reader.blocks(), reader.trouble, count)
-    return analyse(columns, str(path), repository, rank=reader.rank, step_range=step_range)
+    summary, sites = analyse(columns, str(path), repository, rank=reader.rank, step_range=step_range)
+    return summary, sites, "" if summary.steps else ranges_in(columns)
 
 
 def analyse(
     columns: Columns, name: str, repository: Repository, *, rank: int | None = None, step_range: str | None = None
 ) -> tuple[TraceSummary, list[Site]]:
     """Summary and sites of what was read of one trace."""
-    ranges = _ranges(columns)
-    steps = find_steps(ranges, step_range)
     blocking = find_blocking(columns)
     stacks: Stacks = "python_function" if len(columns.tables["python"]) else "call stack" if columns.stacks else "none"
-    found = _occurrences(columns, blocking, steps, repository, stacks)
+    placed = _placed(columns, blocking, repository, stacks)
+    steps = find_steps(_ranges(columns, blocking.start[~placed.own]), step_range)
+    found = _occurrences(columns, blocking, placed, steps)
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
     tables = [t for t in columns.tables.values() if len(t)]
@@ -108,43 +109,73 @@ def analyse(
     return summary, sites_of_trace(name, found, len(steps))
 
 
-def _ranges(columns: Columns) -> list[Range]:
-    """Annotations; in traces of 2021 steps are operators."""
+def _ranges(columns: Columns, waits: Floats) -> list[Range]:
+    """Annotations, and whether one of these waits began in them, or work; in traces of 2021 steps are operators."""
     ranges, ops = columns.tables["ranges"], columns.tables["ops"]
-    found = [Range(columns.names[n], s, e) for n, s, e in zip(ranges.name, ranges.start, ranges.end, strict=True)]
-    steps = {n for n, name in enumerate(columns.names) if PROFILER_STEP.match(name)}
-    if steps and not any(n in steps for n in ranges.name.tolist()):
-        rows = np.flatnonzero(np.isin(ops.name, list(steps)))
-        found += [Range(columns.names[ops.name[i]], ops.start[i], ops.end[i]) for i in rows]
+    step = columns.named(PROFILER_STEP.match)
+    marks = [ranges]
+    if step.any() and not step[ranges.name].any():
+        marks.append(ops.take(step[ops.name]))
+    busy = np.sort(np.concatenate([waits, _work(columns, step)]))
+    found = []
+    for table in marks:
+        empty = np.searchsorted(busy, table.start) == np.searchsorted(busy, table.end, "right")
+        rows = zip(table.name.tolist(), table.start, table.end, empty.tolist(), strict=True)
+        found += [Range(columns.names[name], *rest) for name, *rest in rows]
     return found
 
 
-def _occurrences(
-    columns: Columns, blocking: Blocking, steps: Steps, repository: Repository, stacks: Stacks
-) -> list[Sync]:
+def _work(columns: Columns, step: NDArray[np.bool_]) -> Floats:
+    """When work was given to the GPU, or began there where no call is known; of a trace without a GPU, operators."""
+    gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
+    if not len(gpu):
+        return ops.start[~step[ops.name]]
+    launch = match(calls.correlation, gpu.correlation)
+    return np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+
+
+class _Placed(NamedTuple):
+    """Where each blocking call lies in the program."""
+
+    op_chains: list[Ints]
+    lines: list[Line]
+    own: NDArray[np.bool_]
+    """The profiler's."""
+
+
+def _placed(columns: Columns, blocking: Blocking, repository: Repository, stacks: Stacks) -> _Placed:
+    op_chains = _with_linked_ops(columns, blocking, chains(columns.tables["ops"], blocking.start, blocking.thread))
+    frames = chains(columns.tables["python"], blocking.start, blocking.thread)
+    attribute = Attribution(columns, repository, stacks)
+    lines = [attribute.line(*of_call) for of_call in zip(frames, op_chains, strict=True)]
+    edges = _window_edges(columns, blocking, op_chains)
+    own = [line.profiler or (edge and not line.stack) for line, edge in zip(lines, edges, strict=True)]
+    return _Placed(op_chains, lines, np.array(own, bool))
+
+
+def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: Steps) -> list[Sync]:
     """Every blocking call with everything that is known of it."""
     ops, gpu, ranges = (columns.tables[name] for name in ("ops", "gpu", "ranges"))
-    op_chains = _with_linked_ops(columns, blocking, chains(ops, blocking.start, blocking.thread))
-    frames = chains(columns.tables["python"], blocking.start, blocking.thread)
     # On a thread that has no annotation at all, those open on any other count.
     alone = ~np.isin(blocking.thread, ranges.thread)
     inside = chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
-    priced = bubbles(columns, blocking) if len(gpu) else None
+    priced = bubbles(columns, blocking) if bubbles_are_known(columns) else None
+    untimed = bool(columns.trouble.untimed_events)
     names, reasons = columns.names, waited_for(columns, blocking)
     step_starts = set(steps.start.tolist())
-    of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
-    attribute = Attribution(columns, repository, stacks)
+    of_step = steps.of(blocking.start)
     directions = [direction_of(name) for name in names]
     frees = cause_of_frees(columns)
     found = []
     for i, blocked in enumerate(blocking.calls):
-        chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
-        where = attribute.line(frames[i], op_chains[i])
+        own, where = bool(placed.own[i]), placed.lines[i]
+        in_ops = (names[ops.name[row]] for row in placed.op_chains[i])
+        chain = tuple(name for name in in_ops if not PROFILER_STEP.match(name))
         copied = blocked.copied
         direction = directions[gpu.name[copied]] if copied >= 0 else ""
         size = int(gpu.bytes[copied]) if copied >= 0 else -1
         inner = (names[ranges.name[row]] for row in inside[i][::-1] if ranges.start[row] not in step_starts)
-        within = next(inner, "")
+        within = "" if own else next(inner, "")
         found.append(
             Sync(
                 rule=rule_of(blocked, chain, direction).id,
@@ -160,14 +191,14 @@ def _occurrences(
                 call=blocked.call,
                 bytes=size if size >= 0 else None,
                 may_block=blocked.may_block,
-                own=where.profiler or (own[i] and not where.stack),
+                own=own,
                 range=within,
                 within="" if where.user and where.user.function else _NUMBERS.sub("#", within),
                 step=of_step[i],
                 at=blocked.start,
-                wait=blocked.wait,
+                wait=None if untimed and blocked.wait == 0 else blocked.wait,
                 bubble=None if priced is None else float(priced[i]),
-                waited=None if priced is None else bool(reasons[i]) or blocked.wait > QUERY_US,
+                waited=None if untimed or not len(gpu) else bool(reasons[i]) or blocked.wait > QUERY_US,
                 waited_for=reasons[i],
                 cause=frees if blocked.kind == "free" else "",
             )

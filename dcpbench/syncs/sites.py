@@ -225,7 +225,7 @@ def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
 
     Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
     slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
-    one's.
+    one's. Where one trace does not know what waited, nobody knows it of both.
     """
     merged: dict[tuple[str, bool, bool], Site] = {}
     for sites in per_trace:
@@ -239,12 +239,13 @@ def _add(a: Site, b: Site) -> Site:
     """One site of the same place in two traces."""
     a.count += b.count
     for way, names in (
-        (sum, ("wait_us", "bubble_us", "bytes", "waited")),
+        (sum, ("wait_us", "bubble_us", "bytes")),
         (max, ("count_per_step", "wait_median_us", "wait_p99_us")),
     ):
         for name in names:
             known = [value for value in (getattr(a, name), getattr(b, name)) if value is not None]
             setattr(a, name, way(known) if known else None)
+    a.waited = None if a.waited is None or b.waited is None else a.waited + b.waited
     a.warmup_only &= b.warmup_only
     a.explicit &= b.explicit
     a.called_from, a.cause = a.called_from or b.called_from, a.cause or b.cause

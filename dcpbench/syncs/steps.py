@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 PROFILER_STEP = re.compile(r"^(ProfilerStep[#*]?)(\d+)$")
 NUMBERED = re.compile(r"^(.*?\D|)(\d+)$")
+HOW_TO_MARK = (
+    'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}").'
+)
 STEADY = 3
 """Steps from which the first counts as warm-up."""
 
@@ -24,6 +27,8 @@ class Range(NamedTuple):
     name: str
     start: float
     end: float
+    empty: bool = False
+    """Nothing was given to the GPU in it, and nothing waited."""
 
 
 class Steps(NamedTuple):
@@ -33,7 +38,7 @@ class Steps(NamedTuple):
     """What their names have in common, such as `ProfilerStep#`; empty where there are none."""
     start: NDArray[np.float64]
     end: float
-    """End of the last one."""
+    """End of the last one, or start of one that is left out behind it."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -52,6 +57,7 @@ def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
     `ProfilerStep#N` of torch.profiler, else names that differ in a number at their end alone, each number once: of
     several such families the one that covers most time, as layers lie in steps and not steps in layers.
     Where a regular expression is given, the annotations of the trace that it matches are the steps, and no others.
+    The last `ProfilerStep#N` is none where it is empty: the last `prof.step()` opened it, and the profiler's end closed it.
     """
     if pattern is not None:
         return _steps(pattern, [r for r in ranges if re.search(pattern, r.name)])
@@ -75,7 +81,11 @@ def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
 def _steps(marked_by: str, ranges: list[Range]) -> Steps:
     if not ranges:
         return Steps("", np.zeros(0), 0.0)
-    return Steps(marked_by, np.unique([r.start for r in ranges]), max(r.end for r in ranges))
+    last, end = max(ranges, key=lambda r: r.start), max(r.end for r in ranges)
+    others = [r for r in ranges if r.name != last.name]
+    if others and last.empty and PROFILER_STEP.match(last.name):
+        ranges, end = others, last.start
+    return Steps(marked_by, np.unique([r.start for r in ranges]), end)
 
 
 def per_step(steps_of_site: Sequence[int | None], steps: int) -> tuple[float | None, bool]:

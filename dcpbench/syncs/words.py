@@ -54,6 +54,11 @@ def microseconds(value: float | None) -> str:
     return NOTHING if value is None else with_unit(value, MICROSECONDS)
 
 
+def bubble(value: float | None) -> str:
+    """`bubble at most 5 µs`, or that nobody knows it."""
+    return "bubble not known" if value is None else f"bubble at most {microseconds(value)}"
+
+
 def per_step(value: float | None) -> str:
     """Count per step: 2, 0.25; a dash without steps."""
     return NOTHING if value is None else f"{value:.4g}"
@@ -88,7 +93,8 @@ def sentence(site: Site) -> str:
     what = site.op or site.call
     much = f"{per_step(site.count_per_step)} per step, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({waited_share(site)})" if waited_share(site) else "")
-    cost = "" if site.bubble_us is None else f", bubble at most {microseconds(site.bubble_us)}"
+    timed = site.wait_us is not None or site.bubble_us is not None
+    cost = f", {bubble(site.bubble_us)}" if timed else ""
     called = f", called from {site.called_from}" if site.called_from else ""
     return f"{site.kind}: {f'{what} in ' if what else ''}{subject(site)}{where}{called}, {much}{cost}"
 

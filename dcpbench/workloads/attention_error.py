@@ -24,7 +24,7 @@ LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 
 def limit_of(engine: DecodeEngine) -> float:
     """For the backend that the engine runs, whose rows may be fp8: what these stand for is exact."""
-    rounds = {what for batch in engine.batches.values() for part in batch.parts for what in part.backend.rounds}
+    rounds = {what for batch in engine.batches.values() for what in batch.backend.rounds}
     shape = engine.model.shape
     deviation = shape.kv_width**0.5 * softmax_scale(shape)  # of scores of normal rows and queries
     return max(rounding_error(rounds, deviation), LIMIT[DTYPE_NAMES[engine.model.dtype]])
@@ -46,11 +46,7 @@ def attention_error(
     q_BHQ = _queries(engine, batch, seed + 1 + model.groups.attn.rank // dcp)
     mine = slice(rank * model.heads, (rank + 1) * model.heads)
     heads = slice(None) if model.wide.query else mine
-    shown = [part.exchange.query(part.size) for part in batch.parts]
-    for part, q_BhQ in zip(batch.parts, shown, strict=True):
-        q_BhQ.copy_(q_BHQ[part.rows, heads])
-    merged = model.attend(shown, w, LAYER, batch.parts, engine.beside, lambda o_hBR: o_hBR)
-    o_hBR = torch.cat(merged, dim=1)
+    o_hBR = model.attend(batch.exchange.query(batch.size).copy_(q_BHQ[:, heads]), w, LAYER, batch)
 
     scale = softmax_scale(model.shape)
     wrong, size_of_truth = 0.0, 0.0

@@ -7,7 +7,6 @@ the slowest rank's, so that all ranks choose alike.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import statistics
 from typing import TYPE_CHECKING
@@ -99,12 +98,12 @@ def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> 
 def _pass(engine: DecodeEngine, batch: Batch) -> Callable[[], None]:
     model = engine.model
     generator = torch.Generator(engine.device).manual_seed(0)
-    shown = [torch.empty_like(p.exchange.query(p.size)).normal_(generator=generator) for p in batch.parts]
+    shown_BhQ = torch.empty_like(batch.exchange.query(batch.size)).normal_(generator=generator)
 
     def attend_all() -> None:
         for index in range(model.shape.layers):
             w = model.weights.layer(index).attention
-            queries = [p.exchange.query(p.size).copy_(q) for p, q in zip(batch.parts, shown, strict=True)]
-            model.attend(queries, w, index, batch.parts, engine.beside, functools.partial(model.values, w=w))
+            q_BhQ = batch.exchange.query(batch.size).copy_(shown_BhQ)
+            model.values(model.attend(q_BhQ, w, index, batch), w)
 
     return attend_all

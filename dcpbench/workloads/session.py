@@ -60,7 +60,7 @@ class Session:
         if point.all_reduce not in self.all_reduces:
             self.all_reduces[point.all_reduce] = make_all_reduce(point.all_reduce, model.groups.attn, self.reduce_spec)
         model.all_reduce = self.all_reduces[point.all_reduce]
-        self.engine.use(*choice.first(point), overlap=point.overlap)
+        self.engine.use(*choice.first(point))
         self.point, self.serving = point, None
 
     def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
@@ -112,7 +112,6 @@ def build(
         exchange=exchange,
         max_requests=plan.max_requests,
         max_context=plan.max_context,
-        overlap=point.overlap,
     )
     spec = ReduceSpec(rows=batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec, emulation=emulation)

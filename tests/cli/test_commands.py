@@ -199,7 +199,8 @@ def test_a_dry_run_of_which_nothing_can_run_gives_each_reason_once_and_stays_a_p
     code, out, err = call(*words.split())
     assert code == 3
     assert out.count("cannot run: tp16·dcp16 at 8 × 4,000 and 16 × 4,000: --tp 16 needs 16 GPUs") == 1
-    assert "Type instead: dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200 --gpus 8 (or" in out
+    instead = "dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200 --gpus 8 --concurrency 8,16"
+    assert f"Type instead: {instead} (or" in out
     assert err.endswith("error: None of these points can run; the plan says why, and what to type instead.\n")
     assert "--tp 16 needs" not in err
     code, _, err = call(*words.split(), "--json")
@@ -501,20 +502,30 @@ def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, m
     assert f"None of these points is in {tmp_path}" in call(*typed, str(tmp_path))[2]
 
 
-@pytest.mark.parametrize("command", ["show", "report"])
+@pytest.mark.parametrize(
+    "command", ["show RUN", "show RUN --json", "report RUN", "export RUN --to csv -o OUT.csv", "compare OTHER RUN"]
+)
 def test_a_last_line_cut_short_is_told_in_the_terminal(command: str, call, tmp_path: Path) -> None:
     """It is left out; a file of which nothing is left is an error."""
-    records = RecordFile(tmp_path)
-    records.append(Record(point=POINT, outcome="rejected", reason="no"))
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        RecordFile(folder).append(fake_worker.record(POINT))
+    records = RecordFile(run)
     line = records.path.read_bytes()
     records.path.write_bytes(line + line[:20])
-    code, _, err = call(command, str(tmp_path))
+    words = [
+        {"RUN": str(run), "OTHER": str(other), "OUT.csv": str(tmp_path / "out.csv")}.get(word, word)
+        for word in command.split()
+    ]
+    code, _, err = call(*words)
     assert code == 0
-    assert "the last line of its record file was cut short; it is left out" in err
+    assert err.count("the last line of its record file was cut short; it is left out") == 1
     records.path.write_bytes(line[:20])
-    code, _, err = call(command, str(tmp_path))
+    code, _, err = call(*words)
     assert code == 2
-    assert "holds only a part of one record" in err
+    nothing = "holds no records yet" if command.startswith("compare") else "holds only a part of one record"
+    assert nothing in err
 
 
 def test_show_of_a_folder_of_runs_names_them(call, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_build_writes_a_site_and_says_where(run, tmp_path: Path) -> None:
     [
         (["build", "no/such/folder"], "is no folder; name the one that holds your runs"),
         (["build", "tests", "-o", "docs"], "holds no dashboard; give a new folder with -o"),
+        (["build", "tests", "-o", "README.md"], "README.md is a file; give a folder with -o, such as -o site."),
         (["build", "tests", "-o", "tests"], "holds the runs themselves"),
         (["serve", "no/such/folder"], "is no folder; name the one that holds your runs"),
         (["serve", "tests", "--port", "99999"], "--port"),

@@ -43,8 +43,6 @@ SWEEP_OPTIONS = {
     "--no-q-replicate",
     "--project-first",
     "--no-project-first",
-    "--overlap",
-    "--no-overlap",
     "--all-reduce",
     "--page-size",
     "--interleave",

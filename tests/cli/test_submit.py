@@ -438,6 +438,7 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (("--gpus-per-node", "-1", "--", "sweep"), 2, "--gpus-per-node -1 is negative"),
         (("--name", "My Job", "--", "sweep"), 2, "--name My Job: write at most 42 of a-z"),
         (("--time", "soon", "--", "sweep"), 2, "--time soon: write minutes, HH:MM:SS"),
+        (("--time=-5", "--", "sweep"), 2, "--time -5: write minutes, HH:MM:SS"),
     ],
     ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
 )

@@ -43,7 +43,6 @@ A2A = {"exchange": "a2a"}
 SYMM = {"exchange": "symm"}
 REPLICATED = {"q_replicate": True}
 PROJECTED = {"project_first": True}
-HALVES = {"overlap": True}
 REDUCED = {"all_reduce": "symm"}
 
 CUT = {"ep": "1"}
@@ -62,9 +61,9 @@ GRID = {
         ("v3", STRIPED, A2A | REPLICATED | PROJECTED | CUT),
         ("v2", PLAIN, AG_RS | REPLICATED | WHOLE),
     ],
-    Layout(4, dcp=4): [("v3", PLAIN, AG_RS | HALVES | WHOLE), ("v2", STRIPED, A2A | HALVES | PROJECTED | CUT)],
+    Layout(4, dcp=4): [("v3", PLAIN, AG_RS | WHOLE), ("v2", STRIPED, A2A | PROJECTED | CUT)],
     Layout(4, dp=2, dcp=2): [
-        ("v3", PAGED, A2A | REPLICATED | PROJECTED | HALVES | CUT),
+        ("v3", PAGED, A2A | REPLICATED | PROJECTED | CUT),
         ("v2", PLAIN, AG_RS | PROJECTED | WHOLE),
     ],
     Layout(4, dp=4): [("v3", PAGED, NONE | WHOLE), ("v2-greedy", PLAIN, NONE | CUT)],
@@ -213,7 +212,7 @@ def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints,
     assert_verified([one], alone(one, prompts, new, tmp_path), len(prompts) * new)
     points = [
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, A2A, "triton", context=3),
-        point(checkpoints["v2"], Layout(2, dcp=2), PAGED, SYMM | HALVES | REDUCED, context=3),
+        point(checkpoints["v2"], Layout(2, dcp=2), PAGED, SYMM | REDUCED, context=3),
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, SYMM | REPLICATED | PROJECTED, context=3),
     ]
     verify(points, prompts, new, tmp_path)

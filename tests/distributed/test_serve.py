@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
         {"policy": "prefill-first"},
     ),
     "tp4-dp2-dcp2-a2a": (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
-    "tp4-dcp4-halves": (Layout(4, dcp=4), {"overlap": True, "page_size": 1}, TIGHT),
+    "tp4-dcp4-tight": (Layout(4, dcp=4), {"page_size": 1}, TIGHT),
 }
 """Layout, fields of the point and changes of LOAD. Experts are cut over the ranks in two, and whole in the others."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -64,8 +63,7 @@ def test_every_fault_that_the_server_knows_is_tried_here() -> None:
 
 @pytest.mark.parametrize("fault", SAID)
 def test_a_fault_is_a_failed_request_with_a_sentence(fault: str) -> None:
-    """By its kind, in bounded time and memory."""
-    started = time.perf_counter()
+    """By its kind, in bounded memory, and long before the 20 s after which `answered` gives up."""
     (outcome,) = asyncio.run(answered(Script(ttft_ms=2, gap_ms=1, fault=fault)))
     kind, sentence = SAID[fault]
     assert outcome.ended
@@ -73,7 +71,6 @@ def test_a_fault_is_a_failed_request_with_a_sentence(fault: str) -> None:
     assert outcome.error.kind == kind
     assert sentence in outcome.error.sentence
     assert "\n" not in outcome.error.sentence
-    assert time.perf_counter() - started < LIMIT_S + 3
 
 
 @pytest.mark.parametrize("fault", HARMLESS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -315,6 +316,27 @@ def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch:
     assert guard.main(os.getppid(), 5.0, ["serve"]) == code
     assert ended == [5.0]
     assert guard.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
+
+
+def test_a_guard_is_run_by_its_path_with_its_parent_its_patience_and_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that it forks, the command takes its place; where the parent is gone it forks none."""
+
+    def begin(*command: object) -> None:
+        raise RuntimeError(*command)
+
+    monkeypatch.setattr(guard.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(guard.os, "fork", lambda: 0)
+    monkeypatch.setattr(guard.os, "setpgid", lambda *_: None)
+    monkeypatch.setattr(guard.os, "execvp", begin)
+    monkeypatch.setattr(sys, "argv", ["guard.py", str(os.getppid()), "2.5", "serve", "--port", "1"])
+    with pytest.raises(RuntimeError) as began:
+        runpy.run_path(guard.__file__, run_name="__main__")
+    assert began.value.args == ("serve", ["serve", "--port", "1"])
+    sys.argv[1] = "-1"
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(guard.__file__, run_name="__main__")
+    assert ended.value.code == 1
 
 
 class Below:

@@ -113,6 +113,45 @@ def test_a_limit_ends_all_of_them() -> None:
     assert all(o.answer is not None and len(o.answer.chunk_s) == 1 for o in run.outcomes)
 
 
+def test_a_limit_ends_an_open_loop_of_one_process() -> None:
+    """Whose requests are nobody's but their own: none goes on to its second token, which takes two seconds."""
+
+    async def main() -> list[Outcome]:
+        async with Running(Script(gap_ms=2000), Model()) as server:
+            target = Target.at(server.url)
+            async with sending(target, calls_to(target, 3, gap_s=0.02), None, 1, limit_s=0.5) as run:
+                await run.prepare(3)
+                await run.run()
+                return run.outcomes
+
+    outcomes = asyncio.run(main())
+    assert [(o.ended, o.answer is not None and len(o.answer.chunk_s)) for o in outcomes] == [(False, 1)] * 3
+
+
+def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
+    """One has sent its request of one token, the other is in the midst of five."""
+
+    async def main() -> Shares:
+        async with Running(Script(gap_ms=5000), Model()) as server:
+            target = Target.at(server.url)
+            calls = [*calls_to(target, 1, tokens=1), *calls_to(target, 2, tokens=5)[1:]]
+            async with sending(target, calls, 2, 2) as run:
+                assert isinstance(run, Shares)
+                await run.prepare(2)
+                running = asyncio.create_task(run.run())
+                while not run.paces or not all(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- likewise
+                    await asyncio.sleep(0.01)
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+                return run
+
+    run = asyncio.run(main())
+    assert [(o.call.number, o.ended) for o in run.outcomes] in ([(0, True), (1, False)], [(1, False), (0, True)])
+    assert all(o.answer is not None and len(o.answer.chunk_s) == 1 for o in run.outcomes)
+    assert len(run.paces) == 2
+
+
 def test_a_process_that_dies_is_a_sentence() -> None:
     """And the others end."""
 
@@ -284,6 +323,36 @@ def test_a_server_that_does_nothing_streams_what_is_asked(monkeypatch: pytest.Mo
     head, chunk, end = null_server.HEAD, null_server.CHUNK, null_server.END
     assert three == head + 3 * chunk + end + head + chunk, "asked again, it begins again"
     assert (one, also, gone, left) == (head + chunk + end, head + 3 * chunk + end, head + chunk, 1)
+
+
+def test_a_server_that_does_nothing_is_at_a_free_port_until_its_input_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No port below 1024 is free. Five tokens are asked of it, and come 20 ms apart."""
+    ours, theirs = os.pipe()
+
+    async def main() -> tuple[int, list[Outcome]]:
+        serving, said = asyncio.create_task(null_server.serve()), ""
+        while not said and not serving.done():
+            await asyncio.sleep(0)
+            said = capsys.readouterr().out
+        port = int(said)
+        target = Target.at(f"http://127.0.0.1:{port}")
+        async with sending(target, calls_to(target, 1), 1, 1) as run:
+            await run.run()
+        assert not serving.done()
+        os.close(theirs)
+        await asyncio.wait_for(serving, 10)
+        return port, run.outcomes
+
+    with os.fdopen(ours) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        port, (outcome,) = asyncio.run(main())
+    assert port >= 1024
+    assert outcome.error is None
+    assert outcome.answer is not None
+    assert len(outcome.answer.chunk_s) == 5
+    assert outcome.answer.chunk_s[-1] - outcome.answer.chunk_s[0] >= 3.5 * null_server.GAP_S
 
 
 @pytest.mark.parametrize("told", ["to run", "to stop before", "to stop meanwhile"])

@@ -14,7 +14,7 @@ import pytest
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.load import Run, first_in_line
 from dcpbench.servers.null_server import CHUNK, END, HEAD
-from dcpbench.servers.stamps import SO_TIMESTAMPNS, TIMESPEC, came_s
+from dcpbench.servers.stamps import SO_TIMESTAMPNS, SURE_NS, TIMESPEC, came_s
 from tests.servers.test_faults import call
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux stamps")
@@ -75,6 +75,19 @@ def test_a_stamp_is_told_by_the_clock_of_our_times() -> None:
     assert came_s([(*kind, TIMESPEC.pack(0, 0))]) is None
     assert came_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS + 1, TIMESPEC.pack(1, 1))]) is None
     assert came_s([]) is None
+
+
+def test_clocks_between_whose_readings_a_process_was_stopped_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the date lies between readings 20 µs apart, which is too far; then between 1,000 and 1,010 ns.
+
+    A stamp 95 ns before that date is from 910 ns: the date is taken to be read in the middle, at 1,005.
+    """
+    readings, dates = iter([0, SURE_NS, 1000, 1010]), iter([7_000_000_000, 9_000_000_095])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(readings))
+    monkeypatch.setattr(time, "time_ns", lambda: next(dates))
+    stamp = TIMESPEC.pack(9, 0)
+    assert came_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS, stamp)]) == pytest.approx(910e-9, rel=1e-9)
+    assert not list(readings)
 
 
 @linux

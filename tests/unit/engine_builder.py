@@ -49,7 +49,6 @@ def engine(
     context: int = 32,
     padding: bool = True,
     seed: int = 0,
-    overlap: bool = False,
 ) -> DecodeEngine:
     """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
     weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, layers(shape))
@@ -63,7 +62,6 @@ def engine(
         max_requests=requests,
         max_context=context,
         padding=padding,
-        overlap=overlap,
     )
 
 

@@ -69,9 +69,9 @@ def step(
     inputs = StepInput(tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted)
     plan = prefiller.plan(planned, engine.requests.table, len(decodes)) if planned else None
     if pieces:
-        found = pieces.of(len(rows)).step(inputs, pieces.beside(batch, None) if batch else None, plan)
+        found = pieces.of(len(rows)).step(inputs, pieces.beside(batch) if batch else None, plan)
     else:
-        found = engine.model.step(inputs, batch.parts if batch else [], None, plan)
+        found = engine.model.step(inputs, batch, plan)
     logits = engine.model.full_logits(found)
     for prompt in decodes:
         prompt.stored += 1

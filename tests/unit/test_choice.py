@@ -33,7 +33,7 @@ def ran(monkeypatch, engine):
 
     def chunk(timer, steps):
         timer.step()
-        name = next(name for (name, _), made in engine.made.items() if made is engine.exchanges)
+        name = next(name for name, made in engine.made.items() if made is engine.exchange)
         timed.append((engine.backend_name, name))
         return [SLOWEST_MS[name]] * steps, 0.1
 
@@ -69,7 +69,7 @@ class TestChoose:
             "symm": pytest.approx(1500),
         }
         assert list(dict.fromkeys(ran)) == [("reference", name) for name in SLOWEST_MS]
-        assert engine.exchanges is engine.made["a2a", False]
+        assert engine.exchange is engine.made["a2a"]
         assert engine.batches == {}, "the others' plans and graphs are gone"
         assert alive, "a watchdog hears of it"
 
@@ -102,7 +102,7 @@ class TestChoose:
         """Where one DCP group of several has no access to its peers: what runs here would wait for it there."""
 
         def everyone(mine):
-            fails = engine.exchanges is engine.made.get(("a2a", False))
+            fails = engine.exchange is engine.made.get("a2a")
             return [mine, CapacityError("rank 1 cannot") if fails else None]
 
         monkeypatch.setattr(choice, "gather_objects", everyone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,12 +21,14 @@ from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
 from tests.unit.compare_builder import compared, launch, of_launches, write_launches
+from tests.unit.kept_runs import RESULTS, RUNS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dcpbench.compare.model import Comparison
     from dcpbench.records.record import Record
 
-RESULTS = Path(__file__).parents[2] / "results"
 DECODE = RESULTS / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
 
 
@@ -51,7 +52,7 @@ class TestRealRecords:
         assert set(found.counts) <= {"SAME", "UNDECIDED"}
         assert any("with themselves" in note for note in found.notes)
 
-    @pytest.mark.parametrize("folder", sorted(p.parent for p in RESULTS.rglob("records.jsonl")), ids=lambda p: p.name)
+    @pytest.mark.parametrize("folder", RUNS, ids=lambda p: p.name)
     def test_every_run_that_is_kept_can_be_compared_with_itself(self, folder: Path) -> None:
         """Decode, live and replay, with and without files of samples."""
         found = judge(read_side([folder]), read_side([folder]), Options())

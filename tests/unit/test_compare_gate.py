@@ -27,6 +27,19 @@ def test_a_rule_that_guards_nothing_is_undecided_and_never_passes(tmp_path: Path
     assert bool(found.fails) is fails
 
 
+@pytest.mark.parametrize("rules", ["undecided", "missing,undecided"])
+def test_undecided_alone_fails_where_a_verdict_is_undecided_and_nowhere_else(tmp_path: Path, rules: str) -> None:
+    """Of one launch each, how launches scatter leaves times undecided; memory is counted, and the same."""
+    p = build.point()
+    found = compared(tmp_path / "level", [build.ok(p)], [build.ok(p)])
+    gate.apply(found, gate.read_rules(rules))
+    undecided = [row for row in found.points[0].rows if row.verdict == "UNDECIDED"]
+    assert undecided
+    assert len(undecided) < len(found.points[0].rows)
+    assert [f.metric for f in found.fails] == [row.metric for row in undecided]
+    assert all((row.gate == "fails") == (row in undecided) for row in found.points[0].rows)
+
+
 @pytest.mark.parametrize(
     ("rule", "a", "higher", "limit"),
     [

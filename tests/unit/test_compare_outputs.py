@@ -61,8 +61,26 @@ def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
     assert markdown.render(decided).startswith("## ❔ ")
 
 
+def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load, at the end of a name, is what rows differ in; intervals keep 3 inches beside it."""
+    one = build.ok(build.point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000))
+    figures = []
+    monkeypatch.setattr(
+        picture, "save", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
+    )
+    found = compared(tmp_path, [one], [one])
+    picture.draw(found, tmp_path)
+    (figure,) = figures
+    (axes,) = figure.axes
+    labels = axes.get_yticklabels()
+    assert len(found.points[0].name) > 58
+    assert all(label.get_text().startswith(f"{found.points[0].name} · ") for label in labels)
+    assert min(label.get_window_extent().x0 for label in labels) >= 0
+    assert axes.get_window_extent().width / figure.dpi > 3
+
+
 class TestGate:
-    def apply(self, tmp_path: Path, rules: str, a: Record, *b: Record) -> Comparison:
+    def apply(self, tmp_path: Path, rules: str | None, a: Record, *b: Record) -> Comparison:
         found = compared(tmp_path, [a], list(b))
         gate.apply(found, gate.read_rules(rules))
         return found
@@ -112,7 +130,7 @@ class TestGate:
 
     def test_without_rules_nothing_fails(self, tmp_path: Path) -> None:
         p = build.point()
-        assert self.apply(tmp_path, "", build.ok(p), build.ok(p, host_syncs_per_step=9.0)).findings == []
+        assert self.apply(tmp_path, None, build.ok(p), build.ok(p, host_syncs_per_step=9.0)).findings == []
 
     @pytest.mark.parametrize(
         ("text", "advice"),
@@ -208,9 +226,13 @@ class TestOutputs:
         for arguments, advice in (
             (["--margin", "x"], "give one such as --margin 1%"),
             (["--margin", "99%"], "from 0% to 50%"),
+            (["--margin", "0.5"], "--margin 0.5 has no unit; write --margin 0.5%."),
+            (["--launch-noise", "2"], "--launch-noise 2 has no unit; write --launch-noise 2%."),
+            (["--margin", "-1"], "--margin -1% cannot be; give a share from 0% to 50%"),
             (["--alpha", "nan"], "--alpha 0.03"),
             (["--metric", "x"], "--metric x: there is none"),
             (["--fail-on", "x"], "--fail-on x: give one of"),
+            (["--fail-on", ""], "--fail-on '': give one of"),
         ):
             code, _, err = call("compare", one, one, *arguments)
             assert (code, err.count("\n")) == (2, 1)

@@ -75,7 +75,7 @@ def broken(record: Any) -> tuple[str, str]:
 CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     "a line that is no record": (
         f"{LONG[:300]}. Not written by this version of dcpbench; take the line out, and measure its point again.",
-        lambda: checks.why(b"{}", ValueError(LONG)),
+        lambda: checks.why(b"{}", msgspec.ValidationError(LONG)),
     ),
     "an outcome": (
         f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",

@@ -185,29 +185,48 @@ class TestFollowing:
         assert client.get("/").status_code == 200
 
     def test_running_jobs_are_told_with_what_is_left(self, client: Client, watcher: watching.Watcher) -> None:
-        """2 of 4 points in the 60 s since the job began: 60 s more."""
+        """3 of 5 points in the 60 s since the job began: 40 s more."""
         folder = watcher.root / "running"
-        points = [record_builder.point(concurrency=n) for n in (1, 2, 3, 4)]
+        points = [record_builder.point(concurrency=n) for n in (1, 2, 3, 4, 5)]
         job = Job(kind="sweep", tag="tp1", folder=str(folder), device="cpu", points=points, settings=Settings())
         with locked(folder):
             job.path().write_bytes(msgspec.json.encode(job))
             tell(job, "start")
             tell(job, "done", points[0], index=0)
             tell(job, "failed", points[1], index=1)
-            tell(job, "measure", points[2], index=2, note="9.1 ms")
+            tell(job, "hung", points[2], index=2)
+            tell(job, "measure", points[3], index=3, note="9.1 ms")
             with job.progress_path().open("ab") as f:
                 f.write(b'{"stage": "do')
             began = running._events(job.progress_path())[0].at
             (one,) = running.working(watcher.root, now=began + 60)
-            assert (one.done, one.failed, one.of, one.stage, one.note) == (2, 1, 4, "measure", "9.1 ms")
-            assert one.left_s == pytest.approx(60)
+            assert (one.done, one.failed, one.of, one.stage, one.note) == (3, 2, 5, "measure", "9.1 ms")
+            assert one.left_s == pytest.approx(40)
+            assert running.working(watcher.root, now=began)[0].left_s is None, (
+                "in no time nothing is known of a point's"
+            )
             (told,) = client.get("/live.json").json()["jobs"]
-            assert (told["run"], told["done"]) == ("running", 2)
-            assert told["point"] == point_name(points[2])
+            assert (told["run"], told["done"]) == ("running", 3)
+            assert told["point"] == point_name(points[3])
             with job.progress_path().open("ab") as f:
                 f.write(b"\n")
             tell(job, "end")
             assert running.working(watcher.root) == []
+
+    def test_of_several_jobs_the_newest_is_told_and_one_that_is_gone_is_none(self, tmp_path: Path) -> None:
+        """A run has a job for each number of GPUs; the file of one may vanish while they are listed."""
+        for age, gpus in enumerate((8, 1, 4)):
+            points = [record_builder.point(concurrency=n) for n in range(1, gpus + 1)]
+            job = Job(
+                kind="sweep", tag=f"tp{gpus}", folder=str(tmp_path), device="cpu", points=points, settings=Settings()
+            )
+            job.path().write_bytes(msgspec.json.encode(job))
+            tell(job, "start")
+            os.utime(job.path(), (1e9 - age, 1e9 - age))
+        (tmp_path / "job-tp2.json").symlink_to(tmp_path / "nothing")
+        with locked(tmp_path):
+            (one,) = running.working(tmp_path)
+        assert (one.of, one.run) == (8, tmp_path.name)
 
     def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""

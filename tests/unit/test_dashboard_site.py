@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,6 +53,19 @@ def data(out: Path, name: str) -> Any:
 
 def tree(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+def test_which_page_of_how_many_is_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order of runs; those that are there are counted, and nothing is said of them."""
+    monkeypatch.setattr(site, "now_and_then", lambda tell: tell)
+    for run in range(3):
+        found = [dashboard_builder.record(record_builder.point(), run)]
+        record_builder.write(tmp_path / "runs" / f"run-{run}", found)
+    said: list[str] = []
+    site.build(tmp_path / "runs", tmp_path / "site", tell=said.append, wanted=lambda run: run.name == "run-1")
+    site.build(tmp_path / "runs", tmp_path / "site", tell=said.append)
+    pages_said = [text for text in said if text.startswith("page ")]
+    assert pages_said == ["page 2 of 3: run-1", "page 1 of 3: run-0", "page 3 of 3: run-2"]
 
 
 class TestWhichRuns:
@@ -467,6 +481,14 @@ class TestLatestChanges:
             sizes = [abs(math.log(row[4])) for row in group["changes"]]
             assert sizes == pytest.approx(sorted(sizes, reverse=True), abs=1e-3)
 
+    def test_of_groups_that_changed_as_much_the_one_with_more_points_is_first(self) -> None:
+        """As much is the same to a thousandth: 0.1004 and 0.1001 are, and 0.102 is more."""
+        sizes = [("a", 0.1004), ("b", 0.1001), ("b", 0.1), ("c", 0.102), ("d", 0.05)]
+        histories = [SimpleNamespace(line=SimpleNamespace(example=SimpleNamespace(layout_name=of))) for of, _ in sizes]
+        moved = [SimpleNamespace(line=i, verdict="worse", size=size) for i, (_, size) in enumerate(sizes)]
+        groups = data_files._alike(moved, histories)  # type: ignore[arg-type]
+        assert [[one.line for one in group] for group in groups] == [[3], [1, 2], [0], [4]]
+
     def test_what_became_better_and_what_became_worse_stand_apart(self, tmp_path: Path) -> None:
         """Two points of one layout, 10 % faster and 10 % slower, and lines beyond the most that are told."""
         for run in range(12):
@@ -507,6 +529,16 @@ class TestLatestChanges:
         site.build(tmp_path / "runs", tmp_path / "site")
         latest = data(tmp_path / "site", "index")["latest"]
         assert ([step["after"] for step in latest["steps"]], latest["more"]) == ([24, 18, 12], 1)
+
+
+def test_a_last_line_that_was_cut_short_is_told(tmp_path: Path) -> None:
+    """The others are on the site."""
+    runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+    (path,) = (runs / "run-001").glob("records.jsonl")
+    path.write_bytes(path.read_bytes() + b'{"checked":"crc32","sch')
+    built = site.build(runs, tmp_path / "site")
+    assert built.runs == 2
+    assert built.skipped == ["run-001: the last line of its record file was cut short; the others are read"]
 
 
 class TestWhoseFolder:

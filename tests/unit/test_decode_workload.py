@@ -61,17 +61,18 @@ WAIT = SyncSite(found_in="replay", rule="SYNC003", kind="copy-to-host", call="cu
 
 class TestFollow:
     def test_points_of_one_engine_share_its_weights_whatever_they_are_computed_with(self):
-        """From the reference to Triton in halves and back: the weights and the pool stay, what was planned goes."""
+        """From the reference to Triton with another exchange and back: the weights and the pool stay, what was planned goes."""
         built = session()
         engine = built.engine
-        weights, pool, plain = engine.model.weights, engine.model.kv.data, engine.exchanges
+        weights, pool, plain = engine.model.weights, engine.model.kv.data, engine.exchange
         engine.batch(3)
-        built.follow(msgspec.structs.replace(POINT, backend="triton", overlap=True))
-        assert (engine.backend_name, len(engine.exchanges), engine.batches) == ("triton", 2, {})
-        assert [p.size for p in engine.batch(3).parts] == [2, 2]
-        assert built.point.overlap
+        other = msgspec.structs.replace(POINT, backend="triton", exchange="a2a")
+        built.follow(other)
+        assert (engine.backend_name, engine.exchange is plain, engine.batches) == ("triton", False, {})
+        assert engine.batch(3).exchange is engine.exchange
+        assert built.point == other
         built.follow(POINT)
-        assert (engine.backend_name, engine.exchanges is plain, engine.batches) == ("reference", True, {})
+        assert (engine.backend_name, engine.exchange is plain, engine.batches) == ("reference", True, {})
         assert engine.model.weights is weights
         assert engine.model.kv.data is pool
 
@@ -336,9 +337,9 @@ class TestMarks:
         """bf16 is allowed 1e-2, fp32 1e-5. e4m3 is off by 2⁻⁴/√3: queries by that times √576 · 192^-½ · (1 + 0.1 ln 40)²,
         the deviation of DeepSeek-V3's scores, weights by it once. NaN is never fine.
         """
-        part = SimpleNamespace(backend=SimpleNamespace(rounds=rounds))
+        batch = SimpleNamespace(backend=SimpleNamespace(rounds=rounds))
         model = SimpleNamespace(dtype=computed, shape=load_shape("deepseek-v3"))
-        engine = SimpleNamespace(model=model, batches={1: SimpleNamespace(parts=[part])})
+        engine = SimpleNamespace(model=model, batches={1: batch})
         assert (not error <= limit_of(engine)) == wrong
 
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):
@@ -411,8 +412,8 @@ class TestAttentionError:
         """One request's last row is not attended to."""
 
         def shorten(_engine, batch, _requests):
-            pages, length = batch.parts[0].backend.shards[1]
-            batch.parts[0].backend.shards[1] = (pages, length - 1)
+            pages, length = batch.backend.shards[1]
+            batch.backend.shards[1] = (pages, length - 1)
 
         assert self.error(shorten) > 1e-2
 
@@ -420,7 +421,7 @@ class TestAttentionError:
         """Two requests' page tables are exchanged: the truth goes by locations, not by those tables."""
 
         def swap(_engine, batch, _requests):
-            shards = batch.parts[0].backend.shards
+            shards = batch.backend.shards
             shards[0], shards[1] = (shards[1][0], shards[0][1]), (shards[0][0], shards[1][1])
 
         assert self.error(swap) > 0.1
@@ -429,7 +430,7 @@ class TestAttentionError:
         """A maximum over ranks may drop NaN; infinity it cannot."""
 
         def poison(_engine, batch, _requests):
-            backend = batch.parts[0].backend
+            backend = batch.backend
             run = backend.run
 
             def poisoned(q_BHQ, kv, o_BHR, lse_BH):

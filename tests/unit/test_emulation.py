@@ -228,6 +228,11 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
         ({"emulate": "H200", "exchange": "ag_rs_registered"}, "ag_rs_registered cannot be emulated"),
         ({"emulate": "H200", "tp": "16", "dcp": "16"}, "over 16 ranks leaves a host of 8 GPUs, and no link"),
         (
+            {"emulate": "H200", "tp": "16", "dcp": "16"},
+            "use a machine with +LINK, such as H200+rdma-400, a file with link, or",
+        ),
+        ({"tp": "16", "dcp": "16"}, "To forecast tp16·dcp16 from one GPU, add --emulate H200+rdma-400."),
+        (
             {"emulate": "H200+rdma-400", "tp": "16", "dcp": "16", "exchange": "symm"},
             "it reads the memory of peers; use another exchange",
         ),

@@ -127,30 +127,6 @@ class TestPadding:
         assert [unharmed(*pair) for pair in zip(together, alone[:2], strict=True)] == [True, True]
 
 
-class TestHalves:
-    def test_a_batch_in_two_halves_decodes_as_a_whole(self, alone):
-        """Three requests in four rows: two and two, and the last row is padding."""
-        engine = build.engine(overlap=True)
-        together = continued(engine, (0, 1, 2))
-        assert [(p.first, p.size) for p in engine.batches[4].parts] == [(0, 2), (2, 2)]
-        assert len({id(p.exchange) for p in engine.batches[4].parts}) == 2
-        assert [unharmed(*pair) for pair in zip(together, alone, strict=True)] == [True, True, True]
-
-    def test_a_half_may_be_padding_alone(self, alone):
-        """One request among rows for two: the second half attends to the padding page."""
-        engine = build.engine(overlap=True)
-        batch = engine.plan([start(engine, 0)], rows=2)
-        engine.run(batch)
-        assert int(batch.next_tokens[0]) == alone[0].tokens[0]
-
-    def test_one_row_cannot_be_halved(self):
-        """The message says which option to leave out."""
-        with pytest.raises(UsageError, match=r"--overlap .* batch of 1; leave it out"):
-            build.engine(overlap=True, requests=1)
-        with pytest.raises(UsageError, match="--overlap"):
-            build.engine(overlap=True).batch(1)
-
-
 @pytest.mark.parametrize(("requests", "rows"), [(1, 1), (3, 4), (5, 8), (33, 40), (48, 48), (512, 512)])
 def test_a_batch_is_padded_up_to_the_next_graph(requests, rows):
     """Graphs exist for 1, 2, 4, 8 … 40, 48 … 512 rows."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench.imports import Told, import_files
 from dcpbench.points.layout import Layout
+from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.metrics import PERCENTILES
 from dcpbench.reports import figures, frames, overview, plots
 from dcpbench.reports.style import Style
 from tests.unit import engine_files_builder as files
@@ -15,6 +19,7 @@ from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from matplotlib.figure import Figure
@@ -48,7 +53,7 @@ def beside(tmp_path: Path) -> frames.Frames:
 
 def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: frames.Frames) -> None:
     """A dash says which run and which server of it at once: so each line has an entry of its own."""
-    assert beside.served["rest"].nunique() == 1
+    assert len(set(beside.served["rest"])) == 1
     figure = figures.draw_throughput(beside.served, Style.of(beside.served), "title")
     drawn, told = looks(figure)
     assert len(drawn) == 4
@@ -120,6 +125,42 @@ def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> No
     assert markers == ["^", "P", "s"]
 
 
+@pytest.mark.parametrize(("least", "most"), [(38, 42), (10, 130)])
+def test_bars_of_error_end_where_the_interval_does(least: float, most: float, tmp_path: Path) -> None:
+    """Of seven steps the interval goes from the least to the most, on one side of the median further than on the other."""
+    metrics = decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
+    record = msgspec.structs.replace(build.ok(build.point(TP, concurrency=8), steps=1), metrics=metrics)
+    points = frames.load([build.write(tmp_path / "run", [record])]).points
+    for draw, name in ((figures.draw_throughput, "output_tok_s"), (figures.draw_itl, "step_ms")):
+        (ax,) = draw(points, Style.of(points), "title").axes
+        ((ends,),) = (bar.get_segments() for bar in ax.collections)  # type: ignore[attr-defined]
+        (row,) = points.to_dict("records")
+        low, high = row[f"{name}_low"], row[f"{name}_high"]
+        assert low < row[name] < high
+        assert ends[:, 1].tolist() == pytest.approx([low, high])
+
+
+@pytest.mark.parametrize(
+    ("samples", "highest"),
+    [
+        (("p90 p95 p99", "p90 p95 p99"), "p99"),
+        (("p90 p95 p99", "p90 p95"), "p95"),
+        (("p90 p95 p99", "p90"), "p90"),
+        (("p90 p95", ""), "p95"),
+        (("p90", ""), "p90"),
+        (("", ""), ""),
+    ],
+)
+def test_the_highest_percentile_that_all_points_have_is_drawn_else_one_that_some_have(
+    samples: tuple[str, str], highest: str
+) -> None:
+    """Points without a median, which stand first here, have no say."""
+    rows = [{f"ttft_{p}_ms": 1.0 if p in ("p50", *of.split()) else None for p in PERCENTILES} for of in samples]
+    nothing = dict.fromkeys(rows[0])
+    assert figures._tail_percentile(pd.DataFrame([nothing, *rows]), "ttft") == highest
+    assert figures._tail_percentile(pd.DataFrame([nothing]), "ttft") == ""
+
+
 def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_path: Path) -> None:
     """Behind points, lines and bars of error; below the axis of bars, which may fill their panel."""
     points = frames.load([build.write(tmp_path / "run", build.cpu_sweep())]).points
@@ -132,3 +173,37 @@ def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_
         for ax in draw(points, look, "title").axes:
             assert ax.get_xlabel().endswith("\nCPU: functional run, not performance")
             assert not [text for text in ax.texts if "functional run" in text.get_text()]
+
+
+@pytest.mark.parametrize("mode", ["live", "replay"])
+@pytest.mark.parametrize("draw", [figures.draw_throughput, figures.draw_ttft, figures.draw_frontier])
+def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
+    draw: Callable[..., Figure], mode: str, tmp_path: Path
+) -> None:
+    """And nowhere else."""
+    served = frames.load([build.write(tmp_path / "run", serve.run())]).served
+    points = served[served["mode"] == mode]
+    figure = draw(points, Style.of(points), "title")
+    hollow = {line.get_markerfacecolor() for ax in figure.axes for line in ax.get_lines() if line.get_marker() == "o"}
+    assert ("white" in hollow) == (mode == "replay")
+    assert ("hollow: replayed" in names(figure)) == (mode == "replay")
+
+
+def test_the_legend_of_replayed_ratios_says_what_is_hollow(tmp_path: Path) -> None:
+    ratios = frames.load([build.write(tmp_path / "run", serve.run())]).findings.ratios
+    told = {
+        mode: names(figures.draw_break_even(found, Style.of(found), "title")) for mode, found in ratios.groupby("mode")
+    }
+    assert {mode: "hollow: replayed" in of for mode, of in told.items()} == {"live": False, "replay": True}
+
+
+def test_how_many_figures_there_are_is_told_before_each_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots.Studio, "draw", lambda *_: None)
+    told: list[str] = []
+    read = frames.load([build.write(tmp_path / "run", serve.run())])
+    pictures = plots.draw_all(read, tmp_path / "figures", watch=told.append)
+    assert told == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
+    assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=told.append)
+    assert len(told) == len(pictures) > 1

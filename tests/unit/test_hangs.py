@@ -108,7 +108,34 @@ def test_of_more_collectives_than_the_ring_has_the_last_are_kept_and_a_text_that
         assert beats.read(tmp_path / "beats-0.bin").met[-1].call is None
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], []])
+def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
+    """Every second rank, up to 150 of them in 548 letters: half a number would be another rank, which then is blamed."""
+    groups = {f"{count:03}": range(0, 2 * count, 2) for count in range(1, 151)}
+    job = Job(tmp_path, 3, groups)
+    for group in groups:
+        for rank in (0, 2):
+            job.does(rank, "all_reduce", "moe", 0, group=group, hangs=group == "150")
+    calls = [met.call for met in beats.read(tmp_path / "beats-2.bin").met]
+    told = [call is not None and beats.members(call.ranks) for call in calls]
+    most = sum(map(bool, told))
+    assert told == [*map(list, groups.values())][:most] + [[]] * (150 - most)
+    assert 60 < most < 150
+    found = job.found()
+    assert {*found.ranks, *found.waiting} <= {*groups["150"]}
+
+
+def test_what_is_too_long_to_be_told_of_a_collective_is_told_by_its_end_and_its_beginning(tmp_path: Path) -> None:
+    """Of the group's name its first 40 letters, of the place its last 100, and nothing of what is above that."""
+    job = Job(tmp_path, 1, {(name := "g" * 50 + "h" * 300): [0]})
+    at = f"{'d' * 300}/file.py:12 in function"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beats, "_place", lambda _: at)
+        job.does(0, "all_reduce", "moe", 0, group=name)
+    (met,) = beats.read(tmp_path / "beats-0.bin").met
+    assert met.call == beats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], [60_000, 60_001], []])
 def test_spans_are_read_back(ranks: list[int]) -> None:
     assert beats.members(beats.spans(ranks)) == ranks
 
@@ -296,6 +323,89 @@ def test_a_number_that_is_a_process_id_is_no_rank(tmp_path: Path) -> None:
     found = find(evidence.of_files([tmp_path]))
     assert (found.kind, found.ranks) == ("behind", [])
     assert found.said.startswith("process 103 (dump-103.txt) is at app/data.py:12 in load")
+
+
+def test_dumps_of_a_folder_that_could_not_be_read_are_told_and_what_is_none_is_not(tmp_path: Path) -> None:
+    """Rank 2's is empty, rank 4's holds py-spy's error, rank 5's a flight recorder that was cut off."""
+    for rank, frames in ((0, IN_REDUCE), (1, IN_REDUCE), (3, ELSEWHERE)):
+        (tmp_path / f"rank-{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
+    (tmp_path / "rank-2.txt").touch()
+    (tmp_path / "rank-4.txt").write_text("Error: Permission Denied: Try running again with elevated permissions\n")
+    (tmp_path / "flight-5.json").write_text('{"entries": [')
+    (tmp_path / "README.md").write_text("dumps of Monday\n")
+    found = find(evidence.of_files([tmp_path]))
+    assert (found.kind, found.ranks) == ("behind", [3])
+    assert [Path(text.split()[0]).name for text in found.unread] == ["flight-5.json", "rank-2.txt", "rank-4.txt"]
+    assert found.why[-1] == "Of ranks 2 and 4-5 nothing is known."
+
+
+def test_a_number_that_may_be_of_a_process_is_not_told_as_a_rank(tmp_path: Path) -> None:
+    for pid in (101, 102):
+        (tmp_path / f"dump-{pid}.txt").write_text(SPY.format(pid=pid, frames=IN_REDUCE))
+    (tmp_path / "dump-103.txt").touch()
+    found = find(evidence.of_files([tmp_path]))
+    assert [Path(text.split()[0]).name for text in found.unread] == ["dump-103.txt"]
+    assert not any("103" in why for why in found.why)
+
+
+def test_dumps_of_one_name_from_several_hosts_are_kept_apart_by_their_folders(tmp_path: Path) -> None:
+    """Process 1 of each of three containers; the third is elsewhere. A file that is named twice counts once."""
+    paths = [tmp_path / f"n{host}" / "dump-1.txt" for host in range(3)]
+    for host, path in enumerate(paths):
+        path.parent.mkdir()
+        path.write_text(SPY.format(pid=1, frames=ELSEWHERE if host == 2 else IN_REDUCE))
+    found = find(evidence.of_files([*paths, paths[0].parent]))
+    assert found.said.startswith("process 1 (n2/dump-1.txt) is at app/data.py:12 in load, and the other 2 wait")
+    assert found.read == [f"n{host}/dump-1.txt" for host in range(3)]
+
+
+def test_of_two_flight_recorders_of_a_rank_the_second_is_said_not_to_count(tmp_path: Path) -> None:
+    for host in ("a", "b"):
+        (tmp_path / host).mkdir()
+        told = {"rank": 0, **recorded(("all_reduce", [4], "started"))}
+        (tmp_path / host / "flight-0.json").write_text(json.dumps(told))
+    found = evidence.of_files([tmp_path / "a", tmp_path / "b"])
+    assert found.read == ["a/flight-0.json"]
+    assert found.unread[0].startswith(f"{tmp_path}/b/flight-0.json is of rank 0, and so is another")
+
+
+def test_flight_recorders_without_ranks_say_how_to_name_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, state in (("a", "started"), ("b", "completed")):
+        (tmp_path / f"{name}.json").write_text(json.dumps(recorded(("all_reduce", [4], state))))
+    with pytest.raises(SystemExit):
+        cli.main(["hang", "explain", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "keeps whom waiting.\n" in out
+    assert "name them flight-0.json, flight-1.json" in out
+
+
+def test_a_page_is_written_over_nothing_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--html rank-*.txt`, without the page's name, takes the first dump for it."""
+    dumps = [tmp_path / f"rank-{rank}.txt" for rank in range(3)]
+    for rank, path in enumerate(dumps):
+        path.write_text(SPY.format(pid=rank + 100, frames=IN_REDUCE))
+    before = dumps[0].read_text()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["hang", "explain", "--html", *map(str, dumps)])
+    assert (ended.value.code, "such as --html hang.html" in capsys.readouterr().err) == (2, True)
+    assert dumps[0].read_text() == before
+    page = tmp_path / "page.html"
+    page.write_text("of Monday")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["hang", "explain", str(tmp_path), "--html", str(page), "--force"])
+    assert (ended.value.code, "of Monday" in page.read_text()) == (0, False)
+
+
+def test_an_empty_name_is_not_the_folder_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.txt").write_text(SPY.format(pid=100, frames=ELSEWHERE))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["hang", "explain", ""])
+    assert (ended.value.code, "an empty name" in capsys.readouterr().err) == (2, True)
 
 
 def test_a_page_tells_the_same_and_what_others_wrote_is_no_markup_there(tmp_path: Path) -> None:
@@ -608,10 +718,22 @@ def test_whatever_ranks_have_left_something_is_said(
         assert said.as_text(hang)
 
 
-@pytest.mark.parametrize(("out", "kind"), [(1, "behind"), (2, "unknown"), (3, "unknown")])
-def test_by_stacks_alone_only_few_are_behind_many(out: int, kind: str, tmp_path: Path) -> None:
-    """Of four processes: where half are elsewhere, nobody knows who waits for whom."""
-    for rank in range(4):
+@pytest.mark.parametrize(
+    ("of", "out", "said"),
+    [
+        (4, 1, "rank 0 is at app/data.py:12 in load, and the other 3 wait"),
+        (5, 2, "rank 0, rank 1 are at app/data.py:12 in load, and the other 3 wait"),
+        (4, 2, ""),
+        (4, 3, ""),
+    ],
+)
+def test_by_stacks_alone_only_few_are_behind_many(of: int, out: int, said: str, tmp_path: Path) -> None:
+    """Where half are elsewhere, nobody knows who waits for whom."""
+    for rank in range(of):
         frames = ELSEWHERE if rank < out else IN_REDUCE
         (tmp_path / f"rank{rank}.txt").write_text(SPY.format(pid=100 + rank, frames=frames))
-    assert find(evidence.of_files([tmp_path])).kind == kind
+    found = find(evidence.of_files([tmp_path]))
+    assert found.kind == ("behind" if said else "unknown")
+    if said:
+        assert found.said == f"{said} in all_reduce, at app/train.py:40 in step"
+        assert (found.ranks, found.waiting) == ([*range(out)], [*range(out, of)])

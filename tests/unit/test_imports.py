@@ -361,6 +361,29 @@ class TestLengths:
         assert load
         assert (load.input_tokens, load.output_tokens, record.point.context) == (prompts, answers, most)
 
+    @pytest.mark.parametrize(("tokens", "prompts"), [(300, "100"), (301, "102"), (306, "102")])
+    def test_lengths_that_sums_prove_stand_whatever_was_typed(self, tokens: int, prompts: str, tmp_path: Path) -> None:
+        """Three prompts of 100 tokens, as asked for, are 300; --input-len 102 says what only a mean near it does not."""
+        asked = {"random_input_len": 100, "random_output_len": 4}
+        result = files.vllm(**asked, total_input_tokens=tokens, total_output_tokens=12)
+        record, _ = one(tmp_path, "vllm", files.without_details(result), input_len=102)
+        load = record.point.load
+        assert load
+        assert (load.input_tokens, load.output_tokens) == (prompts, "4")
+
+    @pytest.mark.parametrize(
+        ("sums", "nominal"),
+        [((300, 12), False), ((303, 12), False), ((400, 12), True), ((300, 9), True), ((100, 4), True)],
+    )
+    def test_lengths_asked_for_are_marked_where_requests_had_others(
+        self, sums: tuple[int, int], nominal: bool, tmp_path: Path
+    ) -> None:
+        """Three of 100 and 4 tokens each are 300 and 12; 1 % more is near enough."""
+        asked = {"random_input_len": 100, "random_output_len": 4}
+        result = files.vllm(**asked, total_input_tokens=sums[0], total_output_tokens=sums[1])
+        record, _ = one(tmp_path, "vllm", files.without_details(result))
+        assert ("nominal_lengths" in record.marks) == nominal
+
     def test_means_that_are_nearly_the_same_are_one_load_with_the_mean_of_all(self, tmp_path: Path) -> None:
         """10 of 1,022 and 30 of 1,030 tokens: (10,220 + 30,900) / 40 = 1,028. 1,100 is another load."""
         results = [
@@ -508,6 +531,20 @@ class TestSweeps:
         assert f"Left out, runs of the sweep that failed: {inside / 'run=1.failure.json'}." in said
         assert f"Left out, no result of vllm bench serve: {inside / 'params.json'}." in said
         assert len(read_records(tmp_path / "run")) == 1
+
+    def test_where_all_are_left_out_the_first_is_named_with_what_each_is(self, tmp_path: Path) -> None:
+        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=1)
+        measured = json.loads((inside / "run=0.json").read_text())
+        (inside / "run=0.json").write_text(json.dumps(measured | {"run_number": -1}))
+        (inside / "run=1.json").write_text(json.dumps({"run_number": 1, "error_type": "ServerDied"}))
+        (inside / "summary.json").unlink()
+        with pytest.raises(RecordsError) as caught:
+            self.said(tmp_path)
+        first, second = (f"{inside / name}.json" for name in ("run=0", "run=1"))
+        assert str(caught.value) == (
+            f"{first}: no result of vllm bench serve was found. Left out, warm-ups: {first}. "
+            f"Left out, runs of the sweep that failed: {second}."
+        )
 
     def test_degrees_are_the_layout_and_no_setting(self, tmp_path: Path) -> None:
         for tp in (4, 8):

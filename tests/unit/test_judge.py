@@ -125,21 +125,13 @@ def test_on_a_gpu_rope_is_a_power_of_two_whatever_the_backend() -> None:
         check(tiny(rope=24), backend="reference", timed=False)
 
 
-@pytest.mark.parametrize("option", ["q_replicate", "project_first", "overlap"])
+@pytest.mark.parametrize("option", ["q_replicate", "project_first"])
 def test_options_of_an_exchange_need_one(option: str) -> None:
     """The message names what was typed and what it needs."""
     flag = "--" + option.replace("_", "-")
     with pytest.raises(UsageError, match=f"{flag}: tp2 exchanges nothing; use --dcp 2"):
         check(dcp=1, exchange="none", **{option: True})
     check(**{option: True})
-
-
-def test_a_batch_of_one_has_no_halves() -> None:
-    """Two replicas with one request each, or one with one."""
-    for dp, tp in ((1, 2), (2, 4)):
-        with pytest.raises(UsageError, match=rf"--overlap .* --concurrency of {dp + 1} or more"):
-            check(tp=tp, dp=dp, concurrency=dp, overlap=True)
-        check(tp=tp, dp=dp, concurrency=dp + 1, overlap=True)
 
 
 def test_symmetric_memory_ends_at_the_machine() -> None:

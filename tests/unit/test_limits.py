@@ -21,6 +21,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.records import checks
 from dcpbench.serving import load_words, request_files, step_times
+from dcpbench.syncs.gating.gate import check_limits
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "--tp": (Layout, [1, 65_536], [0, 65_537]),
     "--margin": (lambda x: compared(margin=x), [0, 0.5], [-0.01, 0.51]),
     "--launch-noise": (lambda x: compared(launch_noise=x), [0, 0.5], [-0.01, 0.51]),
+    "--max-per-step": (lambda x: check_limits(x, None), [None, 0, 1e9], [-1e-9, math.nan]),
+    "--max-bubble-us": (lambda x: check_limits(None, x), [None, 0, 1e9], [-1e-9, math.nan]),
     "--alpha": (lambda x: compared(alpha=x), [0.5], [0, 0.51]),
     "--model": (lambda n: options.name_of("model", "m" * n), [1, 1_000], [0, 1_001]),
     "--input-tokens": (lambda n: load_words._tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),

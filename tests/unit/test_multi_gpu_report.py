@@ -59,14 +59,6 @@ def test_where_dcp_pays_is_the_best_with_it_over_the_best_without(tmp_path: Path
     assert "| no room |  |" in rows[1]
 
 
-def test_overlap_is_held_against_the_same_point_without(tmp_path: Path) -> None:
-    """44 ms against 40: 10 % longer; what has no twin is left out."""
-    build.write(tmp_path / "overlap" / "plain", [step(DCP2, 40.0), step(DCP2, 30.0, context=8000)])
-    build.write(tmp_path / "overlap" / "overlap", [step(DCP2, 44.0, overlap=True)])
-    (row,) = report.overlap(tmp_path)[2:]
-    assert row.endswith("| 40.00 | 44.00 | +10.0% |")
-
-
 def test_emulated_steps_are_held_against_live_ones_with_logs_beside_the_runs(tmp_path: Path) -> None:
     """41 ms against 40, 2.5 % too long; a folder without a record, of a command that broke, is no run."""
     there = tmp_path / "emulated"

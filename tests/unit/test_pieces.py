@@ -98,7 +98,7 @@ class TestLogits:
         of, prefiller = made[1]
         pieces = Pieces(prefiller, None)
         sizes = [of.plan_rows([], [], size) for size in (2, 1)]
-        pieces.capture(sizes, None, lambda: None)
+        pieces.capture(sizes, lambda: None)
         cut = logits(of, prefiller, pieces)
         scale = max(float(x.abs().max()) for x in plain)
         assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
@@ -146,7 +146,7 @@ class TestLaunches:
         """Of a graph, kernel or copy, from the embedding to the logits of a step that is planned."""
         of, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
         pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
-        pieces.capture([], None, lambda: None)
+        pieces.capture([], lambda: None)
         real, launched = Cut.step, []
 
         def counted(self, *args):

@@ -45,7 +45,6 @@ OTHER: dict[str, Any] = {
     "exchange": "symm",
     "q_replicate": True,
     "project_first": True,
-    "overlap": True,
     "all_reduce": "symm",
     "backend": "triton",
     "dtype": "fp8",
@@ -135,7 +134,7 @@ class TestAxes:
 
     def test_roles_say_what_computes_a_point_and_what_is_run(self) -> None:
         assert {axis.name for axis in point_axes(COMPUTES)} == set(fields(Point, *WHAT_IS_RUN))
-        assert HOW_EXCHANGED == ("exchange", *OPTIONS) == ("exchange", "q_replicate", "project_first", "overlap")
+        assert HOW_EXCHANGED == ("exchange", *OPTIONS) == ("exchange", "q_replicate", "project_first")
 
     def test_what_is_usual_and_what_nobody_knows_goes_without_saying(self) -> None:
         """And the default of one that once was not there is in no key."""
@@ -155,6 +154,7 @@ class TestKeys:
     """Stored with what was made of a point, so that a point of today has to have the key that it had."""
 
     def test_they_are_those_of_the_first_records(self) -> None:
+        """With `overlap`, an option of then that is gone."""
         assert build.point(DCP).key() == (
             "model=kimi-k2/tp=8/dp=1/dcp=2/workload=decode/concurrency=8/context=4000/exchange=ag_rs/q_replicate=False/"
             "project_first=False/overlap=False/all_reduce=nccl/backend=flashinfer/dtype=bfloat16/page_size=64/"
@@ -171,13 +171,13 @@ class TestKeys:
         assert f"/load={load}" in msgspec.structs.replace(build.point(DCP), load=load).key()
 
     def test_what_was_added_later_is_in_them_where_it_says_something(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As if overlap and seed were new."""
-        monkeypatch.setitem(point_module.LATER, name="overlap", value=False)
+        """As if project_first and seed were new."""
+        monkeypatch.setitem(point_module.LATER, name="project_first", value=False)
         monkeypatch.setitem(point_module.LOADS_LATER, "seed", 0)
         point = serve.point(DCP)
-        assert "overlap" not in point.key()
+        assert "project_first" not in point.key()
         assert "seed" not in point.key()
-        assert "/overlap=True/" in changed(point, "overlap").key()
+        assert "/project_first=True/" in changed(point, "project_first").key()
         assert ", seed=7)" in changed(point, "seed").key()
 
 

@@ -85,8 +85,8 @@ class TestLogits:
         logits = step(engine, prefiller, [prompts[0]], [(prompts[1], 6), (prompts[2], 24)], padding=2, last_only=True)
         assert far(logits, torch.stack([truth[0][4], truth[1][5], truth[2][23]])) < LIMIT
 
-    def test_decodes_in_two_halves_ride_with_chunks(self, truth):
-        engine, prefiller = engine_and_prefiller(pages=128, overlap=True)
+    def test_several_decodes_ride_with_chunks(self, truth):
+        engine, prefiller = engine_and_prefiller(pages=128)
         prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
         step(engine, prefiller, [], [(prompts[0], 4), (prompts[1], 6)])
         logits = step(engine, prefiller, prompts[:2], [(prompts[2], 24)], last_only=True)
@@ -99,7 +99,7 @@ class TestLogits:
         router = torch.randn(1, 8, engine.model.shape.hidden, generator=torch.Generator().manual_seed(0))
         router[:, 5:] = float("nan")
         rows = torch.zeros(5, dtype=torch.int64)
-        engine.model.step(StepInput(rows, rows, rows, router), [])
+        engine.model.step(StepInput(rows, rows, rows, router), None)
         (_, first), (_, second) = engine.model.chosen_experts
         assert first.shape == (5, 2)
         weights = [engine.model.weights.layer(index).mlp for index in (1, 2)]

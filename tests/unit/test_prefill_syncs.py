@@ -47,7 +47,7 @@ def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.
     planned = prefiller.plan(CHUNKS, table)
     assert [[len(seen.numbers) - 1 for seen in part.windows] for part in planned.parts] == WINDOWS[window]
     inputs = StepInput(positions + 7, positions, table[slots, positions], logit_rows=wanted)
-    return model.step(inputs, [], None, planned)
+    return model.step(inputs, None, planned)
 
 
 def moved(node, device):

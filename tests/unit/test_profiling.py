@@ -204,20 +204,6 @@ class TestAttribution:
         kernels = TraceBuilder().step(0, 10).graph(1, ("late", 50, 60), ("early", 20, 30)).kernels()
         assert [e.name for e in kernels.steps[0]] == ["early", "late"]
 
-    def test_kernels_of_two_streams_in_another_order_are_known_by_their_names(self):
-        """Eagerly q, attend, merge; replayed q, merge, attend. A name of two phases tells nothing by itself."""
-        pattern = [
-            ("q", "q_gather"),
-            ("attend", "attention"),
-            ("merge", "merge"),
-            ("all", "q_gather"),
-            ("all", "merge"),
-        ]
-        replay = replay_trace([("q", 0, 1), ("merge", 1, 2), ("attend", 1.5, 3)]).kernels().steps[0]
-        assert _label(replay, pattern[:3]) == ["q_gather", "merge", "attention"]
-        replay = replay_trace([("all", 0, 1), ("merge", 1, 2), ("q", 1.5, 3)]).kernels().steps[0]
-        assert sorted(_label(replay, pattern)) == ["merge", "other", "q_gather"]
-
     def test_names_that_never_match_are_all_other(self):
         """Nothing is guessed."""
         assert _label(spans((0, 1), (1, 2)), [("x", "moe"), ("y", "moe")]) == ["other", "other"]

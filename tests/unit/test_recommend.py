@@ -366,6 +366,14 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
         ("--machine H200 --request-rate 1 --concurrency 2", "contradict each other"),
         ("--machine H200 --exchange foo", "--exchange foo is none of"),
         ("--machine H200 --price -1", "--price -1 is no price"),
+        ("--machine H200 --price 1e308", "--price 1e+308 is no price"),
+        ("--machine H200 --chunk 0", "--chunk 0 is not positive; try --chunk 8192."),
+        ("--machine H200 --num-requests -7", "--num-requests -7 is not positive"),
+        ("--machine H200 --context 163840", "--context can be up to 163839."),
+        (
+            "--machine H200 --input-tokens 163840 --output-tokens 1",
+            "163,841 tokens together, pass deepseek-v3's 163,840 positions",
+        ),
         ("--machine H200 --weights-dtype int4", "--weights-dtype int4 is neither"),
     ],
 )
@@ -391,6 +399,32 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
     assert code == 0
     assert [layout["layout"] for layout in load["layouts"]] == ["tp8"]
     assert "all-gather was not measured" in load["refused"]["tp8·dp8"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "weights_dtype", "cycled", "ways"),
+    [
+        ("H100", 4, "bf16", False, "more GPUs with --gpus, --weights-dtype fp8, or --cycled to compare"),
+        (
+            "H100",
+            8,
+            "fp8",
+            False,
+            "more GPUs with --gpus and a machine of several hosts, such as --machine H100+rdma-400, or --c",
+        ),
+        ("H100+rdma-400", 8, "fp8", True, "more GPUs with --gpus."),
+    ],
+)
+def test_where_nothing_fits_only_what_can_help_is_named(
+    machine: str, gpus: int, weights_dtype: str, cycled: bool, ways: str
+) -> None:
+    """fp8 where weights are not fp8 yet, and GPUs of several hosts where one has no more."""
+    of = dataclasses.replace(ask(machine), gpus=(gpus,), weights_dtype=weights_dtype, cycled=cycled)
+    small = dataclasses.replace(choice(), refused={"tp8": "its weights are large"}, without_room={"tp8"})
+    said = answer.sentence(of, [small])
+    assert f"can be recommended: its weights are large; give {ways}" in said
+    other = dataclasses.replace(small, refused={"tp8": "nothing is known of it; measure it."}, without_room=set())
+    assert answer.sentence(of, [other]).endswith("can be recommended: nothing is known of it; measure it.")
 
 
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,6 +520,15 @@ def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> N
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
     assert short == {}
+
+
+def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
+    """20 requests of 20 tokens, one after the other, are 400 steps or more, and each 250th is told."""
+    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    served = point(concurrency=1, context=1020, load=load(requests=20))
+    told: list[str] = []
+    assert advise._replayed(ask("H200"), served, "times.json", times, {}, told.append)
+    assert told[0] == "step 250"
 
 
 SERVED = ((8, 1020, load()),)

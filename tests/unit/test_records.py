@@ -22,6 +22,7 @@ from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, P
 from dcpbench.records.runs import measurement, read_run, without_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
+from tests.unit.kept_runs import OF_OPTIONS_THAT_ARE_GONE, RUNS
 
 POINT = Point(model="tiny", tp=8, dcp=8, concurrency=4, context=128, exchange="ag_rs", backend="triton", dtype="fp32")
 FULL = Record(
@@ -65,12 +66,34 @@ def test_absent_measurements_are_null_and_never_zero(tmp_path: Path) -> None:
 def test_records_from_before_an_option_was_there_match_points_that_leave_it_off(tmp_path: Path) -> None:
     """--resume compares keys: a line without these fields has the key of the same point of today."""
     line = msgspec.json.decode(msgspec.json.encode(FULL))
-    for name in ("q_replicate", "project_first", "overlap", "all_reduce"):
+    for name in ("q_replicate", "project_first", "all_reduce"):
         del line["point"][name]
     (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
     (old,) = read_records(tmp_path)
     assert old.point.key() == POINT.key()
-    assert msgspec.structs.replace(POINT, overlap=True).key() != POINT.key()
+    assert msgspec.structs.replace(POINT, project_first=True).key() != POINT.key()
+
+
+def test_a_point_that_left_off_an_option_that_is_gone_is_the_same_point_today(tmp_path: Path) -> None:
+    """As all of ours said until then; whoever had it on, or something that is neither, is refused."""
+    line = msgspec.json.decode(msgspec.json.encode(FULL))
+    for said, found in ((False, [FULL]), (True, None), (0, None), (None, None)):
+        line["point"]["overlap"] = said
+        (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
+        if found:
+            assert read_records(tmp_path) == found
+            continue
+        with pytest.raises(RecordsError, match="line 1: its point has the option `overlap`, which this version"):
+            read_records(tmp_path)
+
+
+@pytest.mark.parametrize("folder", OF_OPTIONS_THAT_ARE_GONE, ids=lambda p: p.parent.name)
+def test_runs_of_an_option_that_is_gone_are_kept_and_refused_in_a_sentence(folder: Path) -> None:
+    with pytest.raises(
+        RecordsError,
+        match=r"records\.jsonl, line 1: its point has the option `overlap`, which this version of dcpbench does not know: read",
+    ):
+        read_records(folder)
 
 
 @pytest.mark.parametrize("place", [["point"], ["point", "load"]])
@@ -85,15 +108,15 @@ def test_a_point_with_an_option_that_nobody_knows_is_not_taken_for_the_one_witho
     inner["halves"] = 2
     (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
     with pytest.raises(
-        RecordsError, match=r"line 1: Object contains unknown field `halves`.*Not written by this version"
+        RecordsError, match=r"line 1: its point has the option `halves`, which this version of dcpbench does not know"
     ):
         read_records(tmp_path)
 
 
 def test_an_exchange_is_called_by_its_options_too() -> None:
     """Without an exchange there is nothing to call."""
-    changed = msgspec.structs.replace(POINT, exchange="a2a", q_replicate=True, overlap=True)
-    assert changed.exchange_label() == "a2a +q-replicate +overlap"
+    changed = msgspec.structs.replace(POINT, exchange="a2a", q_replicate=True, project_first=True)
+    assert changed.exchange_label() == "a2a +q-replicate +project-first"
     assert POINT.exchange_label() == "ag_rs"
     assert msgspec.structs.replace(POINT, dcp=1, exchange="none").exchange_label() == ""
 
@@ -335,12 +358,9 @@ class TestPoint:
             _ = msgspec.structs.replace(POINT, dcp=3).layout
 
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("**/records.jsonl")), ids=lambda p: p.parent.name)
-def test_only_a_real_servers_record_names_an_origin(path: Path) -> None:
-    records = list(read_records(path))
+@pytest.mark.parametrize("folder", RUNS, ids=lambda p: p.name)
+def test_only_a_real_servers_record_names_an_origin(folder: Path) -> None:
+    records = read_records(folder)
     assert records
     assert all((b'"origin"' in msgspec.json.encode(record)) == bool(record.server) for record in records)
 

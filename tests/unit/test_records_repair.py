@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -118,6 +119,26 @@ def test_a_second_repair_keeps_the_copy_of_the_first(tmp_path: Path) -> None:
     assert b"damaged 1" in names[0].read_bytes()
 
 
+@settings(max_examples=25)
+@given(data=st.data())
+def test_records_without_a_checksum_that_damage_joined_get_lines_of_their_own(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Sealed ones and older ones in one line, with something else than a newline between them, and half of one in front."""
+    folder = tmp_path_factory.mktemp("run")
+    sealed = lines_of(folder)
+    lines = [
+        line if data.draw(st.booleans()) else msgspec.json.encode(r) for line, r in zip(sealed, RECORDS, strict=True)
+    ]
+    between = data.draw(st.sampled_from([b"", b" ", b"\0", b"\xff", b"{", b"},", b'"']))
+    half = msgspec.json.encode(RECORDS[0])[: data.draw(st.integers(0, 300))]
+    put(folder, half + between + between.join(lines))
+    (fault,) = audit(folder).faults
+    assert (fault.kind, fault.held) == (DAMAGED, 3)
+    repair(folder)
+    assert (folder / RECORDS_FILE).read_bytes().splitlines() == lines
+
+
 @settings(max_examples=40)
 @given(data=st.data())
 def test_no_flipped_bits_take_a_record_that_they_do_not_touch(
@@ -134,6 +155,17 @@ def test_no_flipped_bits_take_a_record_that_they_do_not_touch(
     assert audit(folder).faults, "noticed"
     repair(folder, strange=True)
     assert read_records(folder) == [record for n, record in enumerate(RECORDS) if n != hit]
+
+
+@pytest.mark.parametrize(
+    ("piece", "count"),
+    [(b'{"a":', 200_000), (b'{"a":[1,1,1],', 80_000), (b'{"a', 300_000), (b'{"a":[' + b"1," * 2000, 200)],
+    ids=["nested", "no-key", "open-names", "open-lists"],
+)
+def test_a_line_full_of_beginnings_is_given_up(piece: bytes, count: int, tmp_path: Path) -> None:
+    """A megabyte; each beginning costs a look at all that follows, so that all of them would take minutes."""
+    found = audit(put(tmp_path, lines_of(tmp_path)[0], piece * count))
+    assert [(fault.line, fault.kind, fault.held) for fault in found.faults] == [(2, DAMAGED, 0)]
 
 
 class TestVersionOne:
@@ -204,6 +236,33 @@ class TestCommand:
         assert (code, "3 records kept. The file as it was: " in err) == (0, True)
         assert typed(capsys, "check", str(tmp_path))[0] == 0
         assert "nothing was changed" in typed(capsys, "repair", str(path))[2]
+
+    def test_the_command_that_check_suggests_is_one_that_repairs(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """In a folder with a blank in its name, beside a line of another version."""
+        folder = tmp_path / "my run"
+        folder.mkdir()
+        put(folder, *lines_of(folder), b'{"schema_version":99}', b"{damaged")
+        code, out, _ = typed(capsys, "check", str(folder))
+        assert code == 1
+        assert "Some of it was damaged" in out
+        words = shlex.split(out.rpartition(": ")[2])
+        assert words[:3] == ["dcpbench", "records", "repair"]
+        assert "nothing was changed" in typed(capsys, "repair", str(folder))[2]
+        assert typed(capsys, *words[2:])[0] == 0
+        assert read_records(folder) == RECORDS
+
+    @pytest.mark.parametrize("data", [b"hi", b"", b"{damaged\n"])
+    def test_a_file_of_no_record_is_refused_and_left_as_it_is(
+        self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / RECORDS_FILE
+        path.write_bytes(data)
+        code, out, err = typed(capsys, "check", str(path))
+        assert (code, "records repair" in out, "holds no record" in err) == (2, False, True)
+        assert typed(capsys, "repair", "--strange", str(path))[0] == 2
+        assert path.read_bytes() == data
 
     def test_both_answer_in_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         put(tmp_path, *lines_of(tmp_path), b"{damaged")

@@ -36,20 +36,20 @@ def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
 
 
 def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path: Path) -> None:
-    """10 ms with ag_rs; 9 with symm, 10 with a2a that replicates q, and ag_rs that overlaps takes 12."""
+    """10 ms with ag_rs; 9 with symm, 10 with a2a that replicates q, and ag_rs that projects first takes 12."""
     wide = build.point(DCP, exchange="a2a", q_replicate=True)
-    halves = build.point(DCP, exchange="ag_rs", overlap=True)
-    read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(wide, 10), exact(halves, 12))
+    projected = build.point(DCP, exchange="ag_rs", project_first=True)
+    read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(wide, 10), exact(projected, 12))
     found = exchanges.frame(findings.timed(read.points)).set_index("with")
-    assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +overlap": 1.2})
+    assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +project-first": 1.2})
     assert dict(found["verdict"]) == {
         "symm": "shorter",
         "a2a +q-replicate": "no clear difference",
-        "ag_rs +overlap": "longer",
+        "ag_rs +project-first": "longer",
     }
     [said] = exchanges.sentences(found.reset_index(), read)
     assert "ITL over that with ag_rs, everything else being the same" in said
-    assert all(part in said for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +overlap 1.200"))
+    assert all(part in said for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +project-first 1.200"))
     assert len(exchanges.table(found.reset_index()).rows) == 3
 
 

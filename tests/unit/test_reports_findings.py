@@ -247,13 +247,19 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [("chunk", [True, True, False]), ("requests", [False, False, False])],
+    ("name", "ours", "told"),
+    [
+        ("chunk", [2048, 4096], [True, True, False]),
+        ("chunk", [2048, 2048], [False, False, False]),
+        ("requests", [2048, 4096], [False, False, False]),
+        ("kv_memory_gib", [8.0, 16.0], [True, True, True]),
+        ("kv_memory_gib", [8.0, 8.0], [False, False, True]),
+    ],
 )
 def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differs_among_them(
-    name: str, told: list[bool]
+    name: str, ours: list[float], told: list[bool]
 ) -> None:
-    """Two of ours differ in it, and an import that does not say it; how many requests an import sent is no matter."""
+    """Two of ours, and an import that does not say it; how many requests an import sent is no matter."""
     table = pd.DataFrame(
         {
             "origin": ["dcpbench", "dcpbench", "vllm"],
@@ -263,7 +269,7 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
             "run": "r",
             "label": ["a", "b", "c"],
             "arrival": ["8", "8", "8"],
-            f"load_{name}": [2048, 4096, 0],
+            f"load_{name}": [*ours, 0],
         }
     )
     assert frames._told(table, name).tolist() == told

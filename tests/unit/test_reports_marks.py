@@ -8,7 +8,7 @@ import msgspec
 
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Gpu
-from dcpbench.reports import answer, frames, marks, sections, terminal_table
+from dcpbench.reports import answer, frames, marks, overview, sections, terminal_table
 from dcpbench.reports.page.points import page_data
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -80,6 +80,30 @@ def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
     read = frames.load([build.write(tmp_path / "run", records)])
     said = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
     assert said in trust(read)
+
+
+def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_points_with_reasons(tmp_path: Path) -> None:
+    """A live point says what lowered its clocks; of two replays one is marked, as its steps were, and says no reason."""
+    live = serve.point(TP, 8)
+    assert live.load is not None
+    replays = [
+        msgspec.structs.replace(serve.point(TP, n), load=msgspec.structs.replace(live.load, mode="replay"))
+        for n in (8, 32)
+    ]
+    records = [
+        serve.served(live, marks=["throttled"], gpu=LOWERED),
+        serve.served(replays[0], marks=["throttled"], gpu=None),
+        serve.served(replays[1], marks=[], gpu=None),
+    ]
+
+    def headline(name: str, shown: list[Record]) -> list[str]:
+        return overview.caveats(frames.load([build.write(tmp_path / name, shown)]))
+
+    assert headline("all", records)[-1] == "clocks limited at 2 of 3 points (1 by their step times)"
+    assert headline("live", [records[0], records[2]])[-1] == "clocks limited by power at 1 of 2 points"
+    assert headline("marked", records[:2])[-1] == "clocks limited at 2 of 2 points (1 by their step times)"
+    assert headline("replays", [records[1]])[-1] == "clocks limited (by their step times)"
+    assert headline("one", records[1:])[-1] == "clocks limited at 1 of 2 points (by their step times)"
 
 
 def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:

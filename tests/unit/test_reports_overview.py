@@ -70,6 +70,15 @@ class TestWhichLayoutToTake:
             "from 32 on, for 25 % more than tp4: best or level in both loads."
         )
 
+    def test_each_of_two_layouts_is_taken_up_to_its_last_load_and_from_its_first(self, tmp_path: Path) -> None:
+        """Of three loads each, a quarter ahead in all."""
+        loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
+        records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
+        assert said(tmp_path, *records) == (
+            f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, for up to 25 % more output than tp4·dcp4, and "
+            "tp4·dcp4 from 24 on, for up to 25 % more than tp4: best or level in all 6 loads."
+        )
+
     def test_of_several_lengths_loads_go_by_their_tokens_and_those_with_as_many_are_named_together(
         self, tmp_path: Path
     ) -> None:
@@ -401,6 +410,23 @@ class TestDcpAhead:
             "At none of 2 loads is DCP clearly ahead of the best layout without it; nearest is 0.91× (Kimi-K2, tp4·dcp4 at "
             "32 requests of 4,000 tokens)."
         )
+
+
+@pytest.mark.parametrize(("share", "too"), [(1.0, True), (0.985, True), (0.975, False), (0.5, False)])
+def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_beside_it(
+    share: float, too: bool, tmp_path: Path
+) -> None:
+    """By what it holds per GiB of KV: with DCP four times what tp4 does, of replicas a share of that."""
+    plain, *split = (steps(layout, 8, 40) for layout in (TP, DCP, DP))
+    assert plain.kv
+    held = plain.kv.capacity_tokens
+    kept = [
+        msgspec.structs.replace(one, kv=msgspec.structs.replace(plain.kv, capacity_tokens=int(held * times)))
+        for one, times in zip(split, (4, 4 * share), strict=True)
+    ]
+    (said,) = [line for line in overview.short(read(tmp_path, plain, *kept)) if "KV memory" in line]
+    also = ", as does tp4·dp4" if too else ""
+    assert said == f"tp4·dcp4 holds 4.00× the tokens of tp4 in the same KV memory{also}."
 
 
 class TestNoRoom:

@@ -73,7 +73,7 @@ DECODE: dict[str, dict[str, object]] = {
     "grid": {"model": "deepseek-v3,kimi-k2", "tp": 4, "dp": "1,2", "dcp": "1,2", "context": "4000,32000"},
     "exchanges": {"backend": "triton,flashinfer,auto", "exchange": "ag_rs,a2a,symm,auto", "concurrency": 8},
     "options": {"exchange": "a2a", "q_replicate": [False, True], "project_first": [False, True]},
-    "overlap": {"overlap": True, "all_reduce": "nccl,symm"},
+    "all-reduces": {"all_reduce": "nccl,symm"},
     "pages": {"page_size": 32, "interleave": 8},
     "kv": {"kv_memory": "60GiB"},
     "kv-bytes": {"kv_memory": "61234567891B"},

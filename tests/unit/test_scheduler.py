@@ -188,6 +188,14 @@ class TestTable:
         (write,) = step.replicas[0].table
         assert (write.slot, write.start, write.locs.tolist()) == (1, 0, [4, 5, 6, 7, 8, 9])
 
+    def test_nor_does_the_last_page_of_an_answer_that_fills_the_row(self) -> None:
+        """Of the second page of four tokens the row of six columns has two."""
+        scheduler = serve((4, 3), max_context=6)
+        writes = []
+        while step := scheduler.next_step():
+            writes += [(w.start, len(w.locs)) for w in step.replicas[0].table]
+        assert writes == [(0, 4), (4, 2)]
+
     def test_a_decode_writes_the_table_only_where_a_page_begins(self) -> None:
         """Tokens 4 … 7 are in the second page, token 8 begins the third."""
         scheduler = serve((4, 6))

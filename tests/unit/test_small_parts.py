@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from dcpbench.commands.machines import machines
 from dcpbench.compare.resampling import error_of_pooled, request_blocks
 from dcpbench.dashboard import changes
 from dcpbench.plan import grid, spec
 from dcpbench.points.machine import Probe
 from dcpbench.points.machines import LINKS
+from dcpbench.points.sizes import size_text
 from dcpbench.recommend.score import Load, Score
 from dcpbench.reports.page import points as page_points
 from dcpbench.servers import load
@@ -182,3 +184,10 @@ def test_the_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_pa
     assert repository.caller([own, own, library, library], 3) == 1
     assert repository.caller([library, library, own], 1) is None
     assert repository.caller([library, own], 1) is None
+
+
+def test_machines_and_plans_say_one_number_of_a_gpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """79.18 GiB of an H100, rounded down in both."""
+    machines(as_json=False)
+    h100 = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["H100"])
+    assert size_text(spec.planned("H100", 8).memory_bytes or 0) in h100

@@ -232,20 +232,26 @@ class TestAdvice:
         assert advise.margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
 
     @pytest.mark.parametrize(
-        ("weights", "kv", "said"),
+        ("weights", "kv", "buffers", "said"),
         [
-            (200, 1, "its weights take 200.0 GiB of each GPU, which has 100.0 for weights and KV"),
-            (100, 7, "its weights take 100.0 GiB of each GPU, and 7.0 GiB of KV do not fit beside them"),
+            (200, 1, 3, "its weights take 200.0 GiB of each GPU, which has 100.0 for weights and KV"),
+            (100, 7, 0, "its weights take 100.0 GiB and its KV 7.0 GiB of each GPU, which has 100.0 for both"),
+            (
+                98,
+                1,
+                3,
+                "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, which has 97.0 for both beside 3.0 for the buffers of a step",
+            ),
         ],
     )
-    def test_what_does_not_fit_is_the_weights_or_the_kv_beside_them(
-        self, weights: int, kv: int, said: str, monkeypatch: pytest.MonkeyPatch
+    def test_what_does_not_fit_is_the_weights_or_what_comes_beside_them(
+        self, weights: int, kv: int, buffers: int, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of a GPU of 108 GiB, 8 of which stay free."""
+        """Of 100 GiB, some of which the buffers of a step take."""
         gib = 1 << 30
         plan = SimpleNamespace(layers_held=3, layers=61, full_weight_bytes=weights * gib, kv_bytes=kv * gib)
         monkeypatch.setattr(advise, "plan_engine", lambda *_: plan)
-        monkeypatch.setattr(advise, "_probe", lambda _: SimpleNamespace(memory_bytes=108 * gib))
+        monkeypatch.setattr(advise, "room_of", lambda *_: ((100 - buffers) * gib, buffers * gib))
         ask = advised.ask("H200")
         assert advise._no_room(ask, advised.point()) == said
         assert advise._no_room(dataclasses.replace(ask, cycled=True), advised.point()) == ""

@@ -153,7 +153,7 @@ def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
         ({"exchange": "none"}, "--exchange none is unknown"),
         ({"all_reduce": "ncl"}, "did you mean nccl"),
         ({"q_replicate": "yes"}, "q_replicate is 'yes'; write true or false"),
-        ({"overlap": []}, "--overlap is empty"),
+        ({"project_first": []}, "--project-first is empty"),
         ({"backend": "tritn"}, "did you mean triton"),
         ({"dtype": "bfloat16"}, "did you mean bf16"),
         ({"page_size": 64, "interleave": 3}, "--interleave 3 does not divide --page-size 64; these do: 1, 2, 4"),

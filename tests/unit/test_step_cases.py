@@ -1,11 +1,15 @@
 """Cases as steps for an engine: the right work, in slots and pages of their own, the same on every rank."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dcpbench.serving.step_cases import CHECK, CaseMaker, CaseSteps, Extent, grid
+from dcpbench.points.layout import Layout
+from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Extent, grid
 from dcpbench.serving.step_model import step_works
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from tests.unit import serve_record_builder
@@ -94,9 +98,80 @@ def test_what_predictions_are_checked_by_has_prefixes_between_measured_ones(shar
         assert all(chunk.prefix > 0 and chunk.prefix % 4 == 0 for chunk in checked)
 
 
+EXTENTS = st.builds(
+    Extent,
+    requests=st.integers(1, 6),
+    context=st.integers(1, 48),
+    pages=st.integers(1, 16),
+    virtual_page=st.sampled_from([1, 2, 4]),
+    chunk=st.just(300),
+    shared=st.booleans(),
+)
+
+
+@given(tokens=st.integers(1, 48), extent=EXTENTS)
+def test_the_fewest_chunks_are_those_of_the_first_number_that_fits(tokens: int, extent: Extent) -> None:
+    """Each with as many tokens as the longest, and none of them shared."""
+    alone = dataclasses.replace(extent, shared=False)
+    fits = [n for n in range(1, extent.at_once + 1) if alone.fits(Case(chunks=(Chunks(n, -(-tokens // n), 0),)))]
+    assert extent.fewest(tokens) == (fits[0] if fits else None)
+
+
+@given(tokens=st.integers(1, 48), extent=EXTENTS)
+def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_context_or_more(
+    tokens: int, extent: Extent
+) -> None:
+    """To a prefix, and half of their own tokens in the mean; None where none of these numbers leaves room for a prefix."""
+    fewest = extent.fewest(tokens) or 1
+    numbers = [n for n in range(fewest, extent.at_once + 1) if n == fewest or tokens / (n - 1) > extent.context / LATE]
+    prefixes = {n: extent.longest_prefix(n, -(-tokens // n)) for n in numbers}
+    attended = {n: prefix + tokens / n / 2 for n, prefix in prefixes.items() if prefix > 0}
+    found = extent.latest(tokens)
+    assert found in attended or found is None
+    if found is None:
+        assert not attended
+    else:
+        assert attended[found] == max(attended.values())
+        assert extent.fits(Case(chunks=(Chunks(1, -(-tokens // found), prefixes[found]),)))
+
+
 def test_a_case_is_said_in_requests_and_chunks() -> None:
     case = Case(decodes=(Decodes(47, 5500),), chunks=(Chunks(1, 2048, 256), Chunks(2, 100, 0)))
     assert str(case) == "47 × 1 token at 5,500 + 1 × 2,048 tokens at 256 + 2 × 100 tokens at 0"
+
+
+def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
+    """Two replicas share 5, 16 and 9 requests and a chunk; a page of 16 tokens on each of two ranks holds 32 together."""
+    loads = [("100", 512, 400), ("uniform:50-100", 2048, 900), ("300", 1024, 700)]
+    points = [
+        serve_record_builder.point(
+            Layout(8, 2, 2), requests, {"input_tokens": prompts, "chunk": chunk}, context=context, page_size=16
+        )
+        for requests, (prompts, chunk, context) in zip((5, 16, 9), loads, strict=True)
+    ]
+    expected = Extent(
+        requests=8, context=900, pages=99, virtual_page=32, chunk=1024, targets=(3, 5, 8), prompts=(100, 300)
+    )
+    assert Extent.of(points, pages=100, max_context=1000) == expected
+    assert Extent.of(points, pages=100, max_context=899).context == 899
+
+
+@pytest.mark.parametrize(
+    ("changed", "shared"),
+    [
+        ({}, False),
+        ({"prefix_share": 0.5}, True),
+        ({"prefix_share": 0.5, "prefix_cache": False}, False),
+        ({"trace": "requests.jsonl"}, True),
+        ({"trace": "requests.jsonl", "prefix_cache": False}, False),
+        ({"turns": "4"}, True),
+    ],
+)
+def test_prompts_share_what_a_prefix_cache_finds(changed: dict[str, object], shared: bool) -> None:
+    """Of requests with a common prefix, of a file, and of sessions; one load of several is enough."""
+    one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
+    plain = serve_record_builder.point(changed={"prefix_cache": True})
+    assert [Extent.of(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [shared] * 2
 
 
 @pytest.mark.parametrize(

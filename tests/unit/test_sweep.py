@@ -172,18 +172,19 @@ def test_points_without_dcp_are_not_repeated_for_every_exchange() -> None:
 
 def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
     """Two exchanges, each with q replicated and not: four points with dcp 4, and one baseline that has none of it."""
-    found = expand(dcp="4", concurrency=8, exchange="ag_rs,a2a", q_replicate=[False, True], overlap=True, dtype="bf16")
+    asked = {"exchange": "ag_rs,a2a", "q_replicate": [False, True], "project_first": True, "dtype": "bf16"}
+    found = expand(dcp="4", concurrency=8, **asked)
     assert [(c.point.dcp, grid.path_name(c.point), c.added) for c in found] == [
         (1, "flashinfer", True),
-        (4, "flashinfer a2a +overlap", False),
-        (4, "flashinfer ag_rs +overlap", False),
-        (4, "flashinfer a2a +q-replicate +overlap", False),
-        (4, "flashinfer ag_rs +q-replicate +overlap", False),
+        (4, "flashinfer a2a +project-first", False),
+        (4, "flashinfer ag_rs +project-first", False),
+        (4, "flashinfer a2a +q-replicate +project-first", False),
+        (4, "flashinfer ag_rs +q-replicate +project-first", False),
     ]
-    assert (found[0].point.exchange, found[0].point.q_replicate, found[0].point.overlap) == ("none", False, False)
+    assert (found[0].point.exchange, found[0].point.q_replicate, found[0].point.project_first) == ("none", False, False)
     rows = grid.table(found)
     assert [(r["path"], r["exchange"], r["q_replicate"]) for r in rows[3:4]] == [
-        ("flashinfer a2a +q-replicate +overlap", "a2a", True)
+        ("flashinfer a2a +q-replicate +project-first", "a2a", True)
     ]
 
 
@@ -202,8 +203,8 @@ def test_replicated_projections_take_memory_from_the_kv_pool() -> None:
 
 def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
     """--q-replicate with --dcp 1 alone would silently measure something else; so would verify."""
-    with pytest.raises(UsageError, match=r"--q-replicate, --overlap without a layout with --dcp > 1"):
-        expand(dcp="1", concurrency=8, q_replicate=True, overlap=True)
+    with pytest.raises(UsageError, match=r"--q-replicate, --project-first without a layout with --dcp > 1"):
+        expand(dcp="1", concurrency=8, q_replicate=True, project_first=True)
     spec = make_spec({"tp": "2", "model": "tiny", "project_first": True}, CPU)
     with pytest.raises(UsageError, match=r"--project-first without"):
         grid.expand_layouts([Layout(tp=2)], spec, CPU)
@@ -566,7 +567,6 @@ def test_points_of_other_engines_have_their_own_pool() -> None:
                 ("backend", "flashinfer"),
                 ("exchange", "a2a"),
                 ("all_reduce", "symm"),
-                ("overlap", True),
             )
         ),
         *(({name: 9}, True, True) for name in ("concurrency", "context", "repeat")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpbench.syncs.formats import FORMATS, render
+from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.traces import intervals
 from dcpbench.syncs.traces.blocking import find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import Args, Event, Trouble
+from dcpbench.syncs.words import sentence
 from tests.unit.syncs_simulation import Run, Step, run, traced
-from tests.unit.trace_builder import HOST, Trace, mine
+from tests.unit.trace_builder import HOST, Trace, mine, only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +32,58 @@ def charged(trace: Trace, folder: Path) -> list[float | None]:
     """Bubble of each site, in order of first occurrence."""
     sites = sorted(trace.scan(folder).sites, key=lambda s: s.example.ts if s.example else 0)
     return [s.bubble_us for s in sites]
+
+
+class TestUnknown:
+    """A wait of 85 µs after which the GPU stays dry for 15: what a trace lacks is not taken for nothing lost."""
+
+    @pytest.fixture
+    def trace(self) -> Trace:
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(110, 115, 200)
+        return trace
+
+    def test_it_is_known_of_the_whole_trace(self, trace: Trace, tmp_path: Path) -> None:
+        assert sentence(only(trace.scan(tmp_path))).endswith("1 in all, bubble at most 15 µs")
+
+    def test_without_ids_that_lead_from_work_to_calls(self, trace: Trace, tmp_path: Path) -> None:
+        for event in trace.events:
+            del event["args"]["correlation"]
+        report = trace.scan(tmp_path)
+        site = only(report)
+        assert (site.bubble_us, site.wait_us, site.waited, report.totals.bubble_us) == (None, 85, 1, None)
+        assert sentence(site).endswith("1 in all, bubble not known")
+
+    def test_without_calls_of_the_runtime(self, trace: Trace, tmp_path: Path) -> None:
+        trace.events = [event for event in trace.events if event["cat"] == "kernel"]
+        trace.add("cuda_sync", "Stream Sync", 20, 105)
+        site = only(trace.scan(tmp_path))
+        assert (site.bubble_us, site.wait_us) == (None, 85)
+
+    @pytest.mark.parametrize("category", ["cuda_runtime", "kernel"])
+    def test_without_durations(self, trace: Trace, category: str, tmp_path: Path) -> None:
+        """Of calls, no wait is known either; of kernels, the wait is, and not what ended meanwhile."""
+        for event in trace.events:
+            if event["cat"] == category:
+                del event["dur"]
+        report = trace.scan(tmp_path)
+        site = only(report)
+        assert (site.bubble_us, site.waited) == (None, None)
+        assert site.wait_us == (85 if category == "kernel" else None)
+        for form in FORMATS:
+            text = render(report, form, root=tmp_path)
+            assert not re.search(r"\b0 µs", text)
+            assert "of 1 waited" not in text
+            assert form in ("json", "sarif", "junit", "github") or "bubble not known" in text
+
+    def test_a_limit_on_bubbles_is_not_passed(self, trace: Trace, tmp_path: Path) -> None:
+        for event in trace.events:
+            del event["args"]["correlation"]
+        verdict = judge(trace.scan(tmp_path), Gate(root=tmp_path, max_bubble_us=1e9))
+        assert verdict.exit_code == 3
+        assert "The bubble of stream-sync in cudaStreamSynchronize is not known" in " ".join(verdict.reasons)
 
 
 class TestWorkedOut:

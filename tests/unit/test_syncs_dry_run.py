@@ -111,6 +111,24 @@ class TestWhatIsSaid:
 
 
 class TestReport:
+    @pytest.mark.parametrize("behind", [False, True])
+    def test_a_profiler_step_behind_the_last_call_of_step_counts_where_work_is_in_it(
+        self, run: DryRun, behind: bool
+    ) -> None:
+        """Two reads in each of two steps: 4 over 2; with a third step that has an operator, 2 over the last two."""
+        x = torch.randn(4, device="cuda")
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=9)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
+            for _ in range(2):
+                x.sum().item()
+                x.sum().item()
+                profiler.step()
+            if behind:
+                x.sum()
+        report = run.report(program="p")
+        assert report.traces[0].steps == (3 if behind else 2)
+        assert sum(site.count_per_step or 0 for site in report.sites) == (1 if behind else 2)
+
     def test_steps_are_counted_without_the_first(self, run: DryRun) -> None:
         """One read in each of four steps, and a copy in the first alone, which is warm-up."""
         x = torch.ones(3, device="cuda")

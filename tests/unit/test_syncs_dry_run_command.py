@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
 from dcpbench.syncs import run
-from dcpbench.syncs.dry_run_program import environment, parse
+from dcpbench.syncs.dry_run_program import environment, instead_of, parse
 from tests import forks
 
 PROGRAM = """
@@ -52,6 +52,12 @@ def program(tmp_path: Path) -> Path:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return path
+
+
+def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> None:
+    assert f"dry-run -- python {program} 0`" in instead_of(["python", str(program), "0"])
+    for command in (["torchrun", "--nproc-per-node", "8", str(program)], ["env", "A=1", "python", str(program)]):
+        assert instead_of(command).endswith(": dcpbench syncs dry-run -- python script.py")
 
 
 class TestParse:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.errors import TraceError
+from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.syncs import files
 from dcpbench.syncs.traces.reading import is_something_else
 
@@ -113,3 +114,28 @@ class TestOneTraceUnderTwoNames:
         (tmp_path / "bad.json.gz").write_bytes(gzip.compress(TRACE)[:20])
         names = ("a.json", "b.json", "c.json", "bad.json.gz", "gone.json")
         assert self.once(tmp_path, *names) == (list(names), [])
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    """An unset variable of a script would otherwise scan the folder that one is in."""
+    with pytest.raises(UsageError, match="The name of a trace is empty"):
+        files.expand([""])
+
+
+def test_the_glob_that_is_advised_for_a_folder_of_folders_finds_what_lies_there(tmp_path: Path) -> None:
+    """As a shell reads it, spaces and all."""
+    folder = tmp_path / "my traces"
+    (folder / "rank 0").mkdir(parents=True)
+    (folder / "rank 0" / "t.json.gz").write_bytes(gzip.compress(TRACE))
+    (folder / "rank 0" / "u.json").write_bytes(TRACE)
+    with pytest.raises(UsageError, match="give a trace, or ") as refused:
+        files.expand([str(folder)])
+    (glob,) = shlex.split(str(refused.value).partition("give a trace, or ")[2].removesuffix("."))
+    assert [path.name for path in files.expand([glob])] == ["t.json.gz", "u.json"]
+
+
+def test_a_folder_that_is_missing_is_named_as_a_shell_takes_it(tmp_path: Path) -> None:
+    with pytest.raises(OutputError) as refused:
+        files.check_output(tmp_path / "my dir" / "out.json", force=False)
+    typed = shlex.split(str(refused.value).partition("make it with ")[2].removesuffix("."))
+    assert typed == ["mkdir", "-p", str(tmp_path / "my dir")]

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import model, words
-from dcpbench.syncs.formats import FORMATS, render
+from dcpbench.syncs.formats import FORMATS, github, render
+from dcpbench.syncs.gating import baseline
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Report
-from dcpbench.syncs.rules import RULES
+from dcpbench.syncs.rules import BY_ID, RULES
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -334,6 +335,50 @@ class TestGithub:
             line for line in show(judged(build.report(*sites)), "github").splitlines() if line.startswith("::error")
         ]
         assert [re.search(r"fn(\d+)_", line)[1] for line in lines] == [str(n) for n in range(12, 2, -1)]
+
+    @pytest.mark.parametrize("file", ["", "/opt/torch/functional.py", "<string>"])
+    def test_what_is_no_file_of_the_change_is_no_place_in_it(self, file: str) -> None:
+        line, *_ = show(judged(build.report(build.site(file=file))), "github").splitlines()
+        assert line.startswith("::error title=SYNC001 scalar-read::")
+
+    def test_findings_say_what_to_do_about_them_and_sites_that_may_stay_why(self) -> None:
+        """A rule that nobody knows has no advice."""
+        known, unknown = build.site("a"), build.site("b", rule="SYNC999")
+        report = judged(build.report(known, unknown, build.site("c", function="sample")))
+        lines = show(report, "github").splitlines()
+        errors = [line for line in lines if line.startswith("::error file=")]
+        assert [words.advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
+            "SYNC001" in e for e in errors
+        ]
+        assert ["SYNC999" in line for line in errors].count(True) == len(errors) - 1 == 1
+        (allowed,) = [line for line in lines if line.startswith("::notice file=")]
+        assert allowed.endswith(f". Allowed: {SAMPLE.reason}")
+
+    @pytest.mark.parametrize("found", [True, False])
+    def test_a_trace_that_shows_not_all_is_a_warning_beside_findings_and_else_an_error(self, found: bool) -> None:
+        sites = [build.site()] if found else []
+        lines = show(judged(build.report(*sites, traces=[build.trace(runtime_events=0)])), "github").splitlines()
+        said = [line.partition("::")[2].partition("::")[0] for line in lines]
+        assert ("warning title=Not all is known" in said) == found
+        assert ("error title=The trace cannot answer" in said) != found
+
+    @pytest.mark.parametrize(("count", "left"), [(9, 0), (10, 0), (12, 2)])
+    def test_sites_that_have_no_annotation_are_counted(self, count: int, left: int) -> None:
+        """Ten findings are shown, and ten sites that may stay."""
+        found = [build.site(f"{name}{n}", function=name) for n in range(count) for name in ("check", "sample")]
+        report = judged(build.report(*found))
+        levels = [line.partition(" ")[0] for line in show(report, "github").splitlines() if "file=" in line]
+        assert [levels.count(level) for level in ("::error", "::notice")] == [count - left] * 2
+        assert github.left_out(report) == 2 * left
+
+    @pytest.mark.parametrize(("count", "left"), [(8, 0), (9, 1), (12, 4)])
+    def test_limits_that_are_exceeded_take_the_places_of_sites(self, count: int, left: int) -> None:
+        """Two of ten, beside sites that are new."""
+        found = [build.site(f"s{n}") for n in range(count)]
+        report = judged(build.report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.make([]))
+        errors = [line for line in show(report, "github").splitlines() if line.startswith("::error")]
+        assert ["file=" in line for line in errors] == [False] * 2 + [True] * (count - left)
+        assert github.left_out(report) == left
 
     def test_a_trace_that_cannot_answer_is_an_error(self) -> None:
         line, *_ = show(judged(build.report(traces=[build.trace(runtime_events=0)])), "github").splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime as dt
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,18 @@ class TestMaxPerStep:
         (finding,) = verdict(self.two(), max_per_step=1.0).findings
         assert (finding.reason, finding.fingerprint) == ("per-step", "")
         assert finding.message.startswith("2 synchronisations per step, the limit is 1: 1.5 in check_all")
+
+    def test_what_the_message_leaves_out_is_said_with_its_share(self) -> None:
+        """Five sites once a step and 300 µs each: the three that are named have 3 of 5, and 900 µs of 1.5 ms."""
+        report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(5)))
+        (steps,) = verdict(report, max_per_step=1.0).findings
+        (bubble,) = verdict(report, max_bubble_us=1.0).findings
+        assert steps.message.endswith("1 in g2 (python/engine/kv.py:12), 2 in 2 more sites")
+        assert bubble.message.endswith("300 µs in g2 (python/engine/kv.py:12), 600 µs in 2 more sites")
+
+    def test_nothing_is_said_of_more_where_all_are_named(self) -> None:
+        report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(3)))
+        assert "more" not in verdict(report, max_per_step=1.0).findings[0].message
 
     def test_what_is_allowed_is_not_summed(self) -> None:
         report = build.report(build.site("a"), build.site("b", function="sample"))
@@ -211,6 +224,14 @@ class TestBaseline:
             (tmp_path / "b.json").write_bytes(content)
         with pytest.raises(UsageError, match=f"(?s){message}.*dcpbench syncs baseline TRACE"):
             baselines.read(tmp_path / "b.json")
+
+    def test_its_name_is_quoted_where_a_shell_would_part_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "my base.json"
+        for content in (None, "{", '{"baseline_version": 9}'):
+            if content is not None:
+                path.write_text(content)
+            with pytest.raises(UsageError, match=re.escape(f"TRACE -o '{path}'")):
+                baselines.read(path)
 
 
 class TestTracesThatCannotAnswer:

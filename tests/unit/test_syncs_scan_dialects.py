@@ -361,6 +361,21 @@ class TestCopies:
         site = only(trace.scan(tmp_path))
         assert (site.rule, site.count, site.direction, site.wait_us) == ("SYNC004", 1, "HtoD pageable", 4 + 20)
 
+    @pytest.mark.parametrize(
+        ("within", "apart", "one"), [(True, 500, True), (False, 49, True), (False, 50, False), (False, 500, False)]
+    )
+    def test_a_wait_is_for_the_copy_before_it_in_an_operator_or_within_50_us(
+        self, within: bool, apart: int, one: bool, trace: Trace, tmp_path: Path
+    ) -> None:
+        """The operator is the first of the trace; outside of all, what lies far apart is of two calls."""
+        if within:
+            trace.op("aten::copy_", 0, 1000)
+        trace.copy(PAGEABLE, (10, 15), (11, 12))
+        trace.call("cudaStreamSynchronize", 15 + apart, 20 + apart)
+        if not within:
+            trace.op("aten::add", 2000, 2001)
+        assert sorted(s.rule for s in trace.scan(tmp_path).sites) == (["SYNC003"] if one else ["SYNC005", "SYNC006"])
+
     def test_a_wait_in_another_operator_is_another_one(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::copy_", 0, 20)
         trace.copy(PAGEABLE, (10, 15), (11, 12))

@@ -54,6 +54,11 @@ class TestTwoRanks:
         site = both(*ranks)
         assert (site.wait_us, site.bubble_us, site.bytes, site.count_per_step) == (420.0, 300.0, 10, 1.0)
 
+    def test_how_many_waited_is_not_known_where_one_rank_does_not_know(self) -> None:
+        """Its share would be one of all times, on both ranks."""
+        assert both({"waited": 3}, {"waited": None}).waited is None
+        assert both({"waited": None}, {"waited": 3}).waited is None
+
     @pytest.mark.parametrize(("a", "b"), [(3.0, 2.0), (2.0, 3.0)])
     def test_per_step_counts_the_worst_rank_whichever_comes_last(self, a: float, b: float) -> None:
         """A step is as slow as its slowest rank: three per step fail a limit of two."""

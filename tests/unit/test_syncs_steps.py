@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from dcpbench.errors import UsageError
+from dcpbench.syncs.scan import scan
 from dcpbench.syncs.sites import fingerprint
 from dcpbench.syncs.steps import Range, find_steps, per_step
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
 from tests.unit.trace_builder import HOST, Trace, mine, only
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[2]
 
 
 def ranges(*names: str, length: float = 10) -> list[Range]:
@@ -48,6 +50,23 @@ class TestFindSteps:
         steps = find_steps(ranges("warm", "decode", "decode", "ProfilerStep#1"), "^decode$")
         assert steps.start.tolist() == [20, 40]
 
+    @pytest.mark.parametrize("pattern", [None, "^ProfilerStep"])
+    def test_the_last_profiler_step_is_none_where_it_is_empty(self, pattern: str | None) -> None:
+        """prof.step() opens one more. What lies before that belongs to the step before: 35 to the second."""
+        found = ranges("ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#2")
+        found[2:] = [r._replace(empty=True) for r in found[2:]]
+        steps = find_steps(found, pattern)
+        assert steps.start.tolist() == [0, 20]
+        assert steps.of([35, 61]) == [1, None]
+
+    def test_only_the_last_profiler_step_is_left_out_and_not_all_of_them(self) -> None:
+        empty = [r._replace(empty=True) for r in ranges("ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2")]
+        assert len(find_steps(empty)) == 2
+        assert len(find_steps(empty[:1])) == 1
+
+    def test_ranges_of_ones_own_are_steps_though_empty(self) -> None:
+        assert len(find_steps([r._replace(empty=True) for r in ranges("step 0", "step 1")])) == 2
+
     @pytest.mark.parametrize("names", [(), ("forward", "forward"), ("step_1",)])
     def test_there_may_be_none(self, names: tuple[str, ...]) -> None:
         assert len(find_steps(ranges(*names))) == 0
@@ -56,6 +75,30 @@ class TestFindSteps:
         """Steps 0 to 10 and 20 to 30: 15 follows the first, -1 and 31 lie in none."""
         steps = find_steps(ranges("s1", "s2"))
         assert steps.of([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, None]
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
+@pytest.mark.parametrize(("batches", "steps"), [(4, 4), (10, 10), (13, 10)])
+def test_the_recipe_of_the_documentation_marks_steps(
+    batches: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten at most, and none more than there were."""
+    recipe = (ROOT / "docs" / "syncs.md").read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(recipe, {"batches": [torch.ones(2)] * batches, "step": torch.sum})  # noqa: S102 -- ours
+    assert scan([tmp_path / "trace.json.gz"], root=tmp_path).traces[0].steps == steps
+
+
+def test_what_is_advised_where_no_steps_are_marked_marks_them(tmp_path: Path) -> None:
+    trace = Trace().work()
+    trace.item(100, 200)
+    report = trace.scan(tmp_path)
+    (told,) = [note for note in report.traces[0].coverage.notes if "No steps are marked" in note]
+    assert "where profile() has schedule=" in told
+    name = re.findall(r'record_function\(f"(.*)"\)', told)[0]
+    for n in range(2):
+        trace.range(name.format(n=n), 1000 * n, 1000 * n + 900)
+    assert trace.scan(tmp_path).traces[0].steps == 2
 
 
 class TestPerStep:
@@ -86,6 +129,47 @@ class TestSites:
         trace.call("cudaFree", 400, 500)
         sites = {s.kind: (s.count, s.count_per_step, s.warmup_only) for s in trace.scan(tmp_path).sites}
         assert sites == {"scalar-read": (4, 1, False), "memory-allocation": (1, 0, True)}
+
+    @pytest.mark.parametrize(
+        ("last", "steps"),
+        [
+            ("nothing", 2),
+            ("the profiler's own wait", 2),
+            ("a kernel of the step before", 2),
+            ("launch", 3),
+            ("wait", 3),
+        ],
+    )
+    def test_a_last_profiler_step_counts_where_work_was_launched_or_waited_for(
+        self, last: str, steps: int, tmp_path: Path
+    ) -> None:
+        """Two reads in each of two steps: 4 over 2; with a third step, whose first is warm-up, 2 over 2."""
+        trace = Trace().work()
+        for step in range(3):
+            trace.range(f"ProfilerStep#{step}", 1000 * step, 1000 * step + 900)
+        for start in (100, 300, 1100, 1300):
+            trace.item(start, start + 50)
+        if last == "the profiler's own wait":
+            trace.call("cudaDeviceSynchronize", 2880, 2890)
+        elif last == "a kernel of the step before":
+            trace.kernel(1800, 2100, 2200)
+        elif last == "launch":
+            trace.kernel(2100, 2200, 2300)
+        elif last == "wait":
+            trace.call("cudaStreamSynchronize", 2100, 2110)
+        report = trace.scan(tmp_path)
+        assert report.traces[0].steps == steps
+        reads = next(s for s in report.sites if s.op == "aten::_local_scalar_dense")
+        assert reads.count_per_step == (2 if steps == 2 else 1)
+
+    @pytest.mark.parametrize(("last", "steps"), [(2100, 3), (1500, 2)])
+    def test_without_a_gpu_operators_are_work(self, last: float, steps: int, tmp_path: Path) -> None:
+        trace = Trace()
+        for step in range(3):
+            trace.range(f"ProfilerStep#{step}", 1000 * step, 1000 * step + 900)
+        for start in (100, 1100, last):
+            trace.op("aten::mm", start, start + 50)
+        assert trace.scan(tmp_path).traces[0].steps == steps
 
     def test_occurrences_of_two_threads_are_in_order_of_time(self, tmp_path: Path) -> None:
         """The first occurrence is the earliest, not the one of the thread that comes first."""
@@ -119,8 +203,14 @@ class TestSites:
             Trace().work().scan(tmp_path, step_range="(")
 
     def test_a_pattern_must_match_something(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="no annotation matches --step-range 'nothing'"):
-            Trace().work().scan(tmp_path, step_range="nothing")
+        """What there is instead is named, also where the trace marks steps."""
+        trace = Trace().work()
+        for step in range(2):
+            trace.range(f"step {step}", 1000 * step, 1000 * step + 900)
+            trace.range("decode", 1000 * step, 1000 * step + 100)
+        says = r"no annotation matches --step-range 'nothing'\. Ranges in this trace: 'decode' \(2\), 'step 0' \(1\)"
+        with pytest.raises(UsageError, match=says):
+            trace.scan(tmp_path, step_range="nothing")
 
     def test_all_sites_of_the_same_compiled_graph_are_one_after_a_recompilation(self, tmp_path: Path) -> None:
         trace = Trace().work()

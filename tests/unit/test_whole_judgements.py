@@ -84,7 +84,7 @@ AXES: dict[str, list[Any]] = {
     "kv_dtype": ["", "fp8"],
     "page_size": [1, 16, 32, 64],
     "all_reduce": ["nccl", "symm"],
-    "overlap": [True],
+    "project_first": [True],
     "emulate": ["H200", "H200+rdma-400", "B200"],
     "disaggregate": ["1:1"],
 }

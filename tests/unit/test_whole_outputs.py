@@ -767,6 +767,7 @@ def test_command_lines_of_servers(tmp_path: Path) -> None:
     )
     lines = [str(settings) for settings in own.servers()]
     layouts: list[dict[str, Any]] = [
+        {"tp": 0, "dp": 0, "dcp": 0, "exchange": "unknown", "ep": "unknown"},
         {"tp": 1, "exchange": "unknown", "ep": "unknown"},
         {"tp": 1},
         {"tp": 4, "exchange": "a2a"},
@@ -780,7 +781,7 @@ def test_command_lines_of_servers(tmp_path: Path) -> None:
         for more in ({}, {"nnodes": 2}, {"traces": "/t"}):
             for settings in ({}, {"seqs": "32", "quiet": "False", "eager": "False"}) if not more else ({},):
                 words = engine.words(one, settings, "m", 7, **more)
-                lines.append(f"{engine.name} {one.layout} {one.exchange} {more or ''}: {shlex.join(words)}")
+                lines.append(f"{engine.name} {one.layout_name} {one.exchange} {more or ''}: {shlex.join(words)}")
     for model, nnodes in (("kimi-k2", 1), ("deepseek-v2-lite", 2), ("mine", 1)):
         lines += map(str, launched(advised.point(model=model), nnodes).items())
     hold("servers.txt", "\n".join(lines), tmp_path)
@@ -1151,7 +1152,7 @@ SEVERAL: dict[str, Callable[[], list[list[Record]]]] = {
                 ("ag_rs", 100.0, {}),
                 ("a2a", 105.0, {}),
                 ("symm", 104.9, {}),
-                ("a2a", 101.0, {"overlap": True}),
+                ("a2a", 101.0, {"project_first": True}),
             )
         ]
     ],

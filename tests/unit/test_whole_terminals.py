@@ -231,7 +231,7 @@ def test_comparisons_made_at_random(seed: int, tmp_path: Path, monkeypatch: pyte
         launch_noise=rng.choice([0.02, 0.005]),
     )
     rules = gate.read_rules(
-        rng.choice(["slower:2%", "slower:0.5%,memory:0.1%,syncs:+0,undecided,missing", "itl_p50:+0.2,itl_p99:1%", ""])
+        rng.choice(["slower:2%", "slower:0.5%,memory:0.1%,syncs:+0,undecided,missing", "itl_p50:+0.2,itl_p99:1%", None])
     )
     try:
         found = judge(a, b, options)

@@ -81,13 +81,11 @@ class Plan:
         by_gpus = {
             2: [
                 self.steps(), self.hangs(), self.wire(), self.emulated(), self.served(), self.grid("grid"),
-                self.registered(), self.overlap(), self.tests(), self.grid("bf16", precision=BF16), self.experts(),
-                self.more(),
+                self.registered(), self.tests(), self.grid("bf16", precision=BF16), self.experts(), self.more(),
             ],
             4: [
-                self.wire(), self.grid("grid"), self.served(), self.grid("bf16", precision=BF16), self.overlap(),
-                self.experts(), self.seed("seed", V3, K2), self.emulated(), self.registered(), self.hangs(),
-                self.more(),
+                self.wire(), self.grid("grid"), self.served(), self.grid("bf16", precision=BF16), self.experts(),
+                self.seed("seed", V3, K2), self.emulated(), self.registered(), self.hangs(), self.more(),
             ],
             8: [
                 self.wire(), self.grid("grid", V3), self.seed("seed", V3), self.live(), self.again(),
@@ -197,18 +195,6 @@ class Plan:
                 self.sweep(part, f"{name}-dp", f"{words} --dp {self.n} --dcp 1", loads),
             ]
         return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
-
-    def overlap(self) -> Part:
-        """`--overlap` beside its twin."""
-        found = []
-        for model in (V3, K2):
-            words = f"--model {model} --tp {self.n} {FP8} --seconds 1"
-            words += f" --dcp {self.n} --exchange ag_rs,symm --concurrency 32,128 --context 32000"
-            found += [
-                self.sweep("overlap", f"{model}-plain", words, 2),
-                self.sweep("overlap", f"{model}-overlap", f"{words} --overlap", 2),
-            ]
-        return Part("overlap", "--overlap beside its twin", tuple(found))
 
     def experts(self) -> Part:
         """Both ways to place experts, at three loads."""

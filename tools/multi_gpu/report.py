@@ -55,7 +55,6 @@ def written(folder: Path, parts: Sequence[Part], state: dict[str, Ran], title: s
         "Bars": bars(folder),
         "Where DCP pays": pays(folder),
         "Decode": decode(folder),
-        "`--overlap` beside its twin": overlap(folder),
         "Emulated against live": emulated(folder),
         "Served": served(folder),
         "Passes": passes(folder),
@@ -97,7 +96,7 @@ def told(record: Record) -> str:
     """A point in words, without its load."""
     p = record.point
     exchange = "" if p.exchange == "none" else f" {p.exchange}"
-    return f"{p.model} {p.layout}{exchange}{' +overlap' if p.overlap else ''}, {p.weights_precision}/{p.kv_precision}"
+    return f"{p.model} {p.layout}{exchange}, {p.weights_precision}/{p.kv_precision}"
 
 
 def ok(folder: Path, part: str = "*", *, workload: str = "decode") -> list[Record]:
@@ -141,7 +140,7 @@ def decode(folder: Path) -> list[str]:
         f"| {told(r)} | {r.point.concurrency} × {r.point.context:,} | {r.metrics.step_ms.median:.2f} |"
         f" {r.metrics.output_tok_s.median:,.0f} | {'' if share(r) is None else f'{share(r):.2f}'} |"
         f" {', '.join(r.marks)} |"
-        for part in ("grid*", "bf16", "experts", "overlap", "more")
+        for part in ("grid*", "bf16", "experts", "more")
         for r in ok(folder, part)
         if r.metrics
     ]
@@ -173,23 +172,6 @@ def pays(folder: Path) -> list[str]:
 def _output(record: Record) -> float:
     assert record.metrics is not None
     return record.metrics.output_tok_s.median
-
-
-def overlap(folder: Path) -> list[str]:
-    """Steps of both twins."""
-    of: dict[tuple[str, str, int, int], dict[bool, float]] = collections.defaultdict(dict)
-    for r in ok(folder, "overlap"):
-        p = r.point
-        if r.metrics and p.dcp > 1:
-            of[f"{p.model} {p.layout}", p.exchange, p.concurrency, p.context][p.overlap] = r.metrics.step_ms.median
-    rows = [
-        f"| {key[0]} {key[1]} | {key[2]} × {key[3]:,} | {twins[False]:.2f} | {twins[True]:.2f} |"
-        f" {twins[True] / twins[False] - 1:+.1%} |"
-        for key, twins in of.items()
-        if len(twins) > 1
-    ]
-    head = ["| point | load | plain ms | overlap ms | |", "|---|---|---:|---:|---:|"]
-    return head + rows if rows else []
 
 
 def emulated(folder: Path) -> list[str]:

@@ -32,7 +32,7 @@ LEGEND = {
     "GB/s": "GB/s: what a rank must receive at the least, over the time; the bus bandwidth of collectives.",
     "wire KB": "wire: what a rank receives by the variant's own formula.",
     "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
-    "error": "error: ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
+    "error": "error is ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
     "KV rows lost": "KV rows, ids lost: stored rows of all layers, and prompt ids, of live requests that padding rows "
     "overwrote; logit error: ‖x − ref‖ / ‖ref‖ of the request that is off furthest, against no padding.",
     "slot KB": "slot, page: memory of the request tables' row 0 and of the KV pool's page 0 where they are set aside.",

@@ -5,7 +5,7 @@ tensor in the own buffer names all ranks' tensors. The kernels are collective: a
 order with the same sizes.
 
 A kernel that waits for peers must not keep theirs from starting: with one block of at most 8 warps on each
-multiprocessor, several of them fit on a GPU at one time, as two exchanges on two streams need.
+multiprocessor, several of them fit on a GPU at one time.
 """
 
 from __future__ import annotations

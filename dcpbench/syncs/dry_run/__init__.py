@@ -94,6 +94,10 @@ class DryRun:
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
         return report_of([summary], sites_of(placed, steps=len(steps), trace=program, root=root))
 
+    def seen(self) -> int:
+        """Operators on device tensors and waits so far; tells whether something happened in a range."""
+        return self.ops + len(self.syncs)
+
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
         """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""
         self._note(Sync(rule=rule.id, op=op, call=call, explicit=explicit))

@@ -45,14 +45,15 @@ def _ranges(patches: Patches, run: DryRun) -> None:
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
         run.local.ranges.append(self.name)
-        self.dry_run_start = time.perf_counter()
+        self.dry_run_start, self.dry_run_seen = time.perf_counter(), run.seen()
         return enter(self)
 
     @functools.wraps(leave)
     def left(self: Any, *error: Any) -> Any:
         if self.name in run.local.ranges:
             run.local.ranges.remove(self.name)
-            run.ranges.append(Range(self.name, self.dry_run_start, time.perf_counter()))
+            empty = run.seen() == self.dry_run_seen
+            run.ranges.append(Range(self.name, self.dry_run_start, time.perf_counter(), empty))
         return leave(self, *error)
 
     patches.put(kind, __enter__=entered, __exit__=left)

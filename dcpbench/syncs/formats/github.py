@@ -18,6 +18,16 @@ def render(report: Report) -> str:
     Findings are errors; permissions that matched nothing and sites that add to an exceeded limit are warnings; sites
     that may stay and what the trace cannot show are notices.
     """
+    return annotation_lines(*([*before, *sites, *behind] for before, sites, behind in _levels(report)))
+
+
+def left_out(report: Report) -> int:
+    """Sites whose annotations `render` has no room for, over all levels."""
+    return sum(max(0, len(sites) - max(0, MOST - len(before))) for before, sites, _ in _levels(report))
+
+
+def _levels(report: Report) -> list[tuple[list[str], list[str], list[str]]]:
+    """Annotations of errors, warnings and notices: those before the sites, the sites, and those behind them."""
     verdict = report.verdict
     sites = {level: [_site(level, site, report) for site in found] for level, found in _by_level(report).items()}
     errors = [annotation("error", f.message, "Hidden syncs") for f in verdict.findings if not f.fingerprint]
@@ -25,16 +35,11 @@ def render(report: Report) -> str:
     warnings = [annotation("warning", reason, "Not all is known") for reason in verdict.reasons]
     stale = [annotation("warning", text, "Of no use any more") for text in verdict.stale]
     notices = [annotation("notice", note, "What this cannot show") for note in notes(report)]
-    return annotation_lines(
-        [*errors, *(unknown if verdict.status == "cannot answer" else []), *sites["error"]],
-        [*sites["warning"], *(warnings if verdict.status == "findings" else []), *stale],
-        [*sites["notice"], *notices],
-    )
-
-
-def left_out(report: Report) -> int:
-    """Annotations that `render` has no room for, over all levels."""
-    return sum(max(0, len(sites) - MOST) for sites in _by_level(report).values())
+    return [
+        ([*errors, *(unknown if verdict.status == "cannot answer" else [])], sites["error"], []),
+        ([], sites["warning"], [*(warnings if verdict.status == "findings" else []), *stale]),
+        ([], sites["notice"], notices),
+    ]
 
 
 def _by_level(report: Report) -> dict[str, list[Site]]:

@@ -10,6 +10,7 @@ from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
     NOTHING,
+    bubble,
     copied,
     marks,
     microseconds,
@@ -100,7 +101,5 @@ def _rules(report: Report) -> str:
 
 def _totals(report: Report) -> str:
     t = report.totals
-    return (
-        f"**{counted(t.syncs, 'synchronisation')}** at **{counted(t.sites, 'site')}** · "
-        f"wait {microseconds(t.wait_us)} · bubble at most {microseconds(t.bubble_us)}"
-    )
+    cost = f" · wait {microseconds(t.wait_us)} · {bubble(t.bubble_us)}" if t.sites else ""
+    return f"**{counted(t.syncs, 'synchronisation')}** at **{counted(t.sites, 'site')}**{cost}"

@@ -16,6 +16,7 @@ from dcpbench.show.text import counted, path_end
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
+    bubble,
     copied,
     marks,
     microseconds,
@@ -122,13 +123,13 @@ def _block(site: Site, report: Report, root: Path, room: int) -> Iterator[Text]:
     yield head.append(f" [{', '.join(words)}]" if words else "")
     for line in _where(site, root, room).split("\n"):
         yield Text("  ").append_text(line)
-    each, total, median, p99, bubble = times(site)
+    each, total, median, p99, _ = times(site)
     steps = "" if site.count_per_step is None else f" ({each} per step)"
     facts = (
         f"op {_op(site)}" if _op(site) else "",
         f"{counted(site.count, 'time')}{steps}" + (f", {waited_share(site)}" if waited_share(site) else ""),
         f"wait {total}, median {median}, p99 {p99}",
-        f"bubble at most {bubble}",
+        bubble(site.bubble_us),
         f"copy {copied(site)}" if copied(site) else "",
     )
     yield from (Text(f"  {fact}") for fact in facts if fact)
@@ -153,10 +154,8 @@ def _rules(report: Report) -> Iterator[RenderableType]:
 
 def _totals(report: Report) -> Iterator[str]:
     t = report.totals
-    yield (
-        f"Total: {counted(t.syncs, 'synchronisation')} at {counted(t.sites, 'site')}, wait {microseconds(t.wait_us)}, "
-        f"bubble at most {microseconds(t.bubble_us)}."
-    )
+    cost = f", wait {microseconds(t.wait_us)}, {bubble(t.bubble_us)}" if t.sites else ""
+    yield f"Total: {counted(t.syncs, 'synchronisation')} at {counted(t.sites, 'site')}{cost}."
     if t.bubble_us is not None:
         yield BOUND_NOTE
 

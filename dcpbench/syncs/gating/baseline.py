@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,19 +78,20 @@ def entry(sites: Sequence[Site]) -> Entry:
 
 def read(path: Path) -> Baseline:
     """Read a baseline. Raises UsageError where there is none or where it cannot be understood."""
+    quoted = shlex.quote(str(path))
     try:
         baseline = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except FileNotFoundError as e:
         raise UsageError(
-            f"There is no baseline {path}: write one with `dcpbench syncs baseline TRACE -o {path}`."
+            f"There is no baseline {path}: write one with `dcpbench syncs baseline TRACE -o {quoted}`."
         ) from e
     except OSError as e:
         raise UsageError(f"The baseline {path} cannot be read ({e.strerror}).") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise UsageError(f"{path} is no baseline ({e}); {AGAIN.format(path=path)}.") from e
+        raise UsageError(f"{path} is no baseline ({e}); {AGAIN.format(path=quoted)}.") from e
     if baseline.baseline_version != VERSION:
         raise UsageError(
             f"{path} is a baseline of version {baseline.baseline_version}, this program reads version {VERSION}; "
-            f"{AGAIN.format(path=path)}."
+            f"{AGAIN.format(path=quoted)}."
         )
     return baseline

@@ -12,13 +12,15 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
+from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
 from dcpbench.syncs.model import Finding, Verdict, order
+from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.gating.baseline import Baseline, Entry
@@ -169,8 +171,7 @@ def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[F
     total = sum(s.count_per_step or 0.0 for s in counted)
     if total <= limit + SLACK:
         return
-    most = sorted(counted, key=lambda s: -(s.count_per_step or 0.0))[:NAMED]
-    named = ", ".join(f"{per_step(s.count_per_step)} in {_where(s)}" for s in most if s.count_per_step)
+    named = _most([(s.count_per_step or 0.0, s) for s in counted], per_step)
     message = f"{per_step(total)} synchronisations per step, the limit is {per_step(limit)}: {named}"
     yield Finding(reason="per-step", message=message)
 
@@ -183,11 +184,21 @@ def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
     unknown = [s for s in counted if s.bubble_us is None]
     total = sum(s.bubble_us or 0.0 for s in counted)
     if total > limit:
-        named = ", ".join(f"{microseconds(s.bubble_us)} in {_where(s)}" for s in counted[:NAMED] if s.bubble_us)
+        named = _most([(s.bubble_us or 0.0, s) for s in counted], microseconds)
         message = f"bubble of {microseconds(total)} in all, the limit is {microseconds(limit)}: {named}"
         yield Finding(reason="bubble", message=message)
     elif unknown:
-        yield f"The bubble of {sentence(unknown[0])} is not known, so --max-bubble-us cannot be checked: scan a trace."
+        site = f"{unknown[0].kind} in {_where(unknown[0])}"
+        yield f"The bubble of {site} is not known, so --max-bubble-us cannot be checked: scan a whole trace."
+
+
+def _most(parts: Iterable[tuple[float, Site]], told: Callable[[float], str]) -> str:
+    """The sites that have most of a sum, and what all others have together."""
+    some = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
+    named = [f"{told(much)} in {_where(site)}" for much, site in some[:NAMED]]
+    if rest := [much for much, _ in some[NAMED:]]:
+        named.append(f"{told(sum(rest))} in {text.counted(len(rest), 'more site')}")
+    return ", ".join(named)
 
 
 def _where(site: Site) -> str:
@@ -196,8 +207,7 @@ def _where(site: Site) -> str:
 
 def _no_steps(report: Report, why: str) -> list[str]:
     return [
-        f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME', or call "
-        "prof.step() after each."
+        f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME'. {HOW_TO_MARK}"
         for trace in report.traces
         if not trace.steps
     ]

@@ -12,6 +12,7 @@ import numpy as np
 
 from dcpbench.show.text import counted
 from dcpbench.syncs.model import Coverage
+from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, direction_of, kind_of
 
 if TYPE_CHECKING:
@@ -108,15 +109,15 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
         notes.append("No operators (cpu_op): kinds of synchronisation are known by their runtime call alone.")
     if not len(steps):
         notes.append(
-            "No steps are marked: counts per step and warm-up are unknown. Call profiler.step() after each, or name "
-            f"the range with --step-range. {_ranges(columns)}"
+            "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
+            f"--step-range. {HOW_TO_MARK} {ranges_in(columns)}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
 
 
-def _ranges(columns: Columns) -> str:
+def ranges_in(columns: Columns) -> str:
     """The annotations that could be steps, the most frequent first."""
     found = Counter(columns.names[n] for n in columns.tables["ranges"].name.tolist())
     if not found:
@@ -185,30 +186,44 @@ def one_bit_off(word: str, known: Iterable[str]) -> bool:
     )
 
 
-def _unlinked(columns: Columns) -> list[str]:
-    """What is wrong with the links of GPU work to the calls that caused it.
+def bubbles_are_known(columns: Columns) -> bool:
+    """Whether GPU work has durations, and calls that caused it: idle time says nothing else."""
+    linked = _linked(columns)
+    return not columns.trouble.untimed_events and bool(linked.sum() >= max(LINKED_SHARE * len(linked), 1))
+
+
+def _linked(columns: Columns) -> NDArray[np.bool_]:
+    """GPU work whose call is known.
 
     Ids that several calls share, one after the other, link nothing: runtime calls share theirs only with calls within.
     A launch of one kernel copies nothing.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     if not len(gpu) or not len(calls):
-        return []
+        return np.zeros(len(gpu), bool)
     order = np.argsort(calls.correlation, kind="stable")
     ids = calls.correlation[order]
     at = np.minimum(np.searchsorted(ids, gpu.correlation), len(ids) - 1)
-    linked = (ids[at] == gpu.correlation) & (gpu.correlation != -1)
+    linked: NDArray[np.bool_] = (ids[at] == gpu.correlation) & (gpu.correlation != -1)
     shared = _shared(calls.start[order], calls.end[order], ids)
     if len(shared):
         linked &= ~np.isin(gpu.correlation, shared)
     launches, copies = columns.named(lambda name: "LaunchKernel" in name), columns.named(direction_of)
     linked &= ~(launches[calls.name[order[at]]] & copies[gpu.name])
-    said = []
+    return linked
+
+
+def _unlinked(columns: Columns) -> list[str]:
+    """What is wrong with the links of GPU work to the calls that caused it."""
+    gpu = columns.tables["gpu"]
+    if not len(gpu) or not len(columns.tables["calls"]):
+        return []
+    linked, said = _linked(columns), []
     alone = int((~linked).sum())
     if alone > (1 - LINKED_SHARE) * len(gpu):
         said.append(
-            f"does not tell of {alone:,} of its {len(gpu):,} GPU events which call caused them, so that copies that "
-            "wait are not known: record it again, and one process in each trace"
+            f"does not tell of {alone:,} of its {len(gpu):,} GPU events which call caused them, so that bubbles "
+            "and copies that wait are not known: record it again, and one process in each trace"
         )
     waiting = columns.named(lambda name: "pageable" in direction_of(name))
     lost = int((waiting[gpu.name] & ~linked).sum())

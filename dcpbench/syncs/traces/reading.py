@@ -371,7 +371,7 @@ class TraceReader:
 
     def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
-        cuts = _cuts(buffer, max(1, len(buffer) - (1 << 13))) or _cuts(buffer)
+        cuts = _cuts(buffer, len(buffer) - (1 << 13)) or _cuts(buffer)
         found = self._until_cut(buffer, cuts)
         if found is not None:
             return *found, False
@@ -511,5 +511,5 @@ class TraceReader:
 
 
 def _cuts(text: bytearray, start: int = 0) -> list[int]:
-    """Where an event may begin behind another."""
+    """Where an event may begin behind another; before the text `start` is its beginning."""
     return [found.end() - 1 for found in _BETWEEN.finditer(text, start)]

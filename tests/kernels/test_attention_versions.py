@@ -1,0 +1,79 @@
+"""Versions of the attention kernels beside one another: all are checked, and what is wrong is named and ends the command with 1."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools import attention_versions
+
+HERE = Path(__file__).parents[2]
+SIZES = ("--cases", "2x40", "--heads", "4", "--page", "4")
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    """A checkout whose kernel takes half of the scale for scores."""
+    checkout = tmp_path / "wrong"
+    shutil.copytree(HERE / attention_versions.ROOM, checkout / attention_versions.ROOM)
+    source = checkout / attention_versions.ROOM / "triton_mla.py"
+    text = source.read_text(encoding="utf-8")
+    assert "spec.scale * spec.kv_scale * LOG2_E" in text
+    source.write_text(
+        text.replace("spec.scale * spec.kv_scale * LOG2_E", "spec.scale * spec.kv_scale"), encoding="utf-8"
+    )
+    return checkout
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_each_version_runs_its_own_kernels(
+    kv: str, wrong: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three, in one process, the second is wrong; no time is taken on a CPU."""
+    out = tmp_path / "found.jsonl"
+    assert (
+        attention_versions.main([f"now={HERE}", f"wrong={wrong}", "reference", *SIZES, "--kv", kv, "-o", str(out)]) == 1
+    )
+    (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert (line["sizes"]["kv"], line["sizes"]["heads"], line["gpu"]) == (kv, 4, None)
+    assert {name: list(one) for name, one in line["found"].items()} == {"now": ["error"], "reference": ["error"]}
+    assert all(one["error"] < 1e-5 for one in line["found"].values())
+    assert list(line["wrong"]) == ["wrong"]
+    said = capsys.readouterr().out
+    assert said.startswith(f"2 × 40, H=4, {kv}: now is right, error ")
+    assert f"wrong WRONG: {line['wrong']['wrong']}" in said
+
+
+def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, said in (
+        (f"x={tmp_path}", "is no checkout of this project"),
+        ("flashmlaa", "is no backend (reference, "),
+    ):
+        with pytest.raises(SystemExit):
+            attention_versions.main([word, "-o", str(tmp_path / "found.jsonl")])
+        assert said in capsys.readouterr().err
+
+
+def test_a_version_that_cannot_be_loaded_or_run_is_named(wrong: Path, tmp_path: Path) -> None:
+    source = wrong / attention_versions.ROOM / "triton_mla.py"
+    source.write_text(source.read_text(encoding="utf-8").replace("def run(", "def run_no_more("), encoding="utf-8")
+    out = tmp_path / "found.jsonl"
+    assert attention_versions.main([f"broken={wrong}", f"now={HERE}", *SIZES, "-o", str(out)]) == 1
+    (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert list(line["found"]) == ["now"]
+    assert "no attribute 'run'" in line["wrong"]["broken"]
+
+
+def test_times_stand_beside_the_first_ones() -> None:
+    sizes = {"requests": 8, "context": 8192, "heads": 64, "kv": "fp8"}
+    line = {
+        "sizes": sizes,
+        "found": {"now": {"error": 0, "median_us": 40.0}, "flashmla": {"error": 0, "median_us": 50.0}},
+    }
+    assert (
+        attention_versions.said(line | {"wrong": {}})
+        == "8 × 8,192, H=64, fp8: now 40.0 µs (1.000), flashmla 50.0 µs (0.800)"
+    )
