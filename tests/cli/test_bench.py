@@ -319,6 +319,7 @@ def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu(real) -> None
     assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "take", "scalar-read")
 
 
+@pytest.mark.long
 def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it(real) -> None:
     """Three layers: three KV rows and an id are lost; being what is to be shown, that is no error of the command."""
     record = real("padded-slots", "--ids", "elsewhere")

@@ -209,7 +209,8 @@ class TestOutputs:
         with commands["compare"].make_context("compare", judging[2:]) as context:
             assert gate.read_rules(context.params["fail_on"])
         sweep = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["env"]["SWEEP"]
-        assert commands["sweep"].make_context("sweep", sweep.split()).params["tp"] == "4"
+        with commands["sweep"].make_context("sweep", sweep.split()) as context:
+            assert context.params["tp"] == "4"
 
     def test_what_would_decide_is_said_once(self, tmp_path: Path) -> None:
         """One launch each has to show first how launches scatter; of three each, a number of launches is known."""

@@ -28,6 +28,7 @@ def python(code: str, *, minutes: float = 1.0) -> Part:
     return Part("part", "what", (Command("timeit", ("-n1", "-r1", code), minutes, "one"),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpus", MACHINES)
 def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
