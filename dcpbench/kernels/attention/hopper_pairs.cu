@@ -92,14 +92,14 @@ __device__ __forceinline__ void prefetch(const char* pool, int row) {
 }
 
 // Columns [64 * A, 64 * B) and, if asked for, rope of a tile's rows.
-template <int A, int B> __device__ __forceinline__ void fill(Shared& sh, const TensorMap* kv, int tile, bool rope, int row) {
+template <int A, int B> __device__ __forceinline__ void fill(Shared& sh, const TensorMap* kv, int tile, bool rope, int row, u64 policy) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = A; i <= B; ++i) {
         const int block = i == B ? ROPE : i;
         if (i == B && !rope) break;
         if (lane == 0) expect(&sh.full[tile][block], BLOCK);
-        if (lane < BOXES) copy_box(sh.kv[tile][block] + lane * BOX * 128, kv, 64 * block, row, &sh.full[tile][block]);
+        if (lane < BOXES) copy_box(sh.kv[tile][block] + lane * BOX * 128, kv, 64 * block, row, &sh.full[tile][block], policy);
     }
 }
 
@@ -109,33 +109,34 @@ struct Filler {
     u32 queries = 1;
 
     __device__ __forceinline__ void take(Shared& sh, const TensorMap* q, const TensorMap* kv, const Piece& piece, int q_row, const char* pool) {
+        const u64 policy = kept_in_l2(!pool);
         int row0 = box_row(piece, piece.t0), row1 = box_row(piece, piece.t0 + 1);
         wait_for(&sh.q_empty, queries);
         queries ^= 1;
         if (threadIdx.x % 32 == 0) {
             expect(&sh.q_full, TILES * BLOCK);
-            for (int block = 0; block < TILES; ++block) copy_box(sh.q[block], q, 64 * block, q_row, &sh.q_full);
+            for (int block = 0; block < TILES; ++block) copy_box(sh.q[block], q, 64 * block, q_row, &sh.q_full, kept_in_l2(false));
         }
         for (int t = piece.t0; t < piece.t1; t += 2) {
             const int next0 = box_row(piece, t + 2), next1 = box_row(piece, t + 3);
             const bool both = t + 1 < piece.t1;
             wait_for(&sh.empty[FIRST_LEFT], first);
-            fill<0, 4>(sh, kv, 0, false, row0);
+            fill<0, 4>(sh, kv, 0, false, row0, policy);
             if (IN_TURN) {
                 wait_for(&sh.empty[FIRST_RIGHT], first);
-                fill<4, 8>(sh, kv, 0, true, row0);
+                fill<4, 8>(sh, kv, 0, true, row0, policy);
             }
             if (both) {
                 wait_for(&sh.empty[SECOND_RIGHT], second);
-                fill<4, 8>(sh, kv, 1, false, row1);
+                fill<4, 8>(sh, kv, 1, false, row1, policy);
             }
             if (!IN_TURN) {
                 wait_for(&sh.empty[FIRST_RIGHT], first);
-                fill<4, 8>(sh, kv, 0, true, row0);
+                fill<4, 8>(sh, kv, 0, true, row0, policy);
             }
             if (both) {
                 wait_for(&sh.empty[SECOND_LEFT], second);
-                fill<0, 4>(sh, kv, 1, true, row1);
+                fill<0, 4>(sh, kv, 1, true, row1, policy);
             }
             first ^= 1;
             if (both) second ^= 1;
@@ -521,6 +522,7 @@ hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ Te
     }
     const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
+    let_next_begin();
     if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         add_up<0>(sh, a, own, part, head_block);

@@ -70,23 +70,21 @@ __device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, 
 
 #define SOME                                                                                                                   \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                         \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                         \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
-// products[64 heads, 128 columns] (+)= weights[64, 32 rows] . values[128, 32 rows]T
-__device__ __forceinline__ void mma_products(float (&x)[64], const u32* weights, u32 values, int add) {
-    asm volatile("{\n.reg .pred p;\n.reg .b64 values;\nsetp.ne.b32 p, %69, 0;\nmov.b64 values, {%68, %70};\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SOME ", {%64, %65, %66, %67}, values, p, 1, 1;\n}\n"
-                 : R32(x, 0), R32(x, 32)
+// products[64 heads, 64 columns] (+)= weights[64, 32 rows] . values[64, 32 rows]T
+__device__ __forceinline__ void mma_products(float (&x)[32], const u32* weights, u32 values, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 values;\nsetp.ne.b32 p, %37, 0;\nmov.b64 values, {%36, %38};\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SOME ", {%32, %33, %34, %35}, values, p, 1, 1;\n}\n"
+                 : R32(x, 0)
                  : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(values), "r"(add), "n"(THINNER));
 }
 
-__device__ __forceinline__ void mma_products(float (&x)[64], u32 weights, u32 values, int add) {
-    asm volatile("{\n.reg .pred p;\n.reg .b64 weights, values;\nsetp.ne.b32 p, %66, 0;\n"
-                 "mov.b64 weights, {%64, %67};\nmov.b64 values, {%65, %67};\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " SOME ", weights, values, p, 1, 1;\n}\n"
-                 : R32(x, 0), R32(x, 32)
+__device__ __forceinline__ void mma_products(float (&x)[32], u32 weights, u32 values, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 weights, values;\nsetp.ne.b32 p, %34, 0;\n"
+                 "mov.b64 weights, {%32, %35};\nmov.b64 values, {%33, %35};\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SOME ", weights, values, p, 1, 1;\n}\n"
+                 : R32(x, 0)
                  : "r"(weights), "r"(values), "r"(add), "n"(THINNER));
 }
 
@@ -142,7 +140,7 @@ struct Turn {
 struct Filler {
     Turn turn;
 
-    __device__ __forceinline__ void take(Shared& sh, const TensorMap* kv, const TensorMap* rope, const Piece& piece) {
+    __device__ __forceinline__ void take(Shared& sh, const TensorMap* kv, const TensorMap* rope, const Piece& piece, u64 policy) {
         const int lane = threadIdx.x % 32;
         int row = box_row(piece, piece.t0);
         for (int t = piece.t0; t < piece.t1; ++t, turn.next()) {
@@ -158,8 +156,8 @@ struct Filler {
             if (lane < BOXES) {
 #pragma unroll
                 for (int block = 0; block < 4; ++block)
-                    copy_box(tile.latent[block] + lane * BOX * 128, kv, 128 * block, row, &full[block / 2]);
-                copy_box(tile.rope + lane * BOX * 64, rope, LATENT, row, &full[RIGHT]);
+                    copy_box(tile.latent[block] + lane * BOX * 128, kv, 128 * block, row, &full[block / 2], policy);
+                copy_box(tile.rope + lane * BOX * 64, rope, LATENT, row, &full[RIGHT], policy);
             }
             row = next;
         }
@@ -172,35 +170,43 @@ __device__ __forceinline__ u32 kept(int g, int live) {
     return (k < live ? 0xFFu : 0) | (k + 1 < live ? 0xFF00u : 0) | (k + 8 < live ? 0xFF0000u : 0) | (k + 9 < live ? 0xFF000000u : 0);
 }
 
-// Half of a tile's values with rows and columns exchanged; rows from `live` on become zeros. A unit is 16 columns of 32 rows.
-__device__ __forceinline__ void turn_over(const char (*latent)[BLOCK], char* values, int live) {
-    constexpr int UNITS = COLUMNS / 16 * 2, AT_ONCE = 4;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32 - 1, at = lane % 8, matrix = lane / 8;
-#pragma unroll 1
-    for (int first = warp; first < UNITS; first += TURNERS * AT_ONCE) {
-        u32 x[AT_ONCE][4];
+// A third of half of a tile's values with rows and columns exchanged: stretches of 16 columns of which `third` has every third, three at
+// once. Rows from `live` on become zeros unless WHOLE.
+template <bool WHOLE> __device__ __forceinline__ void turn_over(const char (*latent)[BLOCK], char* values, int third, int live) {
+    constexpr int STRETCHES = COLUMNS / 16, AT_ONCE = 3, ROUNDS = (STRETCHES + TURNERS * AT_ONCE - 1) / (TURNERS * AT_ONCE);
+    const int lane = threadIdx.x % 32, at = lane % 8, matrix = lane / 8;
+    const u32 from = shared_address(latent) + (8 * matrix + at) * 128 + (at << 4);
+    const u32 to = shared_address(values) + (16 * third + 8 * (matrix % 2) + at) * 64;
+    const u32 groups[2] = {to + ((matrix / 2 ^ at / 2) << 4), to + (((2 + matrix / 2) ^ at / 2) << 4)};
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        u32 x[AT_ONCE][2][4];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int unit = first + TURNERS * i, chunk = unit / 2, row = 32 * (unit % 2) + 8 * matrix + at;
-            if (unit >= UNITS) break;
-            const u32 from = shared_address(latent[chunk / 8]) + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3]) : "r"(from));
+            const int first = (round * AT_ONCE + i) * TURNERS; // of three warps, whose stretches mostly lie in the same block of columns
+            const u32 column = 16 * (first + third), block = first / 8 == (first + TURNERS - 1) / 8 ? first / 8 : column / 128;
+            if (first + third < STRETCHES)
+#pragma unroll
+                for (int rows = 0; rows < 2; ++rows)
+                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(x[i][rows][0]), "=r"(x[i][rows][1]), "=r"(x[i][rows][2]), "=r"(x[i][rows][3])
+                                 : "r"((from ^ (column & 0x70)) + block * BLOCK + rows * 32 * 128));
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int unit = first + TURNERS * i, chunk = unit / 2, pair = unit % 2;
-            if (unit >= UNITS) break;
-            u32 y[4];
+            const int first = (round * AT_ONCE + i) * TURNERS;
+            if (first + third < STRETCHES)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                y[j] = __byte_perm(x[i][j / 2 * 2], x[i][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
-                if (live < TILE) y[j] &= kept(2 * pair + j / 2, live);
-            }
-            const int row = 16 * chunk + 8 * (matrix % 2) + at, group = 2 * pair + matrix / 2;
-            const u32 to = shared_address(values) + row * 64 + ((group ^ (row / 2 % 4)) << 4);
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
-                         : "memory");
+                for (int rows = 0; rows < 2; ++rows) {
+                    u32 y[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        y[j] = __byte_perm(x[i][rows][j / 2 * 2], x[i][rows][j / 2 * 2 + 1], j % 2 ? 0x7531 : 0x6420);
+                        if (!WHOLE) y[j] &= kept(2 * rows + j / 2, live);
+                    }
+                    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(groups[rows] + first * 16 * 64),
+                                 "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3]) : "memory");
+                }
         }
     }
     fence_async();
@@ -210,33 +216,33 @@ __device__ __forceinline__ void turn_over(const char (*latent)[BLOCK], char* val
 // The warps that turn values over, in the order in which they are added up.
 struct Turner {
     Turn turn;
-    u32 phase[2] = {1, 1}; // in which values of the tiles of a pair are let go
-
-    __device__ __forceinline__ void half(Shared& sh, const Turn& from, int tile, Half which, int live) {
-        wait_for(&sh.full[from.slot][which], from.phase);
-        wait_for(&sh.added[tile][which], phase[tile]);
-        turn_over(&sh.kv[from.slot].latent[2 * which], sh.values[tile][which], live);
-        let_go(&sh.turned[tile][which]);
-    }
+    u32 phases = 3; // in which values of the tiles of a pair are let go, a bit each
 
     __device__ __forceinline__ void take(Shared& sh, const Piece& piece) {
+        const int warp = threadIdx.x % GROUP / 32 - 1;
         for (int t = piece.t0; t < piece.t1; t += 2) {
             const bool both = t + 1 < piece.t1;
-            const int live = piece.length - t * TILE;
             const Turn first = turn;
             turn.next();
             const Turn second = turn;
-            half(sh, first, 0, LEFT, live);
-            if (!IN_TURN && both) half(sh, second, 1, RIGHT, live - TILE);
-            half(sh, first, 0, RIGHT, live);
-            let_go(&sh.empty[first.slot]);
-            phase[0] ^= 1;
-            if (both) {
-                if (IN_TURN) half(sh, second, 1, RIGHT, live - TILE);
-                half(sh, second, 1, LEFT, live - TILE);
-                let_go(&sh.empty[second.slot]);
-                phase[1] ^= 1;
-                turn.next();
+            if (both) turn.next();
+#pragma unroll 1
+            for (int i = 0; i < (both ? 4 : 2); ++i) {
+                const int tile = both ? (IN_TURN ? i / 2 : i % 2) : 0, half = (i + 1) / 2 % 2; // left, right, right, left
+                const bool last = IN_TURN || !both ? i % 2 : i / 2;                            // of its tile
+                const u32 slot = tile ? second.slot : first.slot;
+                const int live = piece.length - (t + tile) * TILE, third = half && warp == TURNERS - 1 ? 0 : warp + half;
+                wait_for(&sh.full[slot][half], tile ? second.phase : first.phase);
+                wait_for(&sh.added[tile][half], phases >> tile & 1);
+                if (live >= TILE)
+                    turn_over<true>(&sh.kv[slot].latent[2 * half], sh.values[tile][half], third, live);
+                else
+                    turn_over<false>(&sh.kv[slot].latent[2 * half], sh.values[tile][half], third, live);
+                let_go(&sh.turned[tile][half]);
+                if (last) {
+                    let_go(&sh.empty[slot]);
+                    phases ^= 1 << tile;
+                }
             }
         }
     }
@@ -294,17 +300,27 @@ template <class Weights>
 __device__ __forceinline__ void add(Shared& sh, int tile, Half half, u32 phase, float (&o)[128], const float (&shrink)[2], Weights weights) {
     const u32 values = ALONG + place(&sh, sh.values[tile][half]);
     if constexpr (PROMOTED) {
+        constexpr int PARTS = 4;
+        float x[2][32];
         wait_for(&sh.turned[tile][half], phase);
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            float x[64];
-            mma_begin();
+        for (int part = 0; part <= PARTS; ++part) {
+            if (part < PARTS) {
+                mma_begin();
 #pragma unroll
-            for (int k = 0; k < 2; ++k) mma_products(x, weights(k), values + part * (128 * 64 >> 4) + k * STEP, k);
-            mma_commit();
-            mma_wait<0>();
+                for (int k = 0; k < 2; ++k) mma_products(x[part % 2], weights(k), values + part * (64 * 64 >> 4) + k * STEP, k);
+                mma_commit();
+            }
+            if (part == 0) continue;
+            if (part < PARTS)
+                mma_wait<1>();
+            else
+                mma_wait<0>();
 #pragma unroll
-            for (int i = 0; i < 64; ++i) o[64 * part + i] = o[64 * part + i] * shrink[i / 2 % 2] + x[i];
+            for (int i = 0; i < 32; ++i) {
+                float& sum = o[32 * (part - 1) + i];
+                sum = sum * shrink[i / 2 % 2] + x[(part - 1) % 2][i];
+            }
         }
     } else {
         shrink_sums(o, shrink);
@@ -562,6 +578,7 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     }
     const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
+    let_next_begin();
     if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         add_up<0>(sh, a, own, part, head_block);
@@ -569,10 +586,11 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         add_up<1>(sh, a, own, part, head_block);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
         if (threadIdx.x < 2 * GROUP + 32) {
             Filler filler;
-            for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece); });
+            const u64 policy = kept_in_l2(head_blocks == 1);
+            for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece, policy); });
         } else {
             Turner turner;
             for_each_piece(a, own, [&](int, int, const Piece& piece) { turner.take(sh, piece); });

@@ -45,13 +45,25 @@ __device__ __forceinline__ void arrive_at(u64* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, u64* bar) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(shared_address(to)), "l"((u64)map), "r"(column), "r"(row), "r"(shared_address(bar)) : "memory");
+// How long L2 should keep what is copied: rows that one program alone reads leave it first, and what is added up may stay.
+__device__ __forceinline__ u64 kept_in_l2(bool read_once) {
+    u64 policy;
+    if (read_once)
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else
+        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, u64* bar, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(shared_address(to)), "l"((u64)map), "r"(column), "r"(row), "r"(shared_address(bar)), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// What was put on the stream behind this kernel may take the room of programs that end, and waits for all of them by itself.
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
