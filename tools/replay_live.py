@@ -68,11 +68,12 @@ SIZES = {
     "deepseek-v3": Size(
         clients=(4, 8, 16),
         prompt="uniform:100-900",
-        output="uniform:8-24",
+        output="uniform:2-8",  # of steps of 40 ms and more
         longest=("uniform:500-1600", "uniform:16-48"),
         turn=150,
         chunk=4096,
         kv="4GiB",
+        requests=680,
     ),
     "tiny": Size(
         clients=(1, 2, 4),

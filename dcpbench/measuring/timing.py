@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import random
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -141,18 +142,21 @@ def time_in_turns(
     alive: Callable[[], None] = lambda: None,
     chunk_seconds: float = CHUNK_SECONDS,
 ) -> list[Timing]:
-    """Several ways that are to be compared, a chunk of each in turn until all are measured: all meet the same clocks."""
+    """Several ways that are to be compared, a chunk of each in turn until all are measured: all meet the same clocks.
+
+    Each round has an order of its own, as a device at its power limit is slower behind whoever takes most.
+    """
     ways = [_Way(chunk, rule, alive, chunk_seconds) for chunk in chunks]
-    _until_all([way.warm for way in ways])
-    _until_all([way.measured for way in ways])
+    orders = random.Random(0)
+    _until_all([way.warm for way in ways], orders)
+    _until_all([way.measured for way in ways], orders)
     return [way.timing() for way in ways]
 
 
-def _until_all(asked: Sequence[Callable[[], bool]]) -> None:
+def _until_all(asked: Sequence[Callable[[], bool]], orders: random.Random) -> None:
     """Ask each in turn, until all say yes in one round."""
-    said = [False]
-    while not all(said):
-        said = [each() for each in asked]
+    while not all([each() for each in orders.sample(asked, len(asked))]):
+        pass
 
 
 class _Way:
