@@ -586,7 +586,7 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         add_up<1>(sh, a, own, part, head_block);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (threadIdx.x < 2 * GROUP + 32) {
             Filler filler;
             const u64 policy = kept_in_l2(head_blocks == 1);
