@@ -3,9 +3,6 @@
 // FlashMLA's authors describe as "seesaw". A warp of its own has the copy engine fill what was let go. Compiled for sm_90a by
 // NVRTC (hopper_pairs.py).
 
-// Defined from outside beside what hopper_parts.cuh names: TURNS, whether tiles are taken each by itself and not in pairs.
-
-static constexpr bool IN_TURN = TURNS;
 static constexpr int TILES = WIDTH / 64;
 static constexpr int BLOCK = 64 * 64 * 2;             // bytes of 64 rows and 64 columns, swizzled by 128 bytes
 static constexpr int ROPE = TILES - 1;
@@ -16,7 +13,7 @@ struct Shared {
     char kv[2][TILES][BLOCK]; // the rope block of the second tile also holds its weights
     char weights[BLOCK];      // of the first tile
     float top[2][HEADS];      // running largest score after the first and after the second tile, times log2(e), and next whole number
-    float shrink[2][HEADS];   // of sums so far, by the first tile, and by the second where tiles are taken in turn
+    float shrink[HEADS];      // of sums so far, by the first tile
     float total[2][HEADS];
     u64 full[2][TILES];
     u64 empty[4]; // by Stretch
@@ -109,31 +106,25 @@ struct Filler {
     u32 queries = 1;
 
     __device__ __forceinline__ void take(Shared& sh, const TensorMap* q, const TensorMap* kv, const Piece& piece, int q_row, const char* pool) {
-        const u64 policy = kept_in_l2(!pool);
+        const u64 policy = first_to_go();
         int row0 = box_row(piece, piece.t0), row1 = box_row(piece, piece.t0 + 1);
         wait_for(&sh.q_empty, queries);
         queries ^= 1;
         if (threadIdx.x % 32 == 0) {
             expect(&sh.q_full, TILES * BLOCK);
-            for (int block = 0; block < TILES; ++block) copy_box(sh.q[block], q, 64 * block, q_row, &sh.q_full, kept_in_l2(false));
+            for (int block = 0; block < TILES; ++block) copy_box(sh.q[block], q, 64 * block, q_row, &sh.q_full, policy);
         }
         for (int t = piece.t0; t < piece.t1; t += 2) {
             const int next0 = box_row(piece, t + 2), next1 = box_row(piece, t + 3);
             const bool both = t + 1 < piece.t1;
             wait_for(&sh.empty[FIRST_LEFT], first);
             fill<0, 4>(sh, kv, 0, false, row0, policy);
-            if (IN_TURN) {
-                wait_for(&sh.empty[FIRST_RIGHT], first);
-                fill<4, 8>(sh, kv, 0, true, row0, policy);
-            }
             if (both) {
                 wait_for(&sh.empty[SECOND_RIGHT], second);
                 fill<4, 8>(sh, kv, 1, false, row1, policy);
             }
-            if (!IN_TURN) {
-                wait_for(&sh.empty[FIRST_RIGHT], first);
-                fill<4, 8>(sh, kv, 0, true, row0, policy);
-            }
+            wait_for(&sh.empty[FIRST_RIGHT], first);
+            fill<4, 8>(sh, kv, 0, true, row0, policy);
             if (both) {
                 wait_for(&sh.empty[SECOND_LEFT], second);
                 fill<0, 4>(sh, kv, 1, true, row1, policy);
@@ -257,7 +248,7 @@ __device__ __forceinline__ void take_first(
             shrink[i] = power(top[i] - here[i]);
             top[i] = here[i];
             total[i] *= shrink[i];
-            if (thread() % 4 == 0) sh.top[0][row + 8 * i] = here[i], sh.shrink[0][row + 8 * i] = shrink[i];
+            if (thread() % 4 == 0) sh.top[0][row + 8 * i] = here[i], sh.shrink[row + 8 * i] = shrink[i];
         }
         arrive(FIRST_SCORED, 2 * GROUP);
         weigh(s, top, scale, total);
@@ -309,7 +300,7 @@ __device__ __forceinline__ void second_of_pair(
         meet(FIRST_SCORED, 2 * GROUP);
         if (live < TILE) clear(sh.kv[0][4], live, CLEARED + 1);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) shrink[i] = sh.shrink[0][row_of(thread()) + 8 * i], total[i] *= shrink[i];
+        for (int i = 0; i < 2; ++i) shrink[i] = sh.shrink[row_of(thread()) + 8 * i], total[i] *= shrink[i];
         shrink_sums(o, shrink);
         meet(FIRST_READY, 2 * GROUP);
         mma_begin();
@@ -338,7 +329,7 @@ __device__ __forceinline__ void second_of_pair(
     for (int i = 0; i < 2; ++i) {
         const float before = sh.top[0][row + 8 * i];
         top[i] = fmaxf(before, ceilf(top[i] * scale));
-        shrink[i] = sh.shrink[0][row + 8 * i] * power(before - top[i]);
+        shrink[i] = sh.shrink[row + 8 * i] * power(before - top[i]);
         total[i] *= shrink[i];
         if (thread() % 4 == 0) sh.top[1][row + 8 * i] = top[i];
     }
@@ -359,72 +350,6 @@ __device__ __forceinline__ void second_of_pair(
     let_go(sh, SECOND_RIGHT);
     mma_wait<0>();
     let_go(sh, FIRST_RIGHT);
-}
-
-// Where memory is what all wait for, each tile by itself: the warpgroup whose turn it is scores it, both add up their half of its values,
-// and it is let go. `mine`: the tile of a pair that this one scores.
-template <int mine>
-__device__ __forceinline__ void take_in_turn(
-    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
-    constexpr Barrier READY[2] = {FIRST_READY, SECOND_READY};
-    constexpr Stretch HALVES[2][2] = {{FIRST_LEFT, FIRST_RIGHT}, {SECOND_LEFT, SECOND_RIGHT}};
-    constexpr int HALF = 4 * mine; // first block of columns
-    for (int t = piece.t0; t < piece.t1; t += 2) {
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            if (t + tile == piece.t1) return;
-            const int live = piece.length - (t + tile) * TILE;
-            char* weights = tile ? sh.kv[1][ROPE] : sh.weights;
-            float shrink[2];
-            if (tile == mine) {
-                float s[32], here[2];
-                u32 p[16];
-                score_blocks<HALF, HALF + 4>(sh, q_rope, tile, fills.phase[tile], s, true); // as they are filled
-                score_blocks<4 - HALF, 8 - HALF>(sh, q_rope, tile, fills.phase[tile], s, false);
-                score_blocks<ROPE, TILES>(sh, q_rope, tile, fills.phase[tile], s, false);
-                mma_commit();
-                mma_wait<0>();
-                fills.phase[tile] ^= 1;
-                if (live < TILE) mask(s, live);
-                largest(s, here);
-                const int row = row_of(thread());
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    here[i] = fmaxf(top[i], ceilf(here[i] * scale));
-                    shrink[i] = power(top[i] - here[i]);
-                    top[i] = here[i];
-                    total[i] *= shrink[i];
-                    if (thread() % 4 == 0) sh.top[tile][row + 8 * i] = here[i], sh.shrink[tile][row + 8 * i] = shrink[i];
-                }
-                weigh(s, top, scale, total);
-                pack(s, p);
-                if (mine) meet(FIRST_SCORED, GROUP); // all have their scores of the rows that weights take the place of
-                store_weights(weights, p);
-                fence_async();
-                arrive(READY[tile], 2 * GROUP);
-                if (live < TILE) clear(sh.kv[tile][HALF], live, CLEARED + mine);
-                shrink_sums(o, shrink);
-                mma_begin();
-                add_local(sh, tile, HALF, o, p);
-            } else {
-                meet(READY[tile], 2 * GROUP);
-                const int row = row_of(thread());
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    shrink[i] = sh.shrink[tile][row + 8 * i];
-                    top[i] = sh.top[tile][row + 8 * i];
-                    total[i] *= shrink[i];
-                }
-                if (live < TILE) clear(sh.kv[tile][HALF], live, CLEARED + mine);
-                shrink_sums(o, shrink);
-                mma_begin();
-                add_remote(sh, weights, tile, HALF, o);
-            }
-            mma_commit();
-            mma_wait<0>();
-            let_go(sh, HALVES[tile][mine]);
-        }
-    }
 }
 
 // Results of a head, which four threads hold: of two blocks of 8 columns, threads with even numbers write the first and those
@@ -459,9 +384,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
         q_phase ^= 1;
         u32 q_rope[16];
         load_rows(sh.q[ROPE], q_rope);
-        if (IN_TURN)
-            take_in_turn<group>(sh, q_rope, piece, a.scale_log2, fills, o, top, total);
-        else if (group == 0)
+        if (group == 0)
             take_first(sh, q_rope, piece, a.scale_log2, fills, o, top, total);
         else
             for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, q_rope, piece, t, a.scale_log2, fills, o, total);

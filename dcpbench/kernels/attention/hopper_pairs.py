@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 SHARED, WIDE, FP8 = "hopper_parts.cuh", "hopper_pairs", "hopper_pairs_fp8"
 """Source of what the kernels share, and their names, which those of their sources begin with."""
-THREADS, SHARED_BYTES = 384, 232_448
-"""Three warpgroups, and all of the 227 KB of shared memory that a program may have."""
+THREADS = {WIDE: 384, FP8: 512}
+"""Of a program: three warpgroups, and a fourth where values are turned over."""
+SHARED_BYTES = 232_448
+"""All of the 227 KB of shared memory that a program may have."""
 WIDTH, BOX = 576, 64
 """Numbers of a row, and the rows (of q: heads) that one copy takes at most."""
 PAGES = (16, 32)
 """Rows of pages that it reads, beside multiples of 64: a tile is four copies at most for each 64 columns."""
 LEAST, SLACK = 2, 2
 """Of the division of work of all kernels for Hopper; see partition.py."""
-IN_TURN_HEADS = 64
-"""Up to here memory is what all wait for, and tiles of rows that are not in e4m3 are taken each by itself."""
-PROMOTE = False
-"""Whether sums over e4m3 leave the tensor cores tile by tile."""
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -57,7 +55,7 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _kernel(name: str, element: str, page: int, in_turn: bool, device: int) -> Any:
+def _kernel(name: str, element: str, page: int, device: int) -> Any:
     from cuda.bindings import driver, nvrtc
 
     source = b"".join((HERE / file).read_bytes() for file in (SHARED, f"{name}.cu"))
@@ -69,8 +67,6 @@ def _kernel(name: str, element: str, page: int, in_turn: bool, device: int) -> A
         f"-DPAGE={page}",
         f"-DLEAST={LEAST}",
         f"-DSLACK={SLACK}",
-        f"-DTURNS={int(in_turn)}",
-        f"-DPROMOTE={int(PROMOTE)}",
         "-DINFINITY=__int_as_float(0x7f800000)",
     )
     (error,) = nvrtc.nvrtcCompileProgram(program, len(words), [word.encode() for word in words])
@@ -154,10 +150,10 @@ def launch(
         q_map = _tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, BOX, spec.dtype)
         name, maps = WIDE, [q_map, _tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
         arguments = _Arguments(*own)
-    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, spec.heads <= IN_TURN_HEADS, q_BHQ.device.index or 0)
+    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, q_BHQ.device.index or 0)
     told = [ctypes.create_string_buffer(one, 128) for one in maps]
     places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*told, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream
     _checked(
-        driver.cuLaunchKernel(function, grid, 1, 1, THREADS, 1, 1, SHARED_BYTES, stream, ctypes.addressof(places), 0)
+        driver.cuLaunchKernel(function, grid, 1, 1, THREADS[name], 1, 1, SHARED_BYTES, stream, ctypes.addressof(places), 0)
     )

@@ -1,23 +1,20 @@
 // Paged MLA decode for Hopper over rows of 512 + 64 numbers in e4m3, in the schedule of hopper_pairs.cu: two warpgroups take the tiles
 // of a pair in turn, and each adds up half of the columns of both.
 //
-// Products of e4m3 take both operands along the sum. For scores that is how rows lie. Values are turned over by three warps beside
-// the one that has tiles copied, by matrices of 8 x 8 pairs of bytes: of 16 rows and 16 columns a thread gets, of two columns, the four rows whose weights
+// Products of e4m3 take both operands along the sum. For scores that is how rows lie. Values are turned over by three warps
+// for each half, by matrices of 8 x 8 pairs of bytes: of 16 rows and 16 columns a thread gets, of two columns, the four rows whose weights
 // a thread of the scores holds. So rows come in that order along the sum (`weights` and `turn_over`), and columns by those with even and
 // with odd numbers (`store`); neither needs to be undone by anything but the place that a result is written to.
 
-// Defined from outside beside what hopper_parts.cuh names: TURNS, whether a tile is turned over before the next is waited for, which
-// may be where memory is what all wait for; PROMOTE, whether each tile's products are added to sums outside of the tensor cores, whose own
-// sums of e4m3 have some 13 bits.
+// Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
-static constexpr bool IN_TURN = TURNS, PROMOTED = PROMOTE;
 static constexpr int STAGES = 3;                       // tiles that have landed or are under way
 static constexpr int BLOCK = 64 * 128;                 // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;                   // of 64 rows of 64 bytes, swizzled by 64
 static constexpr int COLUMNS = 256;                    // of a half of the values
 static constexpr float RAISED = 8;                     // weights are 2^8 times as large as of a softmax: the least of e4m3 is 2^-9
 static constexpr float LARGEST = 448;                  // number of e4m3
-static constexpr int TURNERS = 3;                      // warps that turn values over
+static constexpr int TURNERS = 3;                      // warps that turn over a half of the values
 
 struct Tile {
     char latent[4][BLOCK];
@@ -48,29 +45,19 @@ enum Half { LEFT, RIGHT };
 static constexpr u32 WIDE = (1024 >> 4) | (1u << 30), THINNER = (512 >> 4) | (2u << 30);
 static constexpr int STEP = 32 >> 4; // from one product to the next: 32 numbers
 
+#define SOME                                                                                                                   \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+
 // scores[64 heads, 64 rows] (+)= q[64, 32] . rows[64, 32]T
 template <u32 KIND> __device__ __forceinline__ void mma_scores(float (&s)[32], u32 q, u32 rows, int add) {
     asm volatile("{\n.reg .pred p;\n.reg .b64 q, rows;\nsetp.ne.b32 p, %34, 0;\n"
                  "mov.b64 q, {%32, %35};\nmov.b64 rows, {%33, %35};\n"
                  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "q, rows, p, 1, 1;\n}\n"
+                 SOME ", q, rows, p, 1, 1;\n}\n"
                  : R32(s, 0)
                  : "r"(q), "r"(rows), "r"(add), "n"(KIND));
 }
-
-// sums[64 heads, 256 columns] += weights[64, 32 rows] . values[256, 32 rows]T
-__device__ __forceinline__ void mma_values(float (&o)[128], const u32* weights, u32 values) {
-    asm volatile("{\n.reg .b64 values;\nmov.b64 values, {%132, %133};\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", {%128, %129, %130, %131}, values, 1, 1, 1;\n}\n"
-                 : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
-                 : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(values), "n"(THINNER));
-}
-
-#define SOME                                                                                                                   \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                  \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
 // products[64 heads, 64 columns] (+)= weights[64, 32 rows] . values[64, 32 rows]T
 __device__ __forceinline__ void mma_products(float (&x)[32], const u32* weights, u32 values, int add) {
@@ -86,13 +73,6 @@ __device__ __forceinline__ void mma_products(float (&x)[32], u32 weights, u32 va
                  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SOME ", weights, values, p, 1, 1;\n}\n"
                  : R32(x, 0)
                  : "r"(weights), "r"(values), "r"(add), "n"(THINNER));
-}
-
-__device__ __forceinline__ void mma_values(float (&o)[128], u32 weights, u32 values) {
-    asm volatile("{\n.reg .b64 weights, values;\nmov.b64 weights, {%128, %130};\nmov.b64 values, {%129, %130};\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " SUMS ", weights, values, 1, 1, 1;\n}\n"
-                 : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
-                 : "r"(weights), "r"(values), "n"(THINNER));
 }
 
 // Four numbers in e4m3, the first in the lowest byte.
@@ -173,7 +153,7 @@ __device__ __forceinline__ u32 kept(int g, int live) {
 // A third of half of a tile's values with rows and columns exchanged: stretches of 16 columns of which `third` has every third, three at
 // once. Rows from `live` on become zeros unless WHOLE.
 template <bool WHOLE> __device__ __forceinline__ void turn_over(const char (*latent)[BLOCK], char* values, int third, int live) {
-    constexpr int STRETCHES = COLUMNS / 16, AT_ONCE = 3, ROUNDS = (STRETCHES + TURNERS * AT_ONCE - 1) / (TURNERS * AT_ONCE);
+    constexpr int STRETCHES = COLUMNS / 16, AT_ONCE = 2, ROUNDS = (STRETCHES + TURNERS * AT_ONCE - 1) / (TURNERS * AT_ONCE);
     const int lane = threadIdx.x % 32, at = lane % 8, matrix = lane / 8;
     const u32 from = shared_address(latent) + (8 * matrix + at) * 128 + (at << 4);
     const u32 to = shared_address(values) + (16 * third + 8 * (matrix % 2) + at) * 64;
@@ -213,37 +193,24 @@ template <bool WHOLE> __device__ __forceinline__ void turn_over(const char (*lat
     __syncwarp();
 }
 
-// The warps that turn values over, in the order in which they are added up.
+// The warps that turn over one half of the values, tile by tile.
 struct Turner {
     Turn turn;
     u32 phases = 3; // in which values of the tiles of a pair are let go, a bit each
 
-    __device__ __forceinline__ void take(Shared& sh, const Piece& piece) {
-        const int warp = threadIdx.x % GROUP / 32 - 1;
-        for (int t = piece.t0; t < piece.t1; t += 2) {
-            const bool both = t + 1 < piece.t1;
-            const Turn first = turn;
-            turn.next();
-            const Turn second = turn;
-            if (both) turn.next();
-#pragma unroll 1
-            for (int i = 0; i < (both ? 4 : 2); ++i) {
-                const int tile = both ? (IN_TURN ? i / 2 : i % 2) : 0, half = (i + 1) / 2 % 2; // left, right, right, left
-                const bool last = IN_TURN || !both ? i % 2 : i / 2;                            // of its tile
-                const u32 slot = tile ? second.slot : first.slot;
-                const int live = piece.length - (t + tile) * TILE, third = half && warp == TURNERS - 1 ? 0 : warp + half;
-                wait_for(&sh.full[slot][half], tile ? second.phase : first.phase);
-                wait_for(&sh.added[tile][half], phases >> tile & 1);
-                if (live >= TILE)
-                    turn_over<true>(&sh.kv[slot].latent[2 * half], sh.values[tile][half], third, live);
-                else
-                    turn_over<false>(&sh.kv[slot].latent[2 * half], sh.values[tile][half], third, live);
-                let_go(&sh.turned[tile][half]);
-                if (last) {
-                    let_go(&sh.empty[slot]);
-                    phases ^= 1 << tile;
-                }
-            }
+    __device__ __forceinline__ void take(Shared& sh, const Piece& piece, Half half, int third) {
+        for (int t = piece.t0; t < piece.t1; ++t, turn.next()) {
+            const int tile = (t - piece.t0) % 2, live = piece.length - t * TILE;
+            const auto& latent = sh.kv[turn.slot].latent;
+            wait_for(&sh.full[turn.slot][half], turn.phase);
+            wait_for(&sh.added[tile][half], phases >> tile & 1);
+            if (live >= TILE)
+                turn_over<true>(latent + 2 * half, sh.values[tile][half], third, live);
+            else
+                turn_over<false>(latent + 2 * half, sh.values[tile][half], third, live);
+            let_go(&sh.turned[tile][half]);
+            let_go(&sh.empty[turn.slot]);
+            phases ^= 1 << tile;
         }
     }
 };
@@ -299,37 +266,27 @@ __device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
 template <class Weights>
 __device__ __forceinline__ void add(Shared& sh, int tile, Half half, u32 phase, float (&o)[128], const float (&shrink)[2], Weights weights) {
     const u32 values = ALONG + place(&sh, sh.values[tile][half]);
-    if constexpr (PROMOTED) {
-        constexpr int PARTS = 4;
-        float x[2][32];
-        wait_for(&sh.turned[tile][half], phase);
+    constexpr int PARTS = 4;
+    float x[2][32];
+    wait_for(&sh.turned[tile][half], phase);
 #pragma unroll
-        for (int part = 0; part <= PARTS; ++part) {
-            if (part < PARTS) {
-                mma_begin();
+    for (int part = 0; part <= PARTS; ++part) {
+        if (part < PARTS) {
+            mma_begin();
 #pragma unroll
-                for (int k = 0; k < 2; ++k) mma_products(x[part % 2], weights(k), values + part * (64 * 64 >> 4) + k * STEP, k);
-                mma_commit();
-            }
-            if (part == 0) continue;
-            if (part < PARTS)
-                mma_wait<1>();
-            else
-                mma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                float& sum = o[32 * (part - 1) + i];
-                sum = sum * shrink[i / 2 % 2] + x[(part - 1) % 2][i];
-            }
+            for (int k = 0; k < 2; ++k) mma_products(x[part % 2], weights(k), values + part * (64 * 64 >> 4) + k * STEP, k);
+            mma_commit();
         }
-    } else {
-        shrink_sums(o, shrink);
-        wait_for(&sh.turned[tile][half], phase);
-        mma_begin();
+        if (part == 0) continue;
+        if (part < PARTS)
+            mma_wait<1>();
+        else
+            mma_wait<0>();
 #pragma unroll
-        for (int k = 0; k < 2; ++k) mma_values(o, weights(k), values + k * STEP);
-        mma_commit();
-        mma_wait<0>();
+        for (int i = 0; i < 32; ++i) {
+            float& sum = o[32 * (part - 1) + i];
+            sum = sum * shrink[i / 2 % 2] + x[(part - 1) % 2][i];
+        }
     }
     let_go(&sh.added[tile][half]);
 }
@@ -559,7 +516,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
     });
 }
 
-extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
+extern "C" __global__ void __launch_bounds__(4 * GROUP, 1)
 hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant__ TensorMap rope_map, const __grid_constant__ Arguments8 a) {
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
@@ -570,7 +527,7 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     const int first_tiles = tiles_of_request(a.lengths, threadIdx.x % 32, a.batch);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; ++i) init_barrier(&sh.full[0][0] + i, 1);
-        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 4 + TURNERS);
+        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 4 + 2 * TURNERS);
         for (int i = 0; i < 4; ++i) init_barrier(&sh.turned[0][0] + i, TURNERS), init_barrier(&sh.added[0][0] + i, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&kv_map) : "memory");
@@ -580,20 +537,22 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     __syncthreads();
     let_next_begin();
     if (group == 0) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         add_up<0>(sh, a, own, part, head_block);
     } else if (group == 1) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         add_up<1>(sh, a, own, part, head_block);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        if (threadIdx.x < 2 * GROUP + 32) {
-            Filler filler;
-            const u64 policy = kept_in_l2(head_blocks == 1);
-            for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece, policy); });
-        } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int warp = threadIdx.x / 32 % 4;
+        if (warp < TURNERS) {
             Turner turner;
-            for_each_piece(a, own, [&](int, int, const Piece& piece) { turner.take(sh, piece); });
+            const Half half = group == 2 ? LEFT : RIGHT;
+            for_each_piece(a, own, [&](int, int, const Piece& piece) { turner.take(sh, piece, half, warp); });
+        } else if (group == 2) {
+            Filler filler;
+            const u64 policy = first_to_go();
+            for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece, policy); });
         }
     }
 }

@@ -45,13 +45,10 @@ __device__ __forceinline__ void arrive_at(u64* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-// How long L2 should keep what is copied: rows that one program alone reads leave it first, and what is added up may stay.
-__device__ __forceinline__ u64 kept_in_l2(bool read_once) {
+// What is copied leaves L2 before the rest: it is read once, by neighbours at the same time.
+__device__ __forceinline__ u64 first_to_go() {
     u64 policy;
-    if (read_once)
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    else
-        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
