@@ -43,7 +43,7 @@ def attention() -> None:
     used = [-(-n // page) for n in lengths]
     pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
     rows = _normal(sum(used), page, 576)
-    for heads, kv in itertools.product((20, 128), (rows, rows.to(torch.float8_e4m3fn))):
+    for heads, kv in itertools.product((20, 40, 128), (rows, rows.to(torch.float8_e4m3fn))):
         spec = AttentionSpec(
             batch=len(lengths),
             heads=heads,

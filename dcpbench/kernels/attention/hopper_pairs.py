@@ -1,4 +1,4 @@
-"""The kernels of hopper_pairs.cu and hopper_pairs_fp8.cu: compiled where they run (2 s a process), told where tensors lie, and launched."""
+"""The kernels of hopper_*.cu: compiled where they run (2 s a process), told where their tensors lie, and launched."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec
 
 HERE = Path(__file__).parent
-SHARED, WIDE, FP8 = "hopper_parts.cuh", "hopper_pairs", "hopper_pairs_fp8"
+SHARED, MANY, MANY_FP8, FEW = "hopper_parts.cuh", "hopper_pairs", "hopper_pairs_fp8", "hopper_few"
 """Source of what the kernels share, and their names, which those of their sources begin with."""
-THREADS = {WIDE: 384, FP8: 512}
-"""Of a program: three warpgroups, and a fourth where values are turned over."""
+THREADS = {MANY: 384, MANY_FP8: 512, FEW: 160}
+"""Of a program: three warpgroups, and a fourth where values are turned over; for few heads one, and a warp that copies."""
+FEW_HEADS = (8, 16, 32)
+"""Of products for few heads, of which the least that are enough are taken."""
 SHARED_BYTES = 232_448
 """All of the 227 KB of shared memory that a program may have."""
 WIDTH, BOX = 576, 64
@@ -31,6 +33,11 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 def reads(page_size: int) -> bool:
     """Whether pages of so many rows can be copied whole."""
     return page_size in PAGES or page_size % BOX == 0
+
+
+def few_heads(spec: AttentionSpec) -> bool:
+    """Whether products whose narrow side heads are do it."""
+    return not spec.fp8 and spec.heads <= FEW_HEADS[-1]
 
 
 @functools.cache
@@ -55,7 +62,7 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _kernel(name: str, element: str, page: int, device: int) -> Any:
+def _kernel(name: str, element: str, page: int, heads: int, device: int) -> Any:
     from cuda.bindings import driver, nvrtc
 
     source = b"".join((HERE / file).read_bytes() for file in (SHARED, f"{name}.cu"))
@@ -67,6 +74,7 @@ def _kernel(name: str, element: str, page: int, device: int) -> Any:
         f"-DPAGE={page}",
         f"-DLEAST={LEAST}",
         f"-DSLACK={SLACK}",
+        f"-DFEW={heads}",
         "-DINFINITY=__int_as_float(0x7f800000)",
     )
     (error,) = nvrtc.nvrtcCompileProgram(program, len(words), [word.encode() for word in words])
@@ -142,18 +150,22 @@ def launch(
 
     rows, box = kv.numel() // WIDTH, min(BOX, spec.page_size)
     own = (*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
+    heads = next(few for few in FEW_HEADS if spec.heads <= few) if few_heads(spec) else BOX
     arguments: ctypes.Structure
     if spec.fp8:
-        name, maps = FP8, [_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
+        name, maps = MANY_FP8, [_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
         arguments = _ArgumentsFp8(*own, q_BHQ.data_ptr(), spec.kv_scale)
     else:
-        q_map = _tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, BOX, spec.dtype)
-        name, maps = WIDE, [q_map, _tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
+        q_map = _tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, heads, spec.dtype)
+        name = FEW if few_heads(spec) else MANY
+        maps = [q_map, _tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
         arguments = _Arguments(*own)
-    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, q_BHQ.device.index or 0)
+    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, heads, q_BHQ.device.index or 0)
     told = [ctypes.create_string_buffer(one, 128) for one in maps]
     places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*told, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream
     _checked(
-        driver.cuLaunchKernel(function, grid, 1, 1, THREADS[name], 1, 1, SHARED_BYTES, stream, ctypes.addressof(places), 0)
+        driver.cuLaunchKernel(
+            function, grid, 1, 1, THREADS[name], 1, 1, SHARED_BYTES, stream, ctypes.addressof(places), 0
+        )
     )

@@ -41,15 +41,18 @@ INTERPRETED_PARTS = 4
 def kernel_for(spec: AttentionSpec) -> str:
     """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
 
-    There 'hopper-pairs' where pages can be copied whole and it can be compiled, or 'hopper'; both with '-fp8' over e4m3.
+    There, where pages can be copied whole and it can be compiled, 'hopper-few' up to 32 heads and 'hopper-pairs' past them,
+    else 'hopper'; 'hopper-pairs-fp8' and 'hopper-fp8' over e4m3.
     """
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
     fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
     if not (hopper and fits):
         return "plain"
-    pairs = hopper_pairs.reads(spec.page_size) and hopper_pairs.installed()
-    return ("hopper-pairs" if pairs else "hopper") + ("-fp8" if spec.fp8 else "")
+    compiled = hopper_pairs.reads(spec.page_size) and hopper_pairs.installed()
+    if compiled and hopper_pairs.few_heads(spec):
+        return "hopper-few"
+    return ("hopper-pairs" if compiled else "hopper") + ("-fp8" if spec.fp8 else "")
 
 
 def merge_shape(pieces: int) -> tuple[int, int, int]:
@@ -132,7 +135,7 @@ class TritonBackend:
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         block_b = max(32, triton.next_power_of_2(spec.batch))
         # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
-        if self.kernel.startswith("hopper-pairs"):
+        if self.kernel.startswith(("hopper-pairs", "hopper-few")):
             scale = spec.scale * spec.kv_scale * LOG2_E
             hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))
         elif self.kernel == "hopper":
