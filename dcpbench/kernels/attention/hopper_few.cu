@@ -1,9 +1,9 @@
-// Paged MLA decode for Hopper over rows of 512 + 64 numbers, for up to 32 heads. There memory is what all wait for, and heads would fill
+// Paged MLA decode for Hopper over rows of 512 + 64 numbers, for up to 16 heads. There memory is what all wait for, and heads would fill
 // a part of the 64 rows that a product has at least: so rows and columns of the cache are what products have 64 of, and heads what
 // they have few of. One warpgroup does all of it, and a warp of its own has the copy engine fill a ring of blocks of 64 rows and 64
 // columns, each of which is let go by itself: of almost three tiles two are under way.
 
-// Defined from outside beside what hopper_parts.cuh names: FEW, how many heads products have (8, 16 or 32).
+// Defined from outside beside what hopper_parts.cuh names: FEW, how many heads products have (8 or 16).
 
 static constexpr int BLOCKS = WIDTH / 64, ROPE = BLOCKS - 1;
 static constexpr int BLOCK = 64 * 64 * 2;  // bytes of 64 rows and 64 columns, swizzled by 128 bytes
@@ -38,7 +38,7 @@ static constexpr u32 SWIZZLED = (1024 >> 4) | (1u << 30);
 #define ADD_ "%6"
 #define KIND_ "%7"
 #define SUM "{%0, %1, %2, %3}"
-#elif FEW == 16
+#else
 #define SHAPE "m64n16k16"
 #define ALL(x) R4(x, 0), R4(x, 4)
 #define A_ "%8"
@@ -46,14 +46,6 @@ static constexpr u32 SWIZZLED = (1024 >> 4) | (1u << 30);
 #define ADD_ "%10"
 #define KIND_ "%11"
 #define SUM "{%0, %1, %2, %3, %4, %5, %6, %7}"
-#else
-#define SHAPE "m64n32k16"
-#define ALL(x) R16(x, 0)
-#define A_ "%16"
-#define B_ "%17"
-#define ADD_ "%18"
-#define KIND_ "%19"
-#define SUM "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #endif
 
 #define MMA(COLUMNS_FIRST)                                                                                                     \
@@ -137,12 +129,8 @@ __device__ __forceinline__ void store_weights(char* to, const float (&s)[EACH]) 
 #if FEW == 8
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(packed(s[0], s[1])), "r"(packed(s[2], s[3])) : "memory");
 #else
-#pragma unroll
-    for (int j = 0; j < PAIRS; j += 2)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row + (j + matrix / 2) * 8 * 128),
-                     "r"(packed(s[4 * j], s[4 * j + 1])), "r"(packed(s[4 * j + 2], s[4 * j + 3])), "r"(packed(s[4 * j + 4], s[4 * j + 5])),
-                     "r"(packed(s[4 * j + 6], s[4 * j + 7]))
-                     : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row + matrix / 2 * 8 * 128), "r"(packed(s[0], s[1])),
+                 "r"(packed(s[2], s[3])), "r"(packed(s[4], s[5])), "r"(packed(s[6], s[7])) : "memory");
 #endif
 }
 

@@ -17,7 +17,7 @@ SHARED, MANY, MANY_FP8, FEW = "hopper_parts.cuh", "hopper_pairs", "hopper_pairs_
 """Source of what the kernels share, and their names, which those of their sources begin with."""
 THREADS = {MANY: 384, MANY_FP8: 512, FEW: 160}
 """Of a program: three warpgroups, and a fourth where values are turned over; for few heads one, and a warp that copies."""
-FEW_HEADS = (8, 16, 32)
+FEW_HEADS = (8, 16)
 """Of products for few heads, of which the least that are enough are taken."""
 SHARED_BYTES = 232_448
 """All of the 227 KB of shared memory that a program may have."""
@@ -97,7 +97,7 @@ def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int
     """What the copy engine is told of `rows` of 576 numbers: boxes of `box` rows and `line` bytes, swizzled by as many."""
     from cuda.bindings import driver
 
-    kinds = driver.CUtensorMapDataType
+    each, kinds = dtype.itemsize, driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -105,7 +105,10 @@ def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int
     }[dtype]
     swizzles = driver.CUtensorMapSwizzle
     swizzle = {128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B, 64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B}[line]
-    number, size, each = driver.cuuint32_t, driver.cuuint64_t, dtype.itemsize
+    # L2 fetching pairs of lines cost 4 to 5 % of long contexts: rows of 576 numbers are no whole number of them.
+    promotions = driver.CUtensorMapL2promotion
+    lines = promotions.CU_TENSOR_MAP_L2_PROMOTION_NONE if each == 1 else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+    number, size = driver.cuuint32_t, driver.cuuint64_t
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             kind,
@@ -117,7 +120,7 @@ def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int
             [number(1), number(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            lines,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )

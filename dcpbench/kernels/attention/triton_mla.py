@@ -41,7 +41,7 @@ INTERPRETED_PARTS = 4
 def kernel_for(spec: AttentionSpec) -> str:
     """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
 
-    There, where pages can be copied whole and it can be compiled, 'hopper-few' up to 32 heads and 'hopper-pairs' past them,
+    There, where pages can be copied whole and it can be compiled, 'hopper-few' up to 16 heads and 'hopper-pairs' past them,
     else 'hopper'; 'hopper-pairs-fp8' and 'hopper-fp8' over e4m3.
     """
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
