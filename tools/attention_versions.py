@@ -56,10 +56,19 @@ def loaded(checkout: Path) -> Make:
     def instead() -> Iterator[None]:
         names = {f"{kernels.__name__}.{name}": module for name, module in found.items()}
         parents = [mock.patch.object(kernels, name, module, create=True) for name, module in found.items()]
-        with mock.patch.dict(sys.modules, names), contextlib.ExitStack() as all_of_them:
+        before = {name: sys.modules.get(name) for name in names}
+        with contextlib.ExitStack() as all_of_them:
             for parent in parents:
                 all_of_them.enter_context(parent)
-            yield
+            sys.modules.update(names)
+            try:
+                yield
+            finally:  # these alone: what else was imported meanwhile stays, or its classes would be there twice
+                for name, module in before.items():
+                    if module is None:
+                        del sys.modules[name]
+                    else:
+                        sys.modules[name] = module
 
     for name in OURS:
         path = checkout / ROOM / f"{name}.py"
@@ -101,7 +110,8 @@ def measured(
             replay = capture(calls.run).replay if work.device.type == "cuda" else calls.run
             said = said or calls.check(replay)
         except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
-            said = f"{type(e).__name__}: {e}".splitlines()[0]
+            first, *_, last = [f"{type(e).__name__}:", *str(e).strip().split("\n")]  # compilers say what is wrong at the end
+            said = f"{first} {last}"
         if said:
             wrong[name] = said
         else:

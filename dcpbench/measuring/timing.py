@@ -155,8 +155,9 @@ def time_in_turns(
 
 def _until_all(asked: Sequence[Callable[[], bool]], orders: random.Random) -> None:
     """Ask each in turn, until all say yes in one round."""
-    while not all([each() for each in orders.sample(asked, len(asked))]):
-        pass
+    said = [False]
+    while not all(said):
+        said = [each() for each in orders.sample(asked, len(asked))]
 
 
 class _Way:

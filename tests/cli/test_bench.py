@@ -35,7 +35,9 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     """Run `dcpbench bench …` in this process and in an empty folder; gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "WORKER", "fake_bench_worker")
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{ROOT}")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
 
     def run(*args: str, fake: str = "", machine: Probe = CPU) -> tuple[int, str, str]:
         monkeypatch.setenv("DCPBENCH_FAKE", fake)

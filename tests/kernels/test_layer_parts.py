@@ -1,6 +1,7 @@
 """Norm, rope, routing and experts: the fused versions against their references."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -270,18 +271,25 @@ def experts_by_torch(x, gate_up, down, weights, ids, first, shared):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 48, 300, 2000])
 def test_experts_on_gpu_agree_in_bf16(tokens):
-    """16 experts of which 8 are local, one chosen by all tokens and some by none; no worse than torch's product."""
+    """16 experts of which 8 are local, one chosen by all tokens and some by none; no worse than torch's product.
+
+    Of few tokens several batches count together: of a single one, roundings may fall either way.
+    """
+    torch.manual_seed(0)
     make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    x, shared = make(tokens, 512), make(tokens, 512)
     gate_up, down = make(8, 512, 512) * 0.05, make(8, 512, 256) * 0.05
     rule = ungrouped(top_k=4)
     bias = torch.zeros(16, device="cuda")
     bias[9] = 9.0
-    weights, ids = route_reference(torch.randn(tokens, 16, device="cuda"), bias, rule)
-    expected = experts_reference(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
-    by_torch = error(experts_by_torch(x, gate_up, down, weights, ids, 8, shared), expected)
-    assert error(experts(x, gate_up, down, weights, ids, 8, shared), expected) <= by_torch
-    assert by_torch < 1
+    ours, by_torch = [], []
+    for _ in range(max(1, 48 // tokens)):
+        x, shared = make(tokens, 512), make(tokens, 512)
+        weights, ids = route_reference(torch.randn(tokens, 16, device="cuda"), bias, rule)
+        expected = experts_reference(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
+        ours.append(error(experts(x, gate_up, down, weights, ids, 8, shared), expected))
+        by_torch.append(error(experts_by_torch(x, gate_up, down, weights, ids, 8, shared), expected))
+    assert math.hypot(*ours) <= math.hypot(*by_torch)
+    assert max(by_torch) < 1
 
 
 def test_prompts_of_any_length_need_few_kernels_compiled(device):
