@@ -3,6 +3,7 @@
     git worktree add /tmp/before main~3
     python -m tools.attention_versions now=. before=/tmp/before flashmla flashinfer -o versions.jsonl
     python -m tools.attention_versions now=. before=/tmp/before --kv fp8 --cases 48x8192,8x32768 --heads 16,64 -o versions.jsonl
+    python -m tools.attention_versions triton flashmla --kv fp8 --mean 1 --cases 132x16384 -o mean.jsonl
 
 A version is a checkout of this project, of which the attention kernels are taken and nothing else; a bare word is a backend. Each line
 of FILE is a case: µs of a call of each, from a CUDA graph, with the interval of its median, its error against fp64, and what was wrong.
@@ -110,7 +111,10 @@ def measured(
             replay = capture(calls.run).replay if work.device.type == "cuda" else calls.run
             said = said or calls.check(replay)
         except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
-            first, *_, last = [f"{type(e).__name__}:", *str(e).strip().split("\n")]  # compilers say what is wrong at the end
+            first, *_, last = [
+                f"{type(e).__name__}:",
+                *str(e).strip().split("\n"),
+            ]  # compilers say what is wrong at the end
             said = f"{first} {last}"
         if said:
             wrong[name] = said
@@ -132,7 +136,8 @@ def said(line: dict[str, Any]) -> str:
     told = [f"{name} {t:.1f} µs ({first / t:.3f})" for name, t in us.items()]
     told = told or [f"{name} is right, error {one['error']:.2g}" for name, one in found.items()]
     told += [f"{name} WRONG: {why}" for name, why in line["wrong"].items()]
-    return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}: {', '.join(told)}"
+    mean = f", values with a mean of {sizes['mean']:g}" if sizes.get("mean") else ""
+    return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}{mean}: {', '.join(told)}"
 
 
 def cases(asked: argparse.Namespace) -> list[Case]:
@@ -151,6 +156,7 @@ def cases(asked: argparse.Namespace) -> list[Case]:
                 "context": context,
                 "page": asked.page,
                 "lengths": "even",
+                "mean": asked.mean,
             },
             calls=0,
         )
@@ -167,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default=CASES, help="requests x context of each; default: %(default)s")
     parser.add_argument("--heads", default="16,64,128", help="default: %(default)s")
     parser.add_argument("--kv", default="bf16", help=f"bf16, {FP8} or both; default: %(default)s")
+    parser.add_argument("--mean", type=float, default=0.0, help="of values, whose deviation is 1; default: %(default)s")
     parser.add_argument("--page", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each case and way at most; default: %(default)s")
     parser.add_argument("-o", "--out", type=Path, required=True, help="append a line of JSON for each case")
@@ -180,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{name} is no backend ({', '.join(BACKENDS)}); a version is NAME=CHECKOUT")
         ways[name] = loaded(Path(checkout)) if checkout else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    work, settings = attention.Attention(device, seed=0), BenchSettings(seconds=asked.seconds)
+    work, settings = attention.Attention(device, seed=0, mean=asked.mean), BenchSettings(seconds=asked.seconds)
     ok = True
     with asked.out.open("a", encoding="utf-8") as file:
         for case in cases(asked):

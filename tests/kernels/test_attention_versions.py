@@ -47,6 +47,20 @@ def test_each_version_runs_its_own_kernels(
     assert f"wrong WRONG: {line['wrong']['wrong']}" in said
 
 
+def test_values_may_have_a_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that results have one, and sums that are cut short cannot hide behind a mean of 0."""
+    found = {}
+    for mean in ("0", "8"):
+        out = tmp_path / f"{mean}.jsonl"
+        assert attention_versions.main(["triton", *SIZES, "--kv", "fp8", "--mean", mean, "-o", str(out)]) == 0
+        (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+        found[mean] = line["found"]["triton"]["error"]
+        assert line["sizes"]["mean"] == float(mean)
+    assert found["0"] != found["8"]
+    told = capsys.readouterr().out.splitlines()
+    assert [", values with a mean of 8: triton is right" in line for line in told] == [False, True]
+
+
 def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for word, said in (
         (f"x={tmp_path}", "is no checkout of this project"),

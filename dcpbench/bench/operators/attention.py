@@ -68,8 +68,9 @@ class Pools:
 class Attention:
     """Builds cases; pools are kept from one case to the next where only heads or backend change."""
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device, self.seed = device, seed
+    def __init__(self, device: torch.device, seed: int, mean: float = 0.0) -> None:
+        """`mean`: of values, whose deviation is 1."""
+        self.device, self.seed, self.mean = device, seed, mean
         # Triton's interpreter has no products of bf16.
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self._key: tuple[object, ...] = ()
@@ -141,7 +142,8 @@ class Attention:
             raise CapacityError(f"pools of {need:.1f} GiB do not fit; lower --requests or --context.") from e
         generator = torch.Generator(self.device).manual_seed(self.seed)
         for pool in data:
-            made.normal_(generator=generator).div_(KV_SCALE[str(case.sizes["kv"])])
+            made.normal_(generator=generator)[..., :LATENT].add_(self.mean)
+            made.div_(KV_SCALE[str(case.sizes["kv"])])
             made[0] = float("nan")
             for pages, length in zip(shards.pages, shards.lengths, strict=True):
                 if length % page:
