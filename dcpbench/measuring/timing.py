@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CHUNK_SECONDS = 0.4
 """Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
+LEAST_ROUNDS = 8
+"""Of ways that are timed in turns."""
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
 LEAST_MEDIANS = 2
@@ -144,9 +146,11 @@ def time_in_turns(
 ) -> list[Timing]:
     """Several ways that are to be compared, a chunk of each in turn until all are measured: all meet the same clocks.
 
-    Each round has an order of its own, as a device at its power limit is slower behind whoever takes most.
+    Each round has an order of its own, and there are LEAST_ROUNDS where the time is enough for them: a device at its power
+    limit is slower behind whoever takes most, and samples of one chunk agree all the same.
     """
-    ways = [_Way(chunk, rule, alive, chunk_seconds) for chunk in chunks]
+    rounds = LEAST_ROUNDS if len(chunks) > 1 else 1
+    ways = [_Way(chunk, rule, alive, chunk_seconds, rounds) for chunk in chunks]
     orders = random.Random(0)
     _until_all([way.warm for way in ways], orders)
     _until_all([way.measured for way in ways], orders)
@@ -163,8 +167,10 @@ def _until_all(asked: Sequence[Callable[[], bool]], orders: random.Random) -> No
 class _Way:
     """One of the ways that are timed in turns."""
 
-    def __init__(self, chunk: Chunk, rule: StopRule, alive: Callable[[], None], chunk_seconds: float) -> None:
-        self.chunk, self.rule, self.alive = chunk, rule, alive
+    def __init__(
+        self, chunk: Chunk, rule: StopRule, alive: Callable[[], None], chunk_seconds: float, rounds: int
+    ) -> None:
+        self.chunk, self.rule, self.alive, self.rounds = chunk, rule, alive, rounds
         samples, self.elapsed = chunk(CHUNK_STEPS[0])
         self.steps = _steps_per_chunk(statistics.median(samples), chunk_seconds)
         self.medians: list[float] = []
@@ -186,8 +192,9 @@ class _Way:
         samples, seconds = self._chunk()
         self.samples += samples
         self.measuring += seconds
+        self.rounds -= 1
         self.verdict = self.rule.done(self.samples, self.measuring)
-        return self.verdict is not None
+        return self.verdict is not None and (self.rounds <= 0 or self.measuring >= self.rule.seconds)
 
     def timing(self) -> Timing:
         """What was found."""

@@ -31,6 +31,17 @@ def test_ways_take_turns_until_the_last_is_measured():
     assert (first.noisy, second.noisy) == (False, True)
 
 
+def test_ways_that_agree_at_once_are_measured_in_as_many_orders_as_the_time_allows():
+    """Eight rounds at a tenth of a second each, unless there is less time; the first of each is to learn how long a step is."""
+    for seconds, rounds in ((10.0, 8), (0.3, 3)):
+        log = []
+        calm, other = (way(name, log, itertools.repeat(1.0)) for name in ("calm", "other"))
+        found = time_in_turns([calm, other], StopRule(precision=0.05, seconds=seconds))
+        steps = 100
+        assert [len(timing.samples_ms) for timing in found] == [rounds * steps] * 2
+        assert not any(timing.noisy for timing in found)
+
+
 def test_a_way_alone_is_measured_until_it_is_precise():
     """Two chunks to settle, behind the one that tells how long a step is."""
     log = []

@@ -302,7 +302,6 @@ hopper_few(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tens
     }
     const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
-    let_next_begin();
     if (threadIdx.x < GROUP) {
         add_up(sh, a, own, part);
     } else {

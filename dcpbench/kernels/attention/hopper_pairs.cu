@@ -445,7 +445,6 @@ hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ Te
     }
     const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
-    let_next_begin();
     if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         add_up<0>(sh, a, own, part, head_block);

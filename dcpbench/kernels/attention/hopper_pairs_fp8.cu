@@ -535,7 +535,6 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     }
     const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
-    let_next_begin();
     if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         add_up<0>(sh, a, own, part, head_block);

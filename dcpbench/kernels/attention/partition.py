@@ -56,27 +56,13 @@ def pieces(tiles, t1, size):
 
 @triton.jit
 def merge_kernel(
-    part_o,
-    part_lse,
-    pieces_of,
-    lengths,
-    o,
-    lse,
-    heads,
-    ln2,
-    R: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    part_o, part_lse, pieces_of, lengths, o, lse, heads, ln2, R: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
 ):
     """Programs (request, i) take every num_programs(1)-th stretch of COLUMNS of the request's heads.
 
-        `pieces_of` [B, 2] int32 holds the first share and the number of pieces of each request that has rows; a request in
-        one piece is in `o` already. Partial outputs are normalised, and their log-sum-exps have base 2. EARLY: launched with
-    `launch_pdl`, so that programs are there before the kernel that they wait for has ended.
+    `pieces_of` [B, 2] int32 holds the first share and the number of pieces of each request that has rows; a request in
+    one piece is in `o` already. Partial outputs are normalised, and their log-sum-exps have base 2.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     first = tl.load(pieces_of + 2 * b)
     count = tl.where(tl.load(lengths + b) == 0, 0, tl.load(pieces_of + 2 * b + 1))

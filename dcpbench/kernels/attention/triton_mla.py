@@ -184,7 +184,5 @@ class TritonBackend:
             R=spec.latent,
             COLUMNS=columns,
             STEP=step,
-            EARLY=self.kernel != "plain",
             num_warps=warps,
-            **({"launch_pdl": True} if self.kernel != "plain" else {}),
         )
