@@ -105,7 +105,7 @@ def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int
     }[dtype]
     swizzles = driver.CUtensorMapSwizzle
     swizzle = {128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B, 64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B}[line]
-    # L2 fetching pairs of lines cost 4 to 5 % of long contexts: rows of 576 numbers are no whole number of them.
+    # L2 fetching pairs of lines cost 3 to 6 % of long contexts: rows of 576 numbers are no whole number of them.
     promotions = driver.CUtensorMapL2promotion
     lines = promotions.CU_TENSOR_MAP_L2_PROMOTION_NONE if each == 1 else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
     number, size = driver.cuuint32_t, driver.cuuint64_t
