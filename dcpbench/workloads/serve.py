@@ -86,7 +86,7 @@ class Serving:
 
     def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:
         """Run every kind of step: each graph, chunks of every size with and without a prefix, full ones of many
-        prompts, and the load's beginning.
+        prompts, one that cuts a prompt, a cached prefix, and the load's beginning.
 
         What is compiled or loaded on first use must not be part of somebody's latency.
         """
@@ -94,8 +94,15 @@ class Serving:
         first = [_short(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]]
         self.loop(point, first, concurrency=len(first)).run(alive)
         config = scheduler_config(point, self.session)
-        for lengths, at_once in ((_warm_up_lengths(config), 1), (_full_steps(config), point.concurrency)):
-            self.loop(point, _requests(lengths, 1, self.session.shape.vocab), concurrency=at_once).run(alive)
+        vocab = self.session.shape.vocab
+        for lengths, at_once in (
+            (_warm_up_lengths(config), 1),
+            (_full_steps(config), point.concurrency),
+            (_cut_step(config), point.concurrency),
+        ):
+            if lengths:
+                self.loop(point, _requests(lengths, 1, vocab), concurrency=at_once).run(alive)
+        self.loop(point, _same_twice(config, vocab), concurrency=1).run(alive)
 
 
 def serving_for(session: Session, point: Point) -> Serving:
@@ -234,7 +241,7 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
 
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
     """Prompts, one after the other: a chunk of each power of two, short of a token, and one of several chunks."""
-    most = min(config.max_context, (config.pages - 1) * config.virtual_page) - 1
+    most = _longest(config)
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
     return sorted({max(min(size, most), 1) for size in sizes})
@@ -243,11 +250,37 @@ def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
 def _full_steps(config: SchedulerConfig) -> list[int]:
     """Prompts of whole pages that fill two steps when they come at once, however short a request must be."""
     page = config.virtual_page
-    most = min(config.max_context, (config.pages - 1) * page) - 1
+    most = _longest(config)
     longest, step = most // page * page, config.chunk // page * page
     if not longest:
         return []
     return 2 * config.replicas * [*[longest] * (step // longest), *([step % longest] if step % longest else [])]
+
+
+def _cut_step(config: SchedulerConfig) -> list[int]:
+    """As few prompts as overfill a step when they come at once, so that the last one's first pages are stored before its
+    others come; none where all prompts are shorter than that.
+    """
+    page = config.virtual_page
+    most = _longest(config)
+    if most <= page:
+        return []
+    whole, rest = divmod(config.chunk, most)
+    lengths = [most] * whole
+    if rest < page:
+        lengths[-1] -= page - rest
+    return config.replicas * [*lengths, most]
+
+
+def _same_twice(config: SchedulerConfig, vocab: int) -> list[ServeRequest]:
+    """A prompt of which the prefix cache has all but the end when it comes again."""
+    (first,) = _requests([_longest(config)], 1, vocab)
+    return [first, dataclasses.replace(first, number=1)]
+
+
+def _longest(config: SchedulerConfig) -> int:
+    """Tokens of a prompt that is answered with one."""
+    return max(min(config.max_context, (config.pages - 1) * config.virtual_page) - 1, 1)
 
 
 def _short(request: ServeRequest) -> ServeRequest:

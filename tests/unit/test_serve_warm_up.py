@@ -8,10 +8,10 @@ import pytest
 
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
-from dcpbench.workloads.serve import _full_steps, _requests
+from dcpbench.workloads.serve import _cut_step, _full_steps, _requests, _same_twice
 
 if TYPE_CHECKING:
-    from dcpbench.serving.requests import ServeRequest
+    from dcpbench.serving.requests import ServeRequest, Step
 
 
 def config(**changes: int) -> SchedulerConfig:
@@ -30,16 +30,28 @@ def config(**changes: int) -> SchedulerConfig:
     )
 
 
-def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[int]:
-    """Of each step, in the fullest replica."""
+def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | None = None) -> list[Step]:
+    """All that are served, by as many clients as there are requests, or by so many."""
     scheduler = Scheduler(setup)
-    traffic = Traffic(requests, scheduler, len(requests))
-    traffic.submit(*traffic.due(0.0), 0.0)
+    traffic = Traffic(requests, scheduler, clients or len(requests))
     found = []
-    while (step := scheduler.next_step()) is not None:
-        found.append(max(replica.tokens for replica in step.replicas))
+    while not traffic.done:
+        traffic.submit(*traffic.due(0.0), 0.0)
+        step = scheduler.next_step()
+        assert step is not None
+        found.append(step)
         traffic.read(step, 0.0)
     return found
+
+
+def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[int]:
+    """Of each step, in the fullest replica."""
+    return [max(replica.tokens for replica in step.replicas) for step in steps(setup, requests)]
+
+
+def prefixes(found: list[Step]) -> list[int]:
+    """Tokens that are stored before the chunks of these steps."""
+    return [chunk.start for step in found for replica in step.replicas for chunk in replica.chunks]
 
 
 @pytest.mark.parametrize(
@@ -61,3 +73,33 @@ def test_prompts_of_whole_pages_fill_a_step(changes: dict[str, int], lengths: li
 def test_a_step_is_full_although_no_request_is_as_long() -> None:
     setup = config()
     assert step_tokens(setup, _requests(_full_steps(setup), 1, 100)) == [8192, 8192]
+
+
+CUT = {
+    "short": ({"chunk": 9000}, [4060] * 3),
+    "nearly-full": ({}, [4060, 3876, 4060]),
+    "long": ({"max_context": 20_000}, [19_999]),
+    "short-in-pages-of-64": ({"dcp": 1, "chunk": 4096, "max_context": 904}, [903] * 5),
+    "shorter-than-a-page": ({"max_context": 200}, []),
+}
+
+
+@pytest.mark.parametrize(("changes", "lengths"), CUT.values(), ids=CUT)
+def test_a_prompt_is_cut_although_none_is_as_long_as_a_step(changes: dict[str, int], lengths: list[int]) -> None:
+    """What no page is left for in a step is not begun in it: 8,192 less two prompts of 4,060 are 72, and a page has 256."""
+    setup = config(**changes)
+    assert _cut_step(setup) == lengths
+    if lengths:
+        assert max(prefixes(steps(setup, _requests(lengths, 1, 100)))) > 0
+
+
+def test_each_replica_cuts_a_prompt() -> None:
+    setup = config(replicas=2, dcp=1, chunk=2048, max_context=904)
+    found = steps(setup, _requests(_cut_step(setup), 1, 100))
+    assert all(any(c.start for step in found for c in step.replicas[r].chunks) for r in range(2))
+
+
+def test_a_prompt_that_comes_again_is_behind_what_the_cache_has_of_it() -> None:
+    """Even if too few come at once to cut one: 903 tokens are 14 pages of 64, and 7 more."""
+    setup = config(dcp=1, max_context=904)
+    assert prefixes(steps(setup, _same_twice(setup, 100), clients=1)) == [0, 896]
