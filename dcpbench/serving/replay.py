@@ -31,7 +31,7 @@ from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_model import Heat
+from dcpbench.serving.step_model import Heat, step_works
 from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
@@ -83,6 +83,7 @@ class _Instance:
     """The host and the device of one instance."""
 
     scheduler: Scheduler
+    heat: Heat
     now: float = 0.0
     """Of the host: when it decides next, unless it waits or has nothing to do."""
     free: float = 0.0
@@ -97,7 +98,6 @@ class _Instance:
     """When the host reads the pending step, where it waits for that."""
     idle: bool = False
     busy: float = 0.0
-    heat: Heat = dataclasses.field(default_factory=Heat)
 
 
 READ, CROSSED, DECIDE = range(3)
@@ -110,7 +110,7 @@ class _Clock:
     def __init__(self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float) -> None:
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
         self.counts = StepCounts()
-        self.instances = [_Instance(scheduler) for scheduler in deployed.schedulers]
+        self.instances = [_Instance(scheduler, Heat(times.slowed.settle_s)) for scheduler in deployed.schedulers]
 
     def run(self) -> Replayed:
         """To the end of all requests, or of the time."""
@@ -158,7 +158,7 @@ class _Clock:
         if step is not None:
             begin = max(now + times.launch_ms / 1e3, instance.free)
             duration = times.duration_ms(step, instance.heat.at(begin)) / 1e3
-            instance.heat.ran(duration, chunks=step.prefills)
+            instance.heat.ran(duration, times.slowed.left_by(step_works(step)))
             end = begin + duration
             instance.launched = end if times.blocking else now + times.host_ms(step) / 1e3
             instance.free = max(end, instance.launched)

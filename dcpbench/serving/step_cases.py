@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows
+from dcpbench.points.batches import (
+    GRAPH_BATCHES,
+    PADDING_POSITION,
+    PADDING_SLOT,
+    batch_rows,
+    chunk_row_sizes,
+    chunk_rows,
+)
 from dcpbench.points.names import CLOSED
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
@@ -31,8 +40,8 @@ NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
 CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
-BETWEEN_TOKENS = (256, 544, 768, 1536, 1856, 3072, 6144)
-"""Where that bends, without a prefix alone. Past 512 (in bf16) and 1,792 tokens experts of DeepSeek-V3 go by other kernels, in a jump."""
+BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)
+"""Where that bends, without a prefix alone. Past 512 tokens products have a fifth tile of 128 rows, in a jump."""
 FEW_TOKENS = 128
 """Below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt."""
 SHORT_CHUNKS = 8
@@ -47,6 +56,8 @@ MIXED_TOKENS = (128, 512, 2048)
 """Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
 HOT_TOKENS = 512
 """Chunks of fewer tokens are not measured hot: they read weights as decodes do."""
+TRAIN = 12
+"""Decode steps behind chunks of which each is measured."""
 KEPT = 8
 """They take no more than a KEPT-th of the cache: beside a short chunk requests may have nearly all of it."""
 SAME = 0.1
@@ -75,6 +86,8 @@ class Extent:
     """Lengths that all prompts of a load have."""
     shared: bool = False
     """Whether prompts share prefixes, so that requests together attend to more than the cache holds."""
+    changes: tuple[int, ...] = ()
+    """Most rows of a step with chunks up to which the same kernels run: one more takes others, and a jump."""
 
     @property
     def at_once(self) -> int:
@@ -82,7 +95,7 @@ class Extent:
         return min(self.requests, self.pages)
 
     @classmethod
-    def of(cls, points: Iterable[Point], *, pages: int, max_context: int) -> Extent:
+    def of(cls, points: Iterable[Point], *, pages: int, max_context: int, changes: Iterable[int] = ()) -> Extent:
         """Of all points of one engine path, with `pages` in each rank's pool, the padding page included."""
         points = list(points)
         one = points[0]
@@ -99,6 +112,7 @@ class Extent:
             chunk=max(x.chunk for x in loads) // one.dp,
             prompts=tuple(sorted({x.low for x in lengths if x.kind == FIXED})),
             shared=any(x.prefix_cache and (x.prefix_share or x.trace or x.sessions) for x in loads),
+            changes=tuple(sorted(set(changes))),
         )
 
     def fits(self, case: Case) -> bool:
@@ -144,8 +158,8 @@ def grid(extent: Extent) -> list[Case]:
     """The cases, cheapest kind first. Raises UsageError where the KV cache holds nothing."""
     if extent.pages < 1:
         raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
-    sizes = chunk_sizes(extent)
-    wanted = [*_decodes(extent), *_prefills(extent, sizes), *_mixed(extent, sizes), *_checks(extent, sizes)]
+    sizes, plain = chunk_sizes(extent), chunk_sizes(dataclasses.replace(extent, changes=()))
+    wanted = [*_decodes(extent), *_prefills(extent, sizes), *_mixed(extent, plain), *_checks(extent, plain)]
     return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
 
 
@@ -163,7 +177,14 @@ def chunk_sizes(extent: Extent) -> list[int]:
     top = min(extent.chunk, max(able))
     sizes = [s for s in sorted(CHUNK_TOKENS + BETWEEN_TOKENS) if s < top] + [top]
     own = [p for p in extent.prompts if p < top and all(abs(p - s) > SAME * s for s in sizes)]
-    return sorted({*sizes, *own})
+    return sorted({*sizes, *own, *(s for s in _beside(extent.changes) if s < top)})
+
+
+def _beside(changes: Iterable[int]) -> Iterator[int]:
+    """Rows as they run on both sides of each change."""
+    for rows in changes:
+        yield from [size for size in chunk_row_sizes(rows) if size <= rows][-1:]
+        yield chunk_rows(rows + 1)
 
 
 def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
@@ -199,12 +220,13 @@ def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     prompts, too. From no prefix to some, work begins that even the shortest brings.
     """
     once = _at_most(ATTENTION_SHOWS, sizes)
+    between = {*BETWEEN_TOKENS, *_beside(extent.changes)} - {*CHUNK_TOKENS, *extent.prompts}
     for size in sizes:
         fewest = extent.fewest(size) or 1
         if size >= once:
             yield from _chunks(extent, size, max(fewest, min(SHORT_CHUNKS, extent.at_once, size)))
         yield from _chunks(extent, size, fewest)
-        if size in BETWEEN_TOKENS and size != sizes[-1]:
+        if size in between and size != sizes[-1]:
             continue
         if size >= FEW_TOKENS or size == once:
             yield from _chunks(extent, size, fewest, prefix=extent.virtual_page)
@@ -251,24 +273,51 @@ def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
             yield Case(decodes=(Decodes(half, most // 4),), chunks=_even(size - size // 4, 1, prefix), use=CHECK)
 
 
-def hot_cases(extent: Extent) -> list[Case]:
-    """Few, some and most decode rows, and chunks alone: cases of the lines, to be measured among the largest chunks."""
-    sizes = chunk_sizes(extent)
+@dataclasses.dataclass(frozen=True)
+class HotRun:
+    """A case that is measured behind chunks."""
+
+    case: Case
+    before: Case
+    """The chunks, again and again until the device has settled."""
+    times: int = 1
+    """So many of its steps follow each other then: what is left of the heat tells how soon it goes."""
+
+    @property
+    def cases(self) -> list[Case]:
+        """One for each of the steps."""
+        return [msgspec.structs.replace(self.case, since=n) for n in range(self.times)]
+
+
+def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
+    """Few, some and most decode rows and three sizes of chunks behind `largest`, and the fewest rows behind smaller chunks."""
     rows = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
     wanted = []
     for size in (rows[0], rows[len(rows) // 2], rows[-1]):
         requests = min(size, extent.at_once)
         wanted += [Case(decodes=(Decodes(requests, c),), use=HOT) for c in _contexts(extent, requests)[-1:]]
-    large = [size for size in sizes if size >= HOT_TOKENS] or sizes[-1:]
-    for size in (large[0], large[len(large) // 2], large[-1]):
-        wanted += _chunks(extent, size, extent.fewest(size) or 1, use=HOT)
-    return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
+    decodes = [case for case in dict.fromkeys(wanted) if extent.fits(case)]
+    most = largest.work().tokens
+    sizes = [size for size in chunk_sizes(extent) if size <= most]
+    few = _at_most(HOT_TOKENS, sizes)
+    tried = (_at_most(FEW_TOKENS, sizes), few, _at_most(int(math.sqrt(few * most)), sizes))
+    smaller = {size: case for size in tried for case in _chunks(extent, size, extent.fewest(size) or 1) if size < most}
+    chunks = [*(case for size, case in smaller.items() if size >= few), largest]
+    found = [HotRun(case, largest, times=TRAIN if case != decodes[-1] else 1) for case in decodes]
+    found += [HotRun(msgspec.structs.replace(case, use=HOT), largest) for case in chunks]
+    for before in smaller.values():
+        found += [HotRun(msgspec.structs.replace(case, after=before.chunks), before) for case in decodes[:1]]
+    return found
 
 
 def fullest(cases: Iterable[Case]) -> Case:
-    """The chunks without a prefix that have most tokens, of a grid."""
-    alone = [case for case in cases if case.chunks and not case.decodes and not case.work().prefix]
-    return max(alone, key=lambda case: case.work().tokens)
+    """The chunks without a prefix that have most tokens, of cases of a grid."""
+    return max(filter(bare, cases), key=lambda case: case.work().tokens)
+
+
+def bare(case: Case) -> bool:
+    """Whether it is of chunks alone, without a prefix."""
+    return bool(case.chunks) and not case.decodes and not case.work().prefix
 
 
 def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from dcpbench.serving.requests import Step
 
-HEAT_S = 0.3
-"""Time in which a GPU that is limited by power settles; taken as it is, not measured."""
-COOL = 0.5
-"""Share of chunks while a case is measured that is not hot: decodes before each take as long (workloads/step_times.py)."""
+HEAT_S = 0.04
+"""Time in which a GPU that is limited by power settles, where no case tells: as on an H100 and on an H200."""
+TELLS = 0.005
+"""Cases tell nothing of heat by which a step is hardly longer than this share, which is noise."""
 BEYOND = 1.2
 """How far a line in KV tokens or pairs goes on past its last case."""
 
@@ -167,6 +167,7 @@ class PrefillTimes:
         for w, ms in self.bare:
             rows, x = _rows_and_x(w)
             lines[rows].append((x, ms))
+        _lead_to_short_prompts(lines)
         found: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.stored:
             rows, x = _rows_and_x(w)
@@ -244,6 +245,24 @@ def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> 
     return max((near[1] - bare[1] - share * (far[1] - bare[1])) / (1 - share), 0.0)
 
 
+def _lead_to_short_prompts(lines: dict[int, list[tuple[float, float]]]) -> None:
+    """Begin lines that were measured with one length of prompts at 0, as the others go on from theirs to shorter ones.
+
+    There a pair takes less than between prompts and long prefixes, which bring more than pairs.
+    """
+    slopes = []
+    for rows, points in lines.items():
+        short, long = min(points), max(points)
+        if long[0] > short[0]:
+            slopes.append((rows, max((long[1] - short[1]) / (long[0] - short[0]) / rows, 0.0)))
+    if slopes:
+        slope = Line(slopes)
+        for rows, points in lines.items():
+            x, ms = min(points)
+            if x == max(points)[0]:
+                points.append((0.0, ms - slope.held(rows) * rows * x))
+
+
 def _rows_and_x(work: Work) -> tuple[int, float]:
     rows = chunk_rows(work.tokens)
     return rows, work.pairs / rows
@@ -281,47 +300,81 @@ class MixedTimes:
         return surface(work.rows, each)
 
 
-class Slowed:
-    """How many times as long steps take where the largest chunks come one behind the other: 1 where none was measured.
+class HotStep(NamedTuple):
+    """A step that was measured behind chunks."""
 
-    Power and what it lets clocks be follow what ran in the last tenths of a second. Lines over rows, for decodes and for
-    steps with chunks; past what was measured they stay as they are there.
+    work: Work
+    times: float
+    """As long as a cool one."""
+    before: int = 0
+    """Tokens of the chunks; 0: the largest."""
+    since_s: float = 0.0
+    """How long steps like it have run in between."""
+
+
+class Slowed:
+    """How many times as long steps take right behind the largest chunks: 1 where none was measured.
+
+    Power follows what runs, and clocks follow power, within tens of ms. Lines over rows, for decodes and for steps with
+    chunks; past what was measured they stay as they are there. `left_by` is how much of that smaller chunks bring, and
+    `settle_s` the time in which it comes and goes.
     """
 
-    def __init__(self, cases: Iterable[tuple[Work, float]]) -> None:
-        found = [(work, max(times, 1.0)) for work, times in cases]  # below 1 is noise
-        self.decodes = [(work.rows, times) for work, times in found if not work.tokens]
-        self.chunks = [(chunk_rows(work.rows + work.tokens), times) for work, times in found if work.tokens]
+    def __init__(self, cases: Iterable[HotStep]) -> None:
+        found = [case._replace(times=max(case.times, 1.0)) for case in cases]  # below 1 is noise
+        first = [case for case in found if not case.before and not case.since_s]
+        self.decodes = [(case.work.rows, case.times) for case in first if not case.work.tokens]
+        self.chunks = [
+            (chunk_rows(case.work.rows + case.work.tokens), case.times) for case in first if case.work.tokens
+        ]
+        of = {case.work: case.times - 1 for case in first if case.times > 1 + TELLS}
+        told = [(case, (case.times - 1) / of[case.work]) for case in found if case.work in of]
+        largest = max((case.work.tokens for case in first), default=0)
+        smaller = [(case.before, min(left, 1.0)) for case, left in told if case.before and case.before < largest]
+        self.left = Line([*(smaller or [(0, 0.0)] * bool(largest)), (largest, 1.0)])
+        self.settle_s = _settle_s([(case.since_s, left) for case, left in told if case.since_s])
 
     def __call__(self, works: Sequence[Work]) -> float:
         """Of a step of these replicas."""
         rows = max(work.rows + work.tokens for work in works)
         points = self.chunks if any(work.tokens for work in works) else self.decodes
-        if not points:
-            return 1.0
-        line = Line(points)
-        return line(min(max(rows, line.xs[0]), line.top))
+        return Line(points).held(rows) if points else 1.0
+
+    def left_by(self, works: Sequence[Work]) -> float:
+        """The heat that such steps lead to, of that of the largest chunks: 0 of decodes."""
+        if not any(work.tokens for work in works):
+            return 0.0
+        return self.left.held(max(work.rows + work.tokens for work in works))
+
+
+def _settle_s(left: Sequence[tuple[float, float]]) -> float:
+    """The time in which heat falls to 1 / e, from (seconds, what is left of it): where exp(-seconds / it) is nearest."""
+    if not left:
+        return HEAT_S
+    tried = (HEAT_S * 1.05**k for k in range(-50, 51))
+    return min(tried, key=lambda settle_s: sum((math.exp(-s / settle_s) - share) ** 2 for s, share in left))
 
 
 class Heat:
-    """Which share of the last HEAT_S a device has spent with chunks, from what a cool case has to all of it: 0 to 1."""
+    """How hot a device is, of what the largest chunks make it when they come one behind the other: 0 to 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, settle_s: float = HEAT_S) -> None:
+        self.settle_s = settle_s
         self.share = self.until_s = 0.0
 
     def at(self, begin_s: float) -> float:
         """When a step begins; the device has had nothing to do since the last one."""
         self._pass(begin_s - self.until_s, 0.0)
         self.until_s = max(self.until_s, begin_s)
-        return min(max((self.share - COOL) / (1 - COOL), 0.0), 1.0)
+        return self.share
 
-    def ran(self, seconds: float, *, chunks: bool) -> None:
-        """A step."""
-        self._pass(seconds, float(chunks))
+    def ran(self, seconds: float, towards: float) -> None:
+        """A step; see Slowed.left_by."""
+        self._pass(seconds, towards)
         self.until_s += seconds
 
     def _pass(self, seconds: float, towards: float) -> None:
-        self.share += (towards - self.share) * -math.expm1(-max(seconds, 0.0) / HEAT_S)
+        self.share += (towards - self.share) * -math.expm1(-max(seconds, 0.0) / self.settle_s)
 
 
 class StepModel:

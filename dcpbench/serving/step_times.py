@@ -24,7 +24,7 @@ from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Emulated, Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
-from dcpbench.serving.step_model import Slowed, StepModel, Work, step_works
+from dcpbench.serving.step_model import HotStep, Slowed, StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ MOST_REQUESTS = 1 << 20
 """Of a step that was measured: more than any machine holds, and few enough to count."""
 LINE, GATHER, CHECK, HOT = USES = ("line", "gather", "check", "hot")
 """What a case is for: to interpolate between, to tell what more stored tokens cost, to hold predictions against, or to tell
-how much longer it takes among the largest chunks, where limits of power slow a GPU down."""
+how much longer it takes behind chunks, where limits of power slow a GPU down."""
 
 
 class Decodes(msgspec.Struct, frozen=True):
@@ -65,6 +65,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[Chunks, ...] = ()
     use: str = LINE
     """One of USES."""
+    after: tuple[Chunks, ...] = ()
+    """Of a hot case, the chunks behind which it ran; none: the largest that hot cases have."""
+    since: int = 0
+    """Of a hot case, how many steps like it came in between."""
 
     @property
     def requests(self) -> int:
@@ -89,7 +93,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """`47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
         parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
-        return " + ".join(parts + [f"{c.chunks} × {c.tokens:,} tokens at {c.prefix:,}" for c in self.chunks])
+        told = " + ".join(parts + _chunk_words(self.chunks))
+        told += f", {self.since} step{'s' * (self.since > 1)} later" if self.since else ""
+        return f"{told}, behind {' + '.join(_chunk_words(self.after))}" if self.after else told
+
+
+def _chunk_words(chunks: tuple[Chunks, ...]) -> list[str]:
+    return [f"{c.chunks} × {c.tokens:,} tokens at {c.prefix:,}" for c in chunks]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,11 +206,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def slowed(self) -> Slowed:
         """How many times as long a step takes on a GPU that is hot."""
-        measured = [(m.case.work(), m.median_ms) for m in self.cases_for(HOT)]
-        return Slowed((work, ms / self.model.step_ms([work])) for work, ms in measured)
+        found = []
+        for m in self.cases_for(HOT):
+            work, before = m.case.work(), sum(c.chunks * c.tokens for c in m.case.after)
+            cool_ms = self.model.step_ms([work])
+            found.append(HotStep(work, m.median_ms / cool_ms, before, m.case.since * cool_ms / 1e3))
+        return Slowed(found)
 
     def duration_ms(self, step: Step, heat: float = 0.0) -> float:
-        """How long a step takes after the one before it, at a share `heat` of what the device slows down among chunks.
+        """How long a step takes after the one before it, at a share `heat` of what the largest chunks slow it down.
 
         Raises UsageError for a step outside of what was measured.
         """
@@ -274,6 +288,7 @@ def _problem(measured: Measured) -> str:
     counts = {
         "case.decodes": [n for d in case.decodes for n in (d.requests, d.context)],
         "case.chunks": [n for c in case.chunks for n in (c.chunks, c.tokens)],
+        "case.after": [n for c in case.after for n in (c.chunks, c.tokens)],
     }
     for name, numbers in counts.items():
         if numbers and not 1 <= min(numbers) <= max(numbers) <= MOST_TOKENS:
@@ -281,6 +296,8 @@ def _problem(measured: Measured) -> str:
     prefixes = [c.prefix for c in case.chunks]
     if prefixes and not 0 <= min(prefixes) <= max(prefixes) <= MOST_TOKENS:
         return f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not {prefixes[:3]}"
+    if not 0 <= case.since <= MOST_REQUESTS:
+        return f"case.since is {case.since}, which is no number of steps"
     if case.requests > MOST_REQUESTS:
         return f"its step has more than {MOST_REQUESTS:,} requests"
     if not case.decodes and not case.chunks:

@@ -5,7 +5,7 @@
 A sample is the time from the end of the step before to its own on the device, so that what the device waits for between
 two steps is in it. To launch a step with chunks may take the host longer than the device needs for it: how long it does
 is measured one behind the other, and how long the step takes else, as usual, behind steps that decode and take about as
-long. Last, a few cases are measured among the largest chunks: where power limits clocks, they take longer there.
+long. Last, a few cases are measured behind chunks: where power limits clocks, they take longer there.
 Positions stand still: every sample of a case is the same work on random KV rows.
 """
 
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
+from dcpbench.kernels import linear, moe
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.floors import Sharding, step_floors
-from dcpbench.serving.step_cases import CaseMaker, Extent, fullest, grid, hot_cases
+from dcpbench.serving.step_cases import CaseMaker, Extent, bare, fullest, grid, hot_runs
 from dcpbench.serving.step_times import Measured, StepTimes, engine_path
 from dcpbench.workloads.decode import emulated_calls
 from dcpbench.workloads.point_facts import device_marks, honesty, marks
@@ -49,11 +50,13 @@ SPREAD = 0.02
 CASE_MS = 1000
 """A case is not continued past this."""
 LAUNCH_MS = 500
-"""Launches of a step with chunks are timed LEAST times, or until that has taken so long."""
+"""Launches of a step with chunks are timed as often as samples are taken, or until that has taken so long."""
 LAUNCHES = 5
 """Steps that are launched on a device that has nothing to do, for launch_ms."""
-HOT_MS, TOO_SLOW_MS = 500, 300
-"""How long a case is measured among the largest chunks, unless these take so long that a step of theirs settles alone."""
+HOT_MS, SETTLED_MS = 500, 150
+"""How long a case is measured behind chunks, and in which time a GPU has settled, three or four times its settle_s."""
+HOTTEST_MS = 700
+"""Chunks that take longer are not the largest that cases are measured behind."""
 MOST_BETWEEN = 8
 """Decode steps before one with chunks."""
 FILL_TOKENS = 1 << 20
@@ -62,8 +65,18 @@ FILL_TOKENS = 1 << 20
 
 def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
     """What the steps of these points can be like on a built engine."""
-    plan = serving.session.plan
-    return Extent.of(points, pages=plan.pages, max_context=plan.max_context)
+    session, point = serving.session, points[0]
+    plan, changes = session.plan, []
+    if session.engine.device.type == "cuda":
+        changes = kernel_changes(Sharding.of(point, session.shape))
+    return Extent.of(points, pages=plan.pages, max_context=plan.max_context, changes=changes)
+
+
+def kernel_changes(sharding: Sharding) -> list[int]:
+    """Most rows of a replica up to which linear layers and experts run by the same kernels on a GPU."""
+    shape, layout = sharding.shape, sharding.layout
+    experts = moe.changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
+    return [tokens // layout.dp for tokens in experts] + ([linear.FEW_ROWS] if sharding.scaled else [])
 
 
 def measure(
@@ -97,13 +110,22 @@ def measure(
             tell("measure", f"step times: {index} of {len(cases)} cases")
             mine.append(pipeline.run(maker.steps(case)))
         pipeline.drain()
-        largest_ms = statistics.median(mine[cases.index(fullest(cases))].samples_ms)
-        if serving.agree(int(engine.device.type == "cuda" and largest_ms <= TOO_SLOW_MS))[0]:
+        if engine.device.type == "cuda":
             tell("measure", "step times: hot")
-            full, hot = maker.steps(fullest(cases)), hot_cases(extent)
-            mine += [pipeline.run_hot(maker.steps(case), full) for case in hot]
-            cases += hot
-            pipeline.drain()
+            chunks_ms = {
+                case: statistics.median(m.samples_ms) for case, m in zip(cases, mine, strict=True) if bare(case)
+            }
+            quick = {case: ms for case, ms in chunks_ms.items() if serving.agree(int(ms <= HOTTEST_MS))[0]}
+            hot = hot_runs(extent, fullest(quick or [min(chunks_ms, key=lambda case: case.work().tokens)]))
+            before: dict[Case, Step] = {}
+            for run in hot:
+                if run.before not in before:
+                    steps = maker.steps(run.before)
+                    pipeline.turn(steps.first, None)
+                    before[run.before] = steps.again
+                count = serving.agree(math.ceil(SETTLED_MS / chunks_ms[run.before]))[0]
+                mine += pipeline.run_hot(maker.steps(run.case), before[run.before], count, run.times)
+                cases += run.cases
         launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0].samples_ms)
         gpu = worst(gather_objects(sampler.state()))
     serving.engine.forget()
@@ -147,6 +169,12 @@ def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
     return calm or count >= MOST or sum(samples) >= CASE_MS
 
 
+def _launched_enough(host_ms: Sequence[float], behind: Sequence[float]) -> bool:
+    """Whether so many launches tell how long they take the host, where each of `behind` takes the device so long."""
+    least = SLOW_LEAST if behind and behind[-1] > SLOW_MS else LEAST
+    return len(host_ms) >= least or sum(host_ms) >= LAUNCH_MS
+
+
 @dataclasses.dataclass
 class Times:
     """Of one case on this rank; see Measured."""
@@ -181,37 +209,48 @@ class Pipeline:
         The first step is not counted: others than it ran before, and it writes tables.
         """
         times = Times()
+        behind: list[float] = []
         chunks = launching = steps.again.prefills
         self.turn(steps.first, None)
         while launching:
-            times.host_ms.append(self.turn(steps.again, None))
-            launching = not self.agree(int(len(times.host_ms) == LEAST or sum(times.host_ms) >= LAUNCH_MS))[0]
-        done, between = 0, int(chunks)
+            times.host_ms.append(self.turn(steps.again, behind))
+            launching = not self.agree(int(_launched_enough(times.host_ms, behind)))[0]
+        done, between = 0, self.agree(self.enough_between(behind))[0] if chunks else 0
         while not done:
             for _ in range(between):
                 self.turn(self.between, self.decoding_ms)
             self.turn(steps.again, times.samples_ms)
-            done, between = self.agree(int(enough(times.samples_ms)), self.enough_between(times) if chunks else 0)
+            took = times.samples_ms or behind
+            done, between = self.agree(int(enough(times.samples_ms)), self.enough_between(took) if chunks else 0)
         return times
 
-    def enough_between(self, times: Times) -> int:
-        """Decode steps that take as long as a step of the case: few, one of a slow step or where that is not known yet."""
-        if not times.samples_ms or not self.decoding_ms or times.samples_ms[-1] > TOO_SLOW_MS:
+    def enough_between(self, took_ms: Sequence[float]) -> int:
+        """Decode steps that take as long as a step of the case, or as a device to settle: few, and one where that is not
+        known yet.
+        """
+        if not took_ms or not self.decoding_ms:
             return 1
-        return min(math.ceil(times.samples_ms[-1] / max(self.decoding_ms[-1], 1e-3)), MOST_BETWEEN)
+        return min(math.ceil(min(took_ms[-1], SETTLED_MS) / max(self.decoding_ms[-1], 1e-3)), MOST_BETWEEN)
 
-    def run_hot(self, steps: CaseSteps, full: CaseSteps) -> Times:
-        """Times of a case among steps of `full`, once the device has had time to settle. Collective; see run."""
-        samples: list[float] = []
-        for step in (full.first, steps.first):
-            self.turn(step, None)
-        began, done = time.perf_counter(), False
+    def run_hot(self, steps: CaseSteps, chunks: Step, count: int, times: int) -> list[Times]:
+        """Times of each of so many steps of a case that follow `count` of `chunks`, again and again. Collective; see run.
+
+        The later half counts.
+        """
+        samples: list[list[float]] = [[] for _ in range(times)]
+        self.turn(steps.first, None)
+        began, rounds, done = time.perf_counter(), 0, False
         while not done:
-            self.turn(full.again, None)
-            self.turn(steps.again, samples)
-            settled = time.perf_counter() - began >= HOT_MS / 1e3
-            done = bool(self.agree(int(settled and len(samples) >= LEAST))[0])
-        return Times(samples_ms=samples[len(samples) // 2 :])
+            for _ in range(count):
+                self.turn(chunks, None)
+            for one in samples:
+                self.turn(steps.again, one)
+            rounds += 1
+            took_ms = (time.perf_counter() - began) * 1e3
+            least = SLOW_LEAST if took_ms >= CASE_MS else LEAST
+            done = bool(self.agree(int(took_ms >= HOT_MS and rounds >= least))[0])
+        self.drain()
+        return [Times(samples_ms=one[(rounds - 1) // 2 :]) for one in samples]
 
     def turn(self, step: Step, samples: list[float] | None) -> float:
         """Launch a step, then read the one before it; how many ms the launch took."""

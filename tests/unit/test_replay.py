@@ -14,6 +14,7 @@ from dcpbench.errors import UsageError
 from dcpbench.serving.outcome import serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.scheduler import Scheduler
+from dcpbench.serving.step_model import Slowed
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import EXTENT, step_times
 
@@ -30,6 +31,7 @@ class Fixed:
     blocking: bool = False
     host: float = 0.0
     """What the host needs to launch a step with chunks, and as much for each token of them."""
+    slowed: Slowed = dataclasses.field(default_factory=lambda: Slowed([]))
 
     def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         return 10.0 + max(len(r.decodes) + 2 * sum(c.tokens for c in r.chunks) for r in step.replicas)

@@ -15,7 +15,7 @@ from dcpbench.serving.replay import replay
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_cases import Extent, grid
-from dcpbench.serving.step_model import step_works
+from dcpbench.serving.step_model import Slowed, step_works
 from dcpbench.serving.step_times import Case, Measured
 from tests.unit.step_times_builder import step_times
 
@@ -52,6 +52,7 @@ class Truth:
 
     launch_ms: float = 2.0
     blocking: bool = False
+    slowed: Slowed = dataclasses.field(default_factory=lambda: Slowed([]))
 
     def host_ms(self, _step: Step) -> float:
         return 0.0

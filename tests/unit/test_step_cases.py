@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dcpbench.points.layout import Layout
 from dcpbench.serving.step_cases import CHECK, LATE, CaseMaker, CaseSteps, Extent, grid
 from dcpbench.serving.step_model import step_works
-from dcpbench.serving.step_times import Case, Chunks, Decodes
+from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes
 from tests.unit import serve_record_builder
 from tests.unit.serving_builder import config
 
@@ -135,9 +135,30 @@ def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_con
         assert extent.fits(Case(chunks=(Chunks(1, -(-tokens // found), prefixes[found]),)))
 
 
+def test_chunks_are_measured_on_both_sides_of_where_kernels_change() -> None:
+    """
+    Up to 768 rows, and in the next ones that run, 800; up to 1,823 in 1,792, and past them in 1,856. Without a prefix alone,
+    but where sizes of their own are the same.
+    """
+    extent = Extent(requests=16, context=2000, pages=1000, virtual_page=64, chunk=4096)
+    plain, changed = (grid(dataclasses.replace(extent, changes=changes)) for changes in ((), (512, 768, 1823)))
+    more = [case for case in changed if case not in plain]
+    assert set(plain) <= set(changed)
+    assert sorted({case.work().tokens for case in more}) == [800, 1792, 1856]
+    assert all(not case.decodes and not case.work().prefix for case in more)
+    assert {544, 768} <= {case.work().tokens for case in plain}
+
+
+def test_rows_past_the_largest_step_are_not_measured() -> None:
+    extent = Extent(requests=16, context=2000, pages=1000, virtual_page=64, chunk=600, changes=(256, 768))
+    assert max(case.work().tokens for case in grid(extent)) == 600
+
+
 def test_a_case_is_said_in_requests_and_chunks() -> None:
     case = Case(decodes=(Decodes(47, 5500),), chunks=(Chunks(1, 2048, 256), Chunks(2, 100, 0)))
     assert str(case) == "47 × 1 token at 5,500 + 1 × 2,048 tokens at 256 + 2 × 100 tokens at 0"
+    hot = Case(decodes=(Decodes(4, 20),), use=HOT, after=(Chunks(1, 512, 0),), since=2)
+    assert str(hot) == "4 × 1 token at 20, 2 steps later, behind 1 × 512 tokens at 0"
 
 
 def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
@@ -154,6 +175,7 @@ def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
     )
     assert Extent.of(points, pages=100, max_context=1000) == expected
     assert Extent.of(points, pages=100, max_context=899).context == 899
+    assert Extent.of(points, pages=100, max_context=1000, changes=[768, 256]).changes == (256, 768)
 
 
 @pytest.mark.parametrize(

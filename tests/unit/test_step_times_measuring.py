@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dcpbench.kernels import moe
+from dcpbench.kernels.moe import decode, prompts, scaled
 from dcpbench.points.floors import Sharding, StepRows, step_floors
 from dcpbench.points.layout import Layout
 from dcpbench.points.shapes import SHAPES
@@ -15,7 +17,7 @@ from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest
 from dcpbench.serving.step_cases import CaseSteps
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from dcpbench.workloads import step_times
-from dcpbench.workloads.step_times import Pipeline, Times, enough
+from dcpbench.workloads.step_times import Pipeline, Times, enough, kernel_changes
 
 PROMPT = Sequence(ServeRequest(number=-1, prompt=np.zeros(9, np.int32), output_tokens=2), 1, replica=0, slot=1)
 CHUNK = ReplicaStep(chunks=[Chunk(PROMPT, slot=1, start=0, stop=9, samples=True)])
@@ -40,6 +42,42 @@ class TestFloors:
     def test_without_all_rates_that_it_takes_it_has_none(self, rates: Rates | None) -> None:
         sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(1), itemsize=2)
         assert step_times.floor_ms(sharding, Case(chunks=(Chunks(1, 8, 0),)), rates) is None
+
+
+class TestKernelChanges:
+    """Rows of a replica up to which the same kernels run, by the sizes that kernels/moe and kernels/linear choose by."""
+
+    def test_in_fp8_linear_layers_and_experts_change(self) -> None:
+        """128 rows; 256 tokens, 6,144 assignments of 8 a token, and 57 a row of 256 experts less one."""
+        assert sorted(kernel_changes(sharding(scaled=True))) == [128, 256, 768, 1823]
+
+    def test_in_bf16_experts_change(self) -> None:
+        """256 tokens, 4,096 assignments, and 57, 113 and 192 a row of 256 experts less one."""
+        assert kernel_changes(sharding()) == [256, 512, 1823, 3615, 6143]
+
+    def test_replicas_share_the_tokens_of_experts_and_not_those_of_linear_layers(self) -> None:
+        """256 and 768 of 4 replicas; 64 experts of a rank have more rows each, so that 455 tokens are no change."""
+        assert kernel_changes(sharding(Layout(4, 4), scaled=True)) == [64, 192, 128]
+
+    @pytest.mark.parametrize("in_fp8", [False, True])
+    @pytest.mark.parametrize("local", [32, 256])
+    def test_they_are_where_kernels_choose(self, local: int, in_fp8: bool) -> None:
+        """Of no number of tokens between two changes is the plan cut otherwise, and right past each it is."""
+
+        def chosen(tokens: int) -> object:
+            count = 8 * tokens
+            if count <= (scaled if in_fp8 else decode).MOST_ASSIGNMENTS:
+                return "decode", tokens <= decode.WIDE_TILES
+            if in_fp8:
+                return "prompts", count // local <= scaled.FEW_ROWS
+            return [prompts.tiling(count // local, 2048, gated=gated) for gated in (False, True)]
+
+        jumps = [n for n in range(1, 7000) if chosen(n) != chosen(n + 1)]
+        assert moe.changes(local, 8, in_fp8=in_fp8) == jumps
+
+
+def sharding(layout: Layout | None = None, *, scaled: bool = False) -> Sharding:
+    return Sharding(shape=SHAPES["deepseek-v3"], layout=layout or Layout(1), itemsize=2, scaled=scaled)
 
 
 class TestEnough:
@@ -150,9 +188,10 @@ class TestPipeline:
     def test_steps_with_chunks_are_launched_behind_themselves_and_timed_behind_another(self, monkeypatch) -> None:
         """
         Three launches of 40 ms of the host, which no sample comes of; then samples from the end of the step between to
-        the end of the case's. Once it is known that four decodes of 20 ms take as long as 70, so many come before.
+        the end of the case's. Once it is known how long decodes take, as many come before as take as long: five of 20 ms
+        for the 90 that it took behind itself, four for 70.
         """
-        engine = Engine([500, 90, 90, 90, *[20, 70] * 2, *[20] * 4, 70])
+        engine = Engine([500, 90, 90, 90, 20, 70, *[20] * 5, 70, *[20] * 4, 70])
         clock = Clock(engine, 0.04)
         monkeypatch.setattr(step_times, "time", clock)
         pipeline = Pipeline(engine, agreed, BETWEEN)
@@ -160,7 +199,7 @@ class TestPipeline:
         pipeline.drain()
         assert times == Times([70, 70, 70], pytest.approx([40, 40, 40]))
         assert [line for line in engine.log if line.startswith("launch")] == [
-            f"launch {number}" for number in (3, 4, 4, 4, 5, 4, 5, 4, 5, 5, 5, 5, 4)
+            f"launch {number}" for number in (3, 4, 4, 4, 5, 4, *[5] * 5, 4, *[5] * 4, 4)
         ]
 
     def test_nothing_runs_between_steps_that_only_decode(self) -> None:
@@ -169,19 +208,36 @@ class TestPipeline:
         pipeline.drain()
         assert times == Times([100, 100, 100])
 
-    def test_a_slow_step_has_one_before_it(self) -> None:
-        """A step of 400 ms heats the device by itself."""
-        engine = Engine([500, *[400] * 3, *[20, 400] * 3])
+    def test_the_device_cools_before_a_slow_step_no_longer_than_it_takes_to_settle(self) -> None:
+        """150 ms are four decodes of 40, and not the ten that would take as long as a step of 400 ms."""
+        engine = Engine([500, 400, 400, *[*[40] * 4, 400] * 2])
         pipeline = Pipeline(engine, agreed, BETWEEN)
+        pipeline.decoding_ms.append(40)
         times = pipeline.run(CaseSteps(CHUNKS_FIRST, CHUNKS))
         pipeline.drain()
-        assert engine.log.count("launch 5") == len(times.samples_ms)
+        assert times.samples_ms == [400] * 2
+        assert [line for line in engine.log if line.startswith("launch")] == [
+            f"launch {number}" for number in (3, 4, 4, *[5, 5, 5, 5, 4] * 2)
+        ]
 
-    def test_a_hot_case_is_timed_among_the_largest_chunks_once_they_have_run_for_a_while(self, monkeypatch) -> None:
-        """Half a second at 60 ms of the host a launch are five pairs; clocks fell meanwhile, and the later half counts."""
-        engine = Engine([500, 500, *[40, 10], *[41, 11], *[42, 12], *[43, 13], *[44, 14], *[45, 15]])
+    def test_a_hot_case_is_timed_behind_chunks_once_they_have_run_for_a_while(self, monkeypatch) -> None:
+        """
+        Half a second at 60 ms of the host a launch are three rounds of two steps with chunks and one of the case, after its
+        first; clocks fell meanwhile, and the later half counts.
+        """
+        engine = Engine([500, *[40, 40, 10], *[41, 41, 11], *[42, 42, 12]])
         monkeypatch.setattr(step_times, "time", Clock(engine, 0.06))
         pipeline = Pipeline(engine, agreed, BETWEEN)
-        times = pipeline.run_hot(CaseSteps(FIRST, AGAIN), CaseSteps(CHUNKS_FIRST, CHUNKS))
-        assert times == Times([12, 13])
-        assert engine.log[:6] == ["launch 3", "launch 1", "read 3", "launch 4", "read 1", "launch 2"]
+        times = pipeline.run_hot(CaseSteps(FIRST, AGAIN), CHUNKS, count=2, times=1)
+        assert times == [Times([11, 12])]
+        assert [line for line in engine.log if line.startswith("launch")] == [
+            f"launch {number}" for number in (1, *[4, 4, 2] * 3)
+        ]
+
+    def test_steps_that_follow_each_other_behind_chunks_are_timed_each_for_itself(self, monkeypatch) -> None:
+        """Two rounds are enough that took a second: 900 ms of chunks and three steps, of which the first is slowest."""
+        engine = Engine([500, *[900, 13, 12, 11], *[900, 15, 14, 13]])
+        monkeypatch.setattr(step_times, "time", Clock(engine, 0.13))
+        pipeline = Pipeline(engine, agreed, BETWEEN)
+        times = pipeline.run_hot(CaseSteps(FIRST, AGAIN), CHUNKS, count=1, times=3)
+        assert times == [Times([13, 15]), Times([12, 14]), Times([11, 13])]

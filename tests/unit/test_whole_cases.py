@@ -31,6 +31,7 @@ def extent(rng: random.Random) -> Extent:
         open_loop=rng.random() < 0.5,
         prompts=tuple(sorted(rng.sample([5, 300, 3_000], rng.choice([0, 1, 2])))),
         shared=rng.random() < 0.3,
+        changes=tuple(sorted(rng.sample([7, 128, 700, 1823], rng.choice([0, 1, 2])))),
     )
 
 

@@ -18,8 +18,8 @@ from dcpbench.points.names import MIXED, PREFILL_FIRST
 from dcpbench.serving import step_model
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler
-from dcpbench.serving.step_cases import Extent, grid, hot_cases
-from dcpbench.serving.step_model import Heat, Slowed, StepModel, Work
+from dcpbench.serving.step_cases import Extent, fullest, grid, hot_runs
+from dcpbench.serving.step_model import Heat, HotStep, Slowed, StepModel, Work
 from dcpbench.serving.step_times import CHECK, GATHER, LINE
 from dcpbench.serving.traffic import Traffic
 from tests.unit import step_times_builder, virtual_serving
@@ -149,7 +149,7 @@ def test_predicted_steps(name: str, tmp_path: Path) -> None:
     extent = EXTENTS[name]
     cases = grid(extent)
     by_use = {use: [(c.work(), noisy(c.work())) for c in cases if c.use == use] for use in (LINE, GATHER, CHECK)}
-    lines = [f"hot {case}" for case in hot_cases(extent)]
+    lines = [f"hot {case}" for run in hot_runs(extent, fullest(cases)) for case in run.cases]
     try:
         model = StepModel(by_use[LINE], by_use[GATHER])
     except DcpbenchError as e:
@@ -190,12 +190,14 @@ def test_lines_surfaces_and_heat(tmp_path: Path) -> None:
         for x in (0.0, 5.0, 30.0)
     ]
     works = [
-        (work(rows=2, kv=9), 1.1),
-        (work(rows=8, kv=9), 1.2),
-        (work(tokens=512, pairs=9), 1.3),
-        (work(tokens=4096, pairs=9), 0.8),
+        HotStep(work(rows=2, kv=9), 1.1),
+        HotStep(work(rows=8, kv=9), 1.2),
+        HotStep(work(tokens=512, pairs=9), 1.3),
+        HotStep(work(tokens=4096, pairs=9), 0.8),
+        HotStep(work(rows=2, kv=9), 1.04, before=128),
+        HotStep(work(rows=2, kv=9), 1.03, since_s=0.05),
     ]
-    for kept in (works, works[:2], works[2:], []):
+    for kept in (works, works[:2], works[2:4], []):
         slowed = Slowed(kept)
         lines.append(
             str(
@@ -211,16 +213,18 @@ def test_lines_surfaces_and_heat(tmp_path: Path) -> None:
                     )
                 ]
             )
+            + f" left {[round(slowed.left_by([work(tokens=n, pairs=1)]), 6) for n in (16, 512, 9000)]}"
+            + f" settles in {slowed.settle_s:.6g}"
         )
     heat = Heat()
-    for begin, seconds, chunks in (
-        (0.0, 0.05, True),
-        (0.05, 0.3, True),
-        (0.5, 0.02, False),
-        (0.4, 0.0, True),
-        (9.0, 0.4, True),
+    for begin, seconds, towards in (
+        (0.0, 0.05, 1.0),
+        (0.05, 0.3, 0.5),
+        (0.5, 0.02, 0.0),
+        (0.4, 0.0, 1.0),
+        (9.0, 0.4, 1.0),
     ):
         lines.append(f"{heat.at(begin):.6g} {heat.until_s:.6g}")
-        heat.ran(seconds, chunks=chunks)
+        heat.ran(seconds, towards)
     lines.append(f"{heat.at(9.4):.6g} {heat.share:.6g} {heat.until_s:.6g}")
     hold("schedules/lines.txt", "\n".join(lines), tmp_path)

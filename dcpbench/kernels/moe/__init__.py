@@ -10,7 +10,15 @@ from dcpbench.kernels.linear import linear_reference
 from dcpbench.kernels.moe import decode, prompts, scaled
 from dcpbench.kernels.moe.routing import route
 
-__all__ = ["experts", "experts_reference", "route", "router_logits", "scaled_experts_reference", "silu_mul"]
+__all__ = ["changes", "experts", "experts_reference", "route", "router_logits", "scaled_experts_reference", "silu_mul"]
+
+
+def changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
+    """Most tokens up to which `local` experts of a rank go by the same kernels: one more, and it takes others, in a jump."""
+    most = (scaled.MOST_ASSIGNMENTS if in_fp8 else decode.MOST_ASSIGNMENTS) // top_k
+    rows = [scaled.FEW_ROWS + 1] if in_fp8 else [prompts.FEW_ROWS + 1, prompts.SOME_ROWS + 1, prompts.MANY_ROWS]
+    tiles = [(n * local - 1) // top_k for n in rows]
+    return sorted({min(decode.WIDE_TILES, most), most, *(n for n in tiles if n > most)})
 
 
 def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
