@@ -19,7 +19,7 @@ from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_model import StepModel, step_works
+from dcpbench.serving.step_model import Slowed, StepModel, step_works
 from dcpbench.serving.step_times import GATHER, LINE
 
 if TYPE_CHECKING:
@@ -295,6 +295,7 @@ class Watched:
     def __init__(self, times: StepTimes | EstimatedTimes, watch: Watch) -> None:
         self.times, self.watch, self.steps = times, watch, 0
         self.blocking, self.launch_ms, self.host_ms = times.blocking, times.launch_ms, times.host_ms
+        self.slowed = times.slowed
 
     def duration_ms(self, step: Step, heat: float = 0.0) -> float:
         """As StepTimes'."""
@@ -309,6 +310,7 @@ class EstimatedTimes:
 
     blocking = False
     launch_ms = 0.0
+    slowed = Slowed([])
 
     def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
         extent = step_cases.Extent.of([point], pages=plan.pages, max_context=plan.max_context)
