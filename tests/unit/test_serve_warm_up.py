@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from dcpbench.points.layout import Layout
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
-from dcpbench.workloads.serve import _cut_step, _full_steps, _requests, _same_twice
+from dcpbench.workloads.serve import Serving, _cut_step, _full_steps, _requests, _same_twice, scheduler_config
+from tests.unit import serve_record_builder
 
 if TYPE_CHECKING:
+    from dcpbench.points.point import Point
     from dcpbench.serving.requests import ServeRequest, Step
 
 
@@ -103,3 +107,27 @@ def test_a_prompt_that_comes_again_is_behind_what_the_cache_has_of_it() -> None:
     """Even if too few come at once to cut one: 903 tokens are 14 pages of 64, and 7 more."""
     setup = config(dcp=1, max_context=904)
     assert prefixes(steps(setup, _same_twice(setup, 100), clients=1)) == [0, 896]
+
+
+class Server:
+    """Stands for workloads.serve.Serving: serves without an engine, and keeps the steps."""
+
+    def __init__(self, context: int) -> None:
+        plan, shape = SimpleNamespace(pages=100, max_context=context), SimpleNamespace(vocab=100)
+        self.session = SimpleNamespace(plan=plan, shape=shape)
+        self.engine = SimpleNamespace(capture=lambda _alive: None)
+        self.found: list[Step] = []
+
+    def loop(self, point: Point, requests: list[ServeRequest], concurrency: int) -> SimpleNamespace:
+        setup = scheduler_config(point, self.session)  # type: ignore[arg-type]
+        self.found += steps(setup, requests, concurrency)
+        return SimpleNamespace(run=lambda _alive: None)
+
+
+@pytest.mark.parametrize(("context", "stored"), [(41, 0), (440, 384)], ids=["shorter-than-a-page", "longer"])
+def test_all_of_it_is_served_whether_prompts_have_a_page_or_not(context: int, stored: int) -> None:
+    """Pages of 64 tokens: 6 before the end of a prompt of 439, none of one of 40, where no list of prompts may be empty."""
+    one = serve_record_builder.point(Layout(1), 4, context=context, page_size=64)
+    server = Server(context)
+    Serving.warm_up(server, one, _requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
+    assert max(prefixes(server.found)) == stored
