@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record, ServeMetrics
 
 BARS = {("ttft_ms", "p50"): 0.05, ("itl_ms", "p50"): 0.05, ("ttft_ms", "p99"): 0.10, ("itl_ms", "p99"): 0.10}
-SHARES = (0.4, 0.7, 0.95)
+SHARES = (0.5, 0.7, 0.95)
 """Of the rate that the most clients are served at; the last is near saturation."""
 ENOUGH = 200
 """Requests that finished, of each load."""
@@ -66,14 +66,14 @@ SIZES = {
         requests=680,  # a p99 of TTFT needs 662
     ),
     "deepseek-v3": Size(
-        clients=(4, 8, 16),
+        clients=(8, 16, 32),
         prompt="uniform:100-900",
         output="uniform:2-8",  # of steps of 40 ms and more
         longest=("uniform:500-1600", "uniform:16-48"),
         turn=150,
         chunk=4096,
         kv="4GiB",
-        requests=680,
+        requests=664,
     ),
     "tiny": Size(
         clients=(1, 2, 4),

@@ -66,7 +66,7 @@ class TestWheel:
 
     def test_it_holds_nothing_else(self, wheel: zipfile.ZipFile) -> None:
         kinds = {Path(name).suffix for name in wheel.namelist() if name.startswith("dcpbench/")}
-        assert kinds <= {".py", ".j2", ".css", ".js", ".json", ".toml", ".txt", ".sh", ".cu"}
+        assert kinds <= {".py", ".j2", ".css", ".js", ".json", ".toml", ".txt", ".sh", ".cu", ".cuh"}
 
 
 def imported_by(modules: list[str], *suspects: str) -> list[str]:
