@@ -270,18 +270,9 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments& a, const Sha
                     else
                         a.part_o[to] = x;
                 }
-                if (warp == 0 && lane < 4) {
-                    const float log2_sum = sums.top[j][e] + log2f(sum);
-                    if (whole)
-                        a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
-                    else
-                        a.part_lse[(long long)slot * a.heads + h] = log2_sum;
-                }
+                if (warp == 0 && lane < 4) store_lse(a, whole, b, slot, h, sums.top[j][e] + log2f(sum));
             }
-        if (piece.t0 == 0 && threadIdx.x == 0) {
-            a.pieces_of[2 * b] = part;
-            a.pieces_of[2 * b + 1] = 1 + (tiles - piece.t1 + own.size - 1) / own.size;
-        }
+        count_pieces(a, own, piece, b, tiles, part);
     });
 }
 

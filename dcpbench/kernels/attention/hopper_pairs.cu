@@ -88,6 +88,13 @@ __device__ __forceinline__ void prefetch(const char* pool, int row) {
     }
 }
 
+// Mostly no row of the warp has met a larger score.
+__device__ __forceinline__ void shrink_sums(float (&o)[128], const float (&by)[2]) {
+    if (__all_sync(~0u, by[0] == 1 && by[1] == 1)) return;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= by[i / 2 % 2];
+}
+
 // Columns [64 * A, 64 * B) and, if asked for, rope of a tile's rows.
 template <int A, int B> __device__ __forceinline__ void fill(Shared& sh, const TensorMap* kv, int tile, bool rope, int row, u64 policy) {
     const int lane = threadIdx.x % 32;
@@ -409,18 +416,9 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
                 store<true>((char*)a.o + (((long long)b * a.heads + h) * LATENT + 256 * group) * 2, o, i, by, live);
             else
                 store<false>((char*)a.part_o + (((long long)slot * a.heads + h) * LATENT + 256 * group) * 4, o, i, by, live);
-            if (live && group == 0 && lane % 4 == 0) {
-                const float log2_sum = sh.top[1][row + 8 * i] + log2f(sum);
-                if (whole)
-                    a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
-                else
-                    a.part_lse[(long long)slot * a.heads + h] = log2_sum;
-            }
+            if (live && group == 0 && lane % 4 == 0) store_lse(a, whole, b, slot, h, sh.top[1][row + 8 * i] + log2f(sum));
         }
-        if (piece.t0 == 0 && threadIdx.x == 0) {
-            a.pieces_of[2 * b] = part;
-            a.pieces_of[2 * b + 1] = 1 + (tiles - piece.t1 + own.size - 1) / own.size;
-        }
+        count_pieces(a, own, piece, b, tiles, part);
         meet(BOTH, 2 * GROUP);
     });
 }

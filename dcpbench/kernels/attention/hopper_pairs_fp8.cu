@@ -500,18 +500,9 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
                 store<true>((char*)a.o + (((long long)b * a.heads + h) * LATENT + COLUMNS * group) * 2, o, i, by, live);
             else
                 store<false>((char*)a.part_o + (((long long)slot * a.heads + h) * LATENT + COLUMNS * group) * 4, o, i, by, live);
-            if (live && group == 0 && lane % 4 == 0) {
-                const float log2_sum = sh.top[1][row + 8 * i] - RAISED + log2f(sum);
-                if (whole)
-                    a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
-                else
-                    a.part_lse[(long long)slot * a.heads + h] = log2_sum;
-            }
+            if (live && group == 0 && lane % 4 == 0) store_lse(a, whole, b, slot, h, sh.top[1][row + 8 * i] - RAISED + log2f(sum));
         }
-        if (piece.t0 == 0 && threadIdx.x == 0) {
-            a.pieces_of[2 * b] = part;
-            a.pieces_of[2 * b + 1] = 1 + (tiles - piece.t1 + own.size - 1) / own.size;
-        }
+        count_pieces(a, own, piece, b, tiles, part);
         meet(BOTH, 2 * GROUP);
     });
 }

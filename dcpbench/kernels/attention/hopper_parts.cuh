@@ -196,13 +196,6 @@ __device__ __forceinline__ void largest(const float (&s)[32], float (&top)[2]) {
     top[0] = quad_max(top[0]), top[1] = quad_max(top[1]);
 }
 
-// Mostly no row of the warp has met a larger score.
-__device__ __forceinline__ void shrink_sums(float (&o)[128], const float (&by)[2]) {
-    if (__all_sync(~0u, by[0] == 1 && by[1] == 1)) return;
-#pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] *= by[i / 2 % 2];
-}
-
 // The first of a thread's two heads in a block; the other is 8 further.
 __device__ __forceinline__ int row_of(u32 x) { return x % GROUP / 32 * 16 + x % 32 / 4; }
 
@@ -226,5 +219,21 @@ template <class Work> __device__ __forceinline__ void for_each_piece(const Argum
         const Piece piece = {a.tables + (long long)b * a.table_stride, length, max(own.begin - start, 0), min(tiles, own.end - start)};
         if (piece.t0 < piece.t1) work(b, tiles, piece);
         start += tiles;
+    }
+}
+
+// Log-sum-exp of a head, of a whole request to its output, of a piece to base 2 and to its slot.
+__device__ __forceinline__ void store_lse(const Arguments& a, bool whole, int b, int slot, int h, float log2_sum) {
+    if (whole)
+        a.lse[(long long)b * a.heads + h] = log2_sum * a.ln2;
+    else
+        a.part_lse[(long long)slot * a.heads + h] = log2_sum;
+}
+
+// Says of a request's first piece whose it is, and how many pieces there are.
+__device__ __forceinline__ void count_pieces(const Arguments& a, const Share& own, const Piece& piece, int b, int tiles, int part) {
+    if (piece.t0 == 0 && threadIdx.x == 0) {
+        a.pieces_of[2 * b] = part;
+        a.pieces_of[2 * b + 1] = 1 + (tiles - piece.t1 + own.size - 1) / own.size;
     }
 }
