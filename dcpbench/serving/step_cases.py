@@ -303,7 +303,8 @@ def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
     tried = (_at_most(FEW_TOKENS, sizes), few, _at_most(int(math.sqrt(few * most)), sizes))
     smaller = {size: case for size in tried for case in _chunks(extent, size, extent.fewest(size) or 1) if size < most}
     chunks = [*(case for size, case in smaller.items() if size >= few), largest]
-    found = [HotRun(case, largest, times=TRAIN if case != decodes[-1] else 1) for case in decodes]
+    trains = decodes[:-1] or decodes
+    found = [HotRun(case, largest, times=TRAIN if case in trains else 1) for case in decodes]
     found += [HotRun(msgspec.structs.replace(case, use=HOT), largest) for case in chunks]
     for before in smaller.values():
         found += [HotRun(msgspec.structs.replace(case, after=before.chunks), before) for case in decodes[:1]]

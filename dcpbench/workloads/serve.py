@@ -96,13 +96,13 @@ class Serving:
         config = scheduler_config(point, self.session)
         vocab = self.session.shape.vocab
         for lengths, at_once in (
-            (_warm_up_lengths(config), 1),
+            (_warm_up_lengths(config), point.dp),
             (_full_steps(config), point.concurrency),
             (_cut_step(config), point.concurrency),
         ):
             if lengths:
                 self.loop(point, _requests(lengths, 1, vocab), concurrency=at_once).run(alive)
-        self.loop(point, _same_twice(config, vocab), concurrency=1).run(alive)
+        self.loop(point, _same_twice(config, vocab), concurrency=point.dp).run(alive)
 
 
 def serving_for(session: Session, point: Point) -> Serving:
@@ -240,11 +240,13 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
 
 
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
-    """Prompts, one after the other: a chunk of each power of two, short of a token, and one of several chunks."""
+    """Prompts, one after the other in each replica: a chunk of each power of two, short of a token, and one of several
+    chunks.
+    """
     most = _longest(config)
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
-    return sorted({max(min(size, most), 1) for size in sizes})
+    return [size for size in sorted({max(min(size, most), 1) for size in sizes}) for _ in range(config.replicas)]
 
 
 def _full_steps(config: SchedulerConfig) -> list[int]:
@@ -259,10 +261,10 @@ def _full_steps(config: SchedulerConfig) -> list[int]:
 
 def _cut_step(config: SchedulerConfig) -> list[int]:
     """As few prompts as overfill a step when they come at once, so that the last one's first pages are stored before its
-    others come; none where all prompts are shorter than that.
+    others come; none where all prompts are shorter than that. Two steps are enough of a longer one.
     """
     page = config.virtual_page
-    most = _longest(config)
+    most = min(_longest(config), 2 * config.chunk)
     if most <= page:
         return []
     whole, rest = divmod(config.chunk, most)
@@ -273,9 +275,9 @@ def _cut_step(config: SchedulerConfig) -> list[int]:
 
 
 def _same_twice(config: SchedulerConfig, vocab: int) -> list[ServeRequest]:
-    """A prompt of which the prefix cache has all but the end when it comes again."""
+    """A prompt of which each replica's prefix cache has all but the end when it comes again."""
     (first,) = _requests([_longest(config)], 1, vocab)
-    return [first, dataclasses.replace(first, number=1)]
+    return [dataclasses.replace(first, number=number) for number in range(2 * config.replicas)]
 
 
 def _longest(config: SchedulerConfig) -> int:

@@ -1,5 +1,6 @@
 """What a GPU that is limited by power does to step times: steps behind chunks take longer than those behind decodes."""
 
+import dataclasses
 import itertools
 import math
 
@@ -186,6 +187,11 @@ class TestCases:
         assert [run.before.work().tokens for run in probes] == [128, 512, 2048]
         assert {run.case.decodes for run in probes} == {behind[0].case.decodes}
         assert all(run.case.after == run.before.chunks for run in probes)
+
+    def test_one_row_alone_tells_how_soon_heat_goes(self):
+        alone = dataclasses.replace(EXTENT, requests=1, targets=(1,))
+        runs = hot_runs(alone, fullest(grid(alone)))
+        assert [run.times for run in runs if run.case.decodes and not run.case.after] == [TRAIN]
 
     def test_none_has_more_tokens_than_the_largest_that_are_quick_enough(self):
         largest = fullest(case for case in grid(EXTENT) if case.work().tokens <= 1024)

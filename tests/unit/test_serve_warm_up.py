@@ -82,7 +82,7 @@ def test_a_step_is_full_although_no_request_is_as_long() -> None:
 CUT = {
     "short": ({"chunk": 9000}, [4060] * 3),
     "nearly-full": ({}, [4060, 3876, 4060]),
-    "long": ({"max_context": 20_000}, [19_999]),
+    "long": ({"max_context": 20_000}, [16_384]),
     "short-in-pages-of-64": ({"dcp": 1, "chunk": 4096, "max_context": 904}, [903] * 5),
     "shorter-than-a-page": ({"max_context": 200}, []),
 }
@@ -131,3 +131,13 @@ def test_all_of_it_is_served_whether_prompts_have_a_page_or_not(context: int, st
     server = Server(context)
     Serving.warm_up(server, one, _requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     assert max(prefixes(server.found)) == stored
+
+
+def test_each_replica_meets_chunks_of_every_size_and_a_cached_prefix() -> None:
+    """One prompt after the other would always go to the first, and ranks of the others compile when somebody waits."""
+    one = serve_record_builder.point(Layout(2, 2), 4, context=440, page_size=64)
+    server = Server(440)
+    Serving.warm_up(server, one, _requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
+    chunks = [{(c.start, c.tokens) for step in server.found for c in step.replicas[r].chunks} for r in range(2)]
+    assert chunks[0] == chunks[1]
+    assert {(0, 1), (0, 127), (384, 55)} <= chunks[0]
