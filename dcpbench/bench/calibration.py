@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.bench.record import BenchRecord
+from dcpbench.bench.record import SCHEMA_VERSION, BenchRecord
 from dcpbench.errors import UsageError
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.wire import ACROSS, Call, Sample
@@ -45,14 +45,20 @@ def quality(calls: Iterable[Call]) -> list[Quality]:
 
 
 def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
-    """The records of benches between ranks in files, or anywhere below folders. Raises UsageError where there is none."""
+    """The records of benches between ranks in files, or anywhere below folders; one that is there twice counts once.
+
+    Raises UsageError where there is none.
+    """
     files = [
         file
         for path in paths
         for file in (sorted(path.rglob("bench-*.json")) if path.is_dir() else [path])
         if not path.is_dir() or file.stem.removeprefix("bench-") in BENCHES
     ]
-    found = [_read(file) for file in files]
+    found: list[BenchRecord] = []
+    for record in map(_read, files):
+        if record not in found:  # its sizes would predict themselves without an error
+            found.append(record)
     if not any(list(samples_of(record)) for record in found):
         where = ", ".join(map(str, paths))
         raise UsageError(
@@ -64,13 +70,19 @@ def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
 
 def _read(path: Path) -> BenchRecord:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=BenchRecord)
+        record = msgspec.json.decode(path.read_bytes(), type=BenchRecord)
     except OSError as e:
         raise UsageError(
             f"{path}: {e.strerror}; name a bench-collectives.json, a bench-exchange.json, or a folder."
         ) from e
     except msgspec.DecodeError as e:
         raise UsageError(f"{path} is no record of a bench: {e}.") from e
+    if record.schema_version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path}: schema_version {record.schema_version}, while this dcpbench reads {SCHEMA_VERSION}; read it with the "
+            "version that wrote it."
+        )
+    return record
 
 
 def samples_of(record: BenchRecord) -> Iterator[tuple[str, Sample]]:

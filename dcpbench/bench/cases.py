@@ -74,9 +74,8 @@ class Asked:
         for item in items:
             if not re.fullmatch(r"[0-9]{1,9}", item) or int(item) < 1:
                 example = f"--{name} {','.join(map(str, default))}"
-                raise UsageError(
-                    f"--{name} {typed}: '{item}' is not a positive whole number; write for example {example}."
-                )
+                wrong = "is above 999,999,999" if re.fullmatch("[0-9]{10,}", item) else "is not a positive whole number"
+                raise UsageError(f"--{name} {typed}: '{item}' {wrong}; write for example {example}.")
         return tuple(dict.fromkeys(map(int, items)))
 
     def names(self, name: str, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -241,7 +240,9 @@ def collectives_cases(asked: Asked) -> list[Case]:
     ranks, widths = asked.ranks, asked.counts("width", (64,), (7168,))
     for w in widths:
         if w % ranks:
-            raise UsageError(f"--width {w} cannot be divided among {ranks} ranks; try --width {w // ranks * ranks}.")
+            raise UsageError(
+                f"--width {w} cannot be divided among {ranks} ranks; try --width {-(-w // ranks) * ranks}."
+            )
     grid = itertools.product(
         widths,
         asked.names("variant", (*COLLECTIVES, *REGISTERED_COLLECTIVES), COLLECTIVES),

@@ -12,6 +12,7 @@ from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord
+    from dcpbench.points.wire import Sample
 
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 """Sizes of messages: a step of each, between 10 KB and 7 MB."""
@@ -35,7 +36,7 @@ def calibrate(
         str | None, typer.Option(metavar="NAME", help="Of `dcpbench machines`. Default: as measured.")
     ] = None,
     gpus_per_host: Annotated[
-        int | None, typer.Option(metavar="N", help="GPUs that read each other's memory. Default: 8.")
+        int | None, typer.Option(metavar="N", min=1, help="GPUs that read each other's memory. Default: 8.")
     ] = None,
     link: Annotated[
         str | None, typer.Option(metavar="NAME", help="Between hosts, of `dcpbench machines`. Default: none.")
@@ -58,32 +59,35 @@ def calibrate(
     from dcpbench.bench import calibration
     from dcpbench.bench.shown import wire as shown
     from dcpbench.errors import OutputError, UsageError
-    from dcpbench.points import machines
+    from dcpbench.points import gpus, machines
     from dcpbench.points.wire import Call
     from dcpbench.show.streams import write_json
 
+    _check_file(out)
     picture = out.with_suffix(".png")
     there = [str(path) for path in (out, picture) if path.exists()]
     if there and not force:
         raise OutputError(f"{' and '.join(there)} would be written over; add --force, or name another file with --out.")
+
+    def described(name: str, gpu: str, measured: str = "", calls: "dict[str, list[Sample]] | None" = None) -> bytes:
+        host = gpus_per_host or machines.GPUS_PER_HOST
+        machine = machines.Machine(
+            name=name, gpu=gpu, gpus_per_host=host, link=link, measured=measured, calls=calls or {}
+        )
+        return machines.text(machine).encode()
+
+    machines.parse(described("options", gpu or gpus.GPUS[0].name), "these options")
     records = calibration.records_in(runs) if runs else _measured()
     card, words = calibration.measured_on(records)
     if gpu is None and not card:
         raise UsageError(
             "these benches name a GPU that dcpbench machines does not list; say with --gpu which is like it."
         )
-    machine = machines.Machine(
-        name=name or f"{gpu or card}, measured",
-        gpu=gpu or card,
-        gpus_per_host=gpus_per_host or machines.GPUS_PER_HOST,
-        link=link,
-        measured=words,
-        calls=calibration.calls_of(records),
-    )
-    written = machines.text(machine)
-    machine = machines.parse(written.encode(), "these options")
+    usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
+    written = described(name or usual, gpu or card, words, calibration.calls_of(records))
+    machine = machines.parse(written, "these options")
     try:
-        out.write_text(written)
+        out.write_bytes(written)
     except OSError as e:
         raise OutputError(f"cannot write {out}: {e.strerror}; name another file with --out.") from e
     calls = [Call(called, tuple(samples)) for called, samples in machine.calls.items()]
@@ -97,6 +101,21 @@ def calibrate(
     for path in (out, picture):
         typer.echo(f"Wrote {path}")
     return 0
+
+
+def _check_file(out: Path) -> None:
+    """Raise OutputError where the machine's file could not be written, or its picture would lie on it."""
+    from dcpbench.errors import OutputError
+
+    if out.is_dir():
+        why = "is a folder"
+    elif not out.parent.is_dir():
+        why = f"cannot be written: there is no folder {out.parent}"
+    elif out.suffix == ".png":
+        why = "is the name of its picture"
+    else:
+        return
+    raise OutputError(f"{out} {why}; name another file with --out, such as --out our-h200.toml.")
 
 
 def _measured() -> "list[BenchRecord]":

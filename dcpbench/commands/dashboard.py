@@ -65,7 +65,7 @@ def build(
 
     _check_apart(runs, output)
     began = time.monotonic()
-    built = site.build(runs, output, force=force, tell=say)
+    built = site.build(runs, output, force=force, tell=say, emptied=False)
     for sentence in built.skipped:
         say(f"left out: {sentence}")
     if as_json:

@@ -111,7 +111,7 @@ def name_of(point: Point) -> str:
         said = point_name(point).partition(", repeat ")[0]
     except (ArithmeticError, ValueError, UsageError):
         said = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
-    return printable(said[:300] + mode[:20])
+    return printable(said[:300] + ("" if said.endswith(mode) else mode[:20]))
 
 
 def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:

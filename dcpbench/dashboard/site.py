@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench import __version__
 from dcpbench.dashboard import changes, data, finding, pages
-from dcpbench.errors import OutputError
+from dcpbench.errors import OutputError, RecordsError
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show import web
 from dcpbench.show.terminal import now_and_then
@@ -55,11 +55,13 @@ def build(
     tell: Callable[[str], None] = lambda _: None,
     known: dict[Stamp, RunData] | None = None,
     wanted: Callable[[RunData], bool] = lambda _: True,
+    emptied: bool = True,
 ) -> Built:
     """Bring the site up to date with the runs below `root`.
 
     `force` makes every page again. `tell` hears how far it is. `known` is kept between builds by who builds often.
-    Pages that are not `wanted` now are left as they are; those that were made stay when the build ends early. Raises
+    Pages that are not `wanted` now are left as they are; those that were made stay when the build ends early. Unless it
+    may be `emptied`, a site that has pages is left as it is where no run can be read, with RecordsError. Raises
     UsageError where `root` is no folder, OutputError where `site` is not ours or cannot be written, and, before it does
     anything, MissingPackageError without ruptures.
     """
@@ -67,6 +69,11 @@ def build(
     say = now_and_then(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)
+    if not (found.runs or emptied) and made(site):
+        raise RecordsError(
+            f"{root} holds no run that can be read, so the site in {site} is left as it is; name the folder of your runs, or "
+            "give another folder with -o."
+        )
     try:
         _enter(site)
         here, notes = _pages(site, found, before, wanted, say)

@@ -154,6 +154,10 @@ def _limits(report: Report, host: Host, nnodes: int) -> None:
 
 def _locks(report: Report, host: Host, folder: Path) -> None:
     place = _there(folder)
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        report.add("locks", BAD, "it is a file, and a run needs a folder.", "give a folder with -o.", str(above))
+        return
     try:
         host.lock(place)
     except OSError as e:

@@ -130,9 +130,10 @@ def check_positions(context: int, load: Load | None, shape: ModelShape) -> None:
             f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
         )
     if load is not None and context > shape.max_position:
+        remedy = "take longer ones out of the file" if load.trace else "lower --input-tokens or --output-tokens"
         raise UsageError(
             f"requests of {_tokens(load)}, {context:,} tokens together, pass {shape.name}'s "
-            f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
+            f"{shape.max_position:,} positions; {remedy}."
         )
 
 

@@ -87,6 +87,7 @@ def example(name: str) -> str:
         "requests": "trace.jsonl",
         "step_times": "runs/NAME/step-times/FILE.json",
         "gpus": "8",
+        "kv_memory": "100GiB",
     }
     return f"{flag(name)} {examples.get(name, '1')}"
 

@@ -57,8 +57,7 @@ def render(state: State, width: int, height: int) -> RenderableType:
     if last:
         parts += [Text(), _last(last, width)]
     if state.unread:
-        lines = ", ".join(f"{name}: {count}" for name, count in state.unread.items())
-        parts += [Text(), Text(f"could not be read, and is left out: {lines}", "yellow")]
+        parts += [Text(), Text(words.unread(state), "yellow")]
     return Group(*parts)
 
 

@@ -109,7 +109,13 @@ def changes(before: State | None, after: State) -> Iterator[str]:
     if after.now and after.now.point and not (then and (then.point, then.stage) == (after.now.point, after.now.stage)):
         yield f"now: {after.now.point}, {after.now.stage}"
     if after.unread != (before.unread if before else {}):
-        yield f"could not be read, and is left out: {', '.join(after.unread)}"
+        yield unread(after)
+
+
+def unread(state: State) -> str:
+    """Which files have lines that are in none of what is shown, and how many."""
+    lines = ", ".join(f"{name}: {count}" for name, count in state.unread.items())
+    return f"lines that could not be read, and are left out: {lines}"
 
 
 def snapshot(state: State) -> Iterator[str]:

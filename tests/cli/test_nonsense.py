@@ -56,6 +56,9 @@ def typed(*words: str) -> int:
         ("recommend --machine H200 -o file", "file is no folder; name another one with -o."),
         ("dashboard build empty -o site", "empty holds no run that can be read, so the site is empty; name the folder"),
         ("dashboard build foreign -o site", "foreign holds no run that can be read, so the site is empty"),
+        ("bench collectives --ranks 7", "--width 64 cannot be divided among 7 ranks; try --width 70."),
+        ("bench attention --context 9999999999", "'9999999999' is above 999,999,999; write for example"),
+        ("sweep --dry-run --kv-memory 999TiB", "write for example --kv-memory 100GiB"),
         ("dashboard build empty -o site --json", "empty holds no run that can be read, so the site is empty"),
     ],
 )

@@ -91,7 +91,7 @@ def test_dp_slice_compares_both_variants_at_each_size():
         (kv_write, {"tokens": "16,x"}, "'x' is not a positive whole number; write for example --tokens 16,256"),
         (kv_write, {"tokens": ""}, "'' is not a positive whole number"),
         (kv_write, {"tokens": "0"}, "'0' is not a positive whole number"),
-        (kv_write, {"tokens": "9" * 30}, "is not a positive whole number"),
+        (kv_write, {"tokens": "9" * 30}, "9' is above 999,999,999; write for example --tokens 16,256"),
         (kv_write, {"dcp": "-2"}, "--dcp -2: '-2' is not a positive whole number; write for example --dcp 1,8"),
         (kv_write, {"dtype": "bf61"}, "--dtype 'bf61' is unknown; did you mean bf16?"),
         (kv_write, {"variant": "mask"}, "Write a comma list of: check-all, filter, masked-kernel."),

@@ -62,8 +62,11 @@ class TestRealRecords:
         (one,) = read_side([RESULTS / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-pressure"])
         by_mode = {r.point.load.mode: [r] for r in one.records}
         a, b = ([Run(mode, one.folder, by_mode[mode])] for mode in ("live", "replay"))
-        with pytest.raises(UsageError, match="no measured point in common"):
+        with pytest.raises(
+            UsageError, match=r"no measured point in common: A has .*, live, B has .*, replay;"
+        ) as refused:
             judge(a, b, Options())
+        assert "replay, replay" not in str(refused.value)
 
 
 class TestMatching:

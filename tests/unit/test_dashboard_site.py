@@ -15,7 +15,7 @@ import pytest
 from dcpbench.dashboard import data as data_files
 from dcpbench.dashboard import finding, lines, pages, running, site
 from dcpbench.dashboard.changes import Change
-from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError
 from dcpbench.launch.jobs import Progress
 from dcpbench.points.layout import Layout
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
@@ -112,6 +112,15 @@ class TestWhichRuns:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, runs / "site")
         assert [run.name for run in finding.find(runs, {}, print).runs] == ["run-000", "run-001"]
+
+    def test_a_folder_without_runs_does_not_empty_a_site_that_has_pages(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        site.build(runs, tmp_path / "site")
+        before = tree(tmp_path / "site")
+        (tmp_path / "other").mkdir()
+        with pytest.raises(RecordsError, match=r"other holds no run .* is left as it is"):
+            site.build(tmp_path / "other", tmp_path / "site", force=True, emptied=False)
+        assert tree(tmp_path / "site") == before
 
     def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no folder"):

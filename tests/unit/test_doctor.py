@@ -289,6 +289,16 @@ HOST_FAULTS = {
 }
 
 
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_where_a_run_would_write_is_told(below: str, tmp_path: Path) -> None:
+    """Also above the folder: the run could not make it."""
+    (tmp_path / "file").write_text("")
+    report = looked(tmp_path / "file" / below)
+    assert [(f.check, f.what, f.where) for f in report.findings if f.level == BAD] == [
+        ("locks", "it is a file, and a run needs a folder.", str(tmp_path / "file"))
+    ]
+
+
 @pytest.mark.parametrize("check", HOST_FAULTS)
 def test_a_fault_of_the_system_is_told_with_its_remedy(check: str, tmp_path: Path) -> None:
     system, nnodes, level, said = HOST_FAULTS[check]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
-from dcpbench.launch.progress import names_of
+from dcpbench.launch.progress import names_of, rejected_lines
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
 from dcpbench.plan.spec import read_options
@@ -287,6 +287,15 @@ class TestRejections:
             "requests of --input-tokens 32 --output-tokens 65536, 65,568 tokens together, pass tiny's 65,536 "
             "positions; lower --input-tokens or --output-tokens."
         )
+
+    def test_a_trace_with_too_long_a_request_is_told_to_lose_it(self, tmp_path: Path) -> None:
+        """The lengths are the file's, and --input-tokens beside it is refused."""
+        path = tmp_path / "long.csv"
+        path.write_text("arrival_s,input_tokens,output_tokens\n0,65536,1\n")
+        found = expand(requests=str(path))
+        assert str(found[0].error).endswith("65,536 positions; take longer ones out of the file.")
+        (line,) = rejected_lines(grid.table(found))
+        assert line.partition(" at ")[2].startswith("the trace's times, 1 of long.csv: ")
 
     def test_chunks_are_an_axis_that_names_of_points_say(self) -> None:
         """Engines have room for the largest; a run with one chunk does not repeat it in every line."""

@@ -168,7 +168,9 @@ class TestLines:
     def test_records_that_cannot_be_read_are_said_at_the_first_look(self, tmp_path: Path) -> None:
         build.job(tmp_path, POINTS)
         (tmp_path / "records.jsonl").write_bytes(b"no record\n")
-        assert "could not be read, and is left out: records.jsonl" in list(snapshot(build.state(tmp_path, 1)))
+        assert "lines that could not be read, and are left out: records.jsonl: 1" in list(
+            snapshot(build.state(tmp_path, 1))
+        )
 
     def test_one_look_says_all(self, busy: State) -> None:
         said = list(snapshot(busy))

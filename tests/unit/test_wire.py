@@ -291,6 +291,51 @@ def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "there"], "there is a folder; name another file with --out"),
+        (["-o", "none/m.toml"], "none/m.toml cannot be written: there is no folder none; name another file with --out"),
+        (["-o", "m.png"], "m.png is the name of its picture; name another file with --out"),
+        (["--gpus-per-host", "0"], "Invalid value for '--gpus-per-host'"),
+        (["--link", "string"], "link = 'string' is none of rdma-400"),
+        (["--gpu", "H2000"], "gpu = 'H2000' is none of A100"),
+    ],
+)
+def test_calibrate_refuses_its_options_before_it_measures(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measuring takes minutes, which would be lost; on this machine it would end with 3, for want of GPUs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    code, _, complaint = run(capsys, "calibrate", "--force", *options)
+    assert code == 2
+    assert said in complaint
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_bench_that_is_named_twice_counts_once() -> None:
+    """Its sizes would otherwise predict themselves, and the model of the wire be free of error."""
+    assert calibration.records_in([BENCHES[0], BENCHES[0]]) == calibration.records_in([BENCHES[0]])
+
+
+def test_calibrate_refuses_a_bench_of_another_version(tmp_path: Path) -> None:
+    """What a later one means is not known."""
+    content = json.loads((BENCHES[0] / "bench-collectives.json").read_text())
+    path = tmp_path / "bench-collectives.json"
+    path.write_text(json.dumps(content | {"schema_version": 99}))
+    with pytest.raises(UsageError, match="schema_version 99, while this dcpbench reads 1"):
+        calibration.records_in([path])
+
+
+def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it was measured on the GPU that is typed."""
+    out = tmp_path / "m.toml"
+    code, _, _ = run(capsys, "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
+    assert code == 0
+    assert machines.read(out).name == "H100, its wire measured on H200"
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [
         ("", "is no record of a bench"),
