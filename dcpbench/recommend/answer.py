@@ -52,7 +52,16 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
         else:
             names = f"{first} to {last}"
         runs.append(f"{said} at {names}")
-    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)})."
+    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}"
+
+
+def _unjudged(choices: Sequence[Choice]) -> str:
+    """Layouts that would fit, and that the answer says nothing of."""
+    names = list(dict.fromkeys(who for c in choices for who in c.refused if who not in c.without_room))
+    if not names:
+        return ""
+    who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
+    return f" Not judged at every load: {who}; why, see below."
 
 
 def _more_room(ask: Ask) -> str:
@@ -189,7 +198,8 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
     for choice in choices:
         best, behind = choice.best, choice.next
         if best is None:
-            found.append([choice.name, "none fits", *[""] * (len(COLUMNS) - 2 + (ask.price is not None))])
+            what = "none fits" if choice.without_room.issuperset(choice.refused) else "none judged"
+            found.append([choice.name, what, *[""] * (len(COLUMNS) - 2 + (ask.price is not None))])
             continue
         by = "alone"
         if behind is not None:

@@ -427,6 +427,20 @@ def test_where_nothing_fits_only_what_can_help_is_named(
     assert answer.sentence(of, [other]).endswith("can be recommended: nothing is known of it; measure it.")
 
 
+def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:
+    """Not behind it alone: a reader of the first sentence took them for worse."""
+    known = dataclasses.replace(
+        choice(100.0), refused={"tp8": "no call was measured.", "tp2": "large"}, without_room={"tp2"}
+    )
+    assert answer.sentence(ask("H200"), [known]).endswith(" Not judged at every load: tp8; why, see below.")
+    many = dataclasses.replace(known, refused={f"tp{n}": "no call was measured." for n in range(8)}, without_room=set())
+    assert answer.sentence(ask("H200"), [many]).endswith(" Not judged at every load: 8 layouts; why, see below.")
+    fits = dataclasses.replace(known, without_room={"tp2", "tp8"})
+    assert "judged" not in answer.sentence(ask("H200"), [fits])
+    nothing = [dataclasses.replace(one, forecasts=[]) for one in (known, fits)]
+    assert [row[1] for row in answer.rows(ask("H200"), nothing)] == ["none judged", "none fits"]
+
+
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
     """And nothing that fits nothing ends well."""
     code, out, _ = run(
