@@ -213,7 +213,7 @@ def test_half_a_line_waits_for_its_other_half(call) -> None:
         (("exchange", "--ranks", "1"), 2, "one rank has nobody to exchange anything with; try --ranks 2."),
         (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
         (("exchange", "--variant", "sym"), 2, "--variant 'sym' is unknown; did you mean symm?"),
-        (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 63."),
+        (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 66."),
         (("merge", "--dcp", "3"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9 or another --dcp."),
         (("attention", "--lengths", "odd"), 2, "--lengths 'odd' is unknown"),
         (("attention", "--backend", "flashinfr"), 2, "did you mean flashinfer?"),
