@@ -111,11 +111,8 @@ def measured(
             replay = capture(calls.run).replay if work.device.type == "cuda" else calls.run
             said = said or calls.check(replay)
         except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
-            first, *_, last = [
-                f"{type(e).__name__}:",
-                *str(e).strip().split("\n"),
-            ]  # compilers say what is wrong at the end
-            said = f"{first} {last}"
+            lines = str(e).strip().split("\n")
+            said = f"{type(e).__name__}: {lines[-1]}"  # compilers say what is wrong at the end
         if said:
             wrong[name] = said
         else:

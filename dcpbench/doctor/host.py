@@ -153,10 +153,9 @@ def _limits(report: Report, host: Host, nnodes: int) -> None:
 
 
 def _locks(report: Report, host: Host, folder: Path) -> None:
-    place = _there(folder)
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir():
-        report.add("locks", BAD, "it is a file, and a run needs a folder.", "give a folder with -o.", str(above))
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        report.add("locks", BAD, "it is a file, and a run needs a folder.", "give a folder with -o.", str(place))
         return
     try:
         host.lock(place)
