@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
@@ -76,15 +77,20 @@ class Kernels:
             ),
             key=lambda k: k.ts,
         )
-        named = zip([columns.names[n] for n in ranges.name], ranges.start, ranges.end, ranges.thread, strict=True)
-        around = [Around(*r) for r in named]
-        self.phases = [r for r in around if r.name in PHASES]
-        steps = sorted((r for r in around if r.name == STEP_RANGE), key=lambda r: r.start)
+        names = [columns.names[name] for name in ranges.name]
+        is_phase = np.isin(names, PHASES)
+        self.phases, self.names = ranges.take(is_phase), list(itertools.compress(names, is_phase))
+        around = [
+            Around(*r) for r in zip(names, ranges.start, ranges.end, ranges.thread, strict=True) if r[0] == STEP_RANGE
+        ]
+        steps = sorted(around, key=lambda r: r.start)
         self.steps = [[k for k in work if step.launched(k)] for step in steps]
 
     def phase_of(self, kernel: Kernel) -> str:
         """Range that the kernel's launch lies in."""
-        return next((r.name for r in self.phases if r.launched(kernel)), OTHER)
+        ranges, at = self.phases, kernel.launched
+        (around,) = np.nonzero((ranges.start <= at) & (ranges.end >= at) & (ranges.thread == kernel.thread))
+        return self.names[around[0]] if len(around) else OTHER
 
 
 class Pass(NamedTuple):
@@ -131,16 +137,26 @@ def read_pass(path: Path) -> Pass:
 
 
 def profile_step(
-    eager: Callable[[], None], replay: Callable[[], None], steps: int = 3, *, enabled: bool
+    eager: Callable[[], None],
+    replay: Callable[[], None],
+    steps: int = 3,
+    *,
+    enabled: bool,
+    agree: Callable[[bool], bool] = bool,
 ) -> tuple[Phases, list[SyncSite]] | None:
     """(phases, where the host waited in a step) of this rank, or None where it is not `enabled`.
+
+    Stacks, which take longer to record than all else, are recorded only where the host waited: they name the line.
+    `agree` says to every rank whether one of them says yes.
 
     The first profiled step of each pass is left out, as the profiler's own start-up falls into it, and so is the last
     replay for the phases, which no other follows: a step lasts until the next one's first kernel.
     """
-    launched = record(eager, EAGER_STEPS, enabled=enabled, stacks=True)
+    launched = record(eager, EAGER_STEPS, enabled=enabled, stacks=False)
     replayed = record(replay, steps + 2, enabled=enabled, stacks=False)
-    if launched is None or replayed is None:
+    waits = launched is not None and bool(sync_sites(launched.sites, "eager"))
+    named = record(eager, EAGER_STEPS, enabled=enabled, stacks=True) if agree(waits) else launched
+    if launched is None or replayed is None or named is None:
         return None
     pattern = [(k.name, launched.kernels.phase_of(k)) for k in launched.kernels.steps[-1]]
     sums: dict[str, float] = {}
@@ -158,7 +174,8 @@ def profile_step(
         kernels=len(replayed.kernels.steps[-1]),
         steps=steps,
     )
-    return phases, sync_sites(launched.sites, "eager") + sync_sites(replayed.sites, "replay")
+    waited = sync_sites(named.sites, "eager") or sync_sites(launched.sites, "eager")
+    return phases, waited + sync_sites(replayed.sites, "replay")
 
 
 def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:

@@ -311,7 +311,12 @@ def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
     first = is_first()
     if engine.device.type != "cuda":
         return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
-    found = profile_step(lambda: engine.run(batch), lambda: engine.step(batch), enabled=first)
+    found = profile_step(
+        lambda: engine.run(batch),
+        lambda: engine.step(batch),
+        enabled=first,
+        agree=lambda mine: any(gather_objects(mine)),
+    )
     return Profile(phases=found[0], sync_sites=found[1]) if found else Profile()
 
 

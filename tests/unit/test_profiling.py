@@ -83,21 +83,22 @@ def replay_trace(*steps, period=1000):
 
 @pytest.fixture
 def profiled(monkeypatch):
-    """`profile_step` of given traces, the eager one first."""
+    """`profile_step` of given traces, the eager one first; `named` is the eager one with stacks, where it is asked for."""
 
-    def run(eager, replay, steps):
-        traces = iter([eager.read(), replay.read()])
+    def run(eager, replay, steps, named=None):
+        traces = iter([eager.read(), replay.read(), *([named.read()] if named else [])])
         counts = []
 
         def record(_step, count, *, enabled, stacks):
             assert enabled
-            assert stacks is (not counts), "only the eager pass can afford them"
+            assert stacks is (len(counts) == 2), "they are for lines of waits that are known to be there"
             counts.append(count)
             return next(traces)
 
         monkeypatch.setattr(profiling, "record", record)
         found = profile_step(lambda: None, lambda: None, steps, enabled=True)
-        assert counts == [3, steps + 2], "the first of each pass and the last replay are not used"
+        again = [3] if named else []
+        assert counts == [3, steps + 2, *again], "the first of each pass and the last replay are not used"
         return found
 
     return run
@@ -236,11 +237,19 @@ class TestHostSyncs:
         for at in (0, 1000, 2000):
             eager.host("cudaStreamSynchronize", at + 300, at + 310, "cuda_runtime")
             eager.host("cudaStreamSynchronize", at + 320, at + 340, "cuda_runtime")
-        _, sites = profiled(eager, replay, steps=1)
+        _, sites = profiled(eager, replay, steps=1, named=eager)
         (site,) = sites
         assert msgspec.json.decode(msgspec.json.encode(site), type=SyncSite) == site
         assert (site.found_in, site.kind, site.call) == ("eager", "stream-sync", "cudaStreamSynchronize")
         assert (site.per_step, site.wait_us) == (2.0, 15.0)
+
+    def test_ranks_that_see_no_wait_run_the_steps_with_stacks_beside_the_one_that_does(self, monkeypatch):
+        """Their collectives would wait for each other."""
+        passes = []
+        monkeypatch.setattr(profiling, "record", lambda _, count, **how: passes.append((count, how)))
+        assert profile_step(lambda: None, lambda: None, 1, enabled=False, agree=lambda mine: not mine) is None
+        assert [count for count, _ in passes] == [3, 3, 3]
+        assert passes[-1][1] == {"enabled": False, "stacks": True}
 
     def test_a_wait_in_the_first_step_alone_is_warm_up(self, profiled):
         """Kernels are loaded in it, and caches filled."""
