@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from dcpbench.bench.cases import COLLECTIVES, REGISTERED_COLLECTIVES
 from dcpbench.records.runs import read_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
@@ -51,7 +52,11 @@ def _run(step: Step) -> None:
 def wire(folder: Path, ranks: int) -> list[Step]:
     """Benches of the calls between so many GPUs, and the machine file that `calibrate` makes of them."""
     folders = {bench: str(folder / f"{bench}-{ranks}") for bench in ("collectives", "exchange")}
-    heads = {"collectives": [], "exchange": ["--heads", "64,128"]}
+    variants = ",".join([*COLLECTIVES, *REGISTERED_COLLECTIVES])
+    more = {
+        "collectives": ["--variant", variants],
+        "exchange": ["--heads", "64,128", "--variant", "ag_rs,ag_rs_registered,a2a,symm"],
+    }
     benches = [
         Step(
             [
@@ -63,7 +68,7 @@ def wire(folder: Path, ranks: int) -> list[Step]:
                 REQUESTS,
                 "--seconds",
                 "0.1",
-                *heads[bench],
+                *more[bench],
                 "-o",
                 there,
                 "--force",
@@ -110,29 +115,28 @@ def _key(point: Point) -> Point:
     return msgspec.structs.replace(point, emulate=None)
 
 
-def pairs(folder: Path) -> Iterator[tuple[Record, Record]]:
+def measured(folders: Iterable[Path]) -> list[Record]:
+    """What was measured of decode in these runs."""
+    records = [r for there in folders if (there / "records.jsonl").exists() for r in read_run(there).records]
+    return [r for r in records if r.outcome == "ok" and r.metrics is not None]
+
+
+def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
     """(live, emulated) of each point that ran both ways."""
-    found: dict[str, dict[Point, Record]] = {}
-    for kind in (LIVE, EMULATED):
-        found[kind] = {
-            _key(r.point): r
-            for file in sorted(folder.glob(f"{kind}-*/records.jsonl"))
-            for r in read_run(file.parent).records
-            if r.outcome == "ok" and r.metrics is not None
-        }
-    for key, live in found[LIVE].items():
-        if key in found[EMULATED]:
-            yield live, found[EMULATED][key]
+    its = {_key(r.point): r for r in emulated}
+    for mine in live:
+        if _key(mine.point) in its:
+            yield mine, its[_key(mine.point)]
 
 
-def table(folder: Path) -> list[str]:
-    """Step times and phases, emulated over live, and how many are within the bar."""
+def table(found: Iterable[tuple[Record, Record]]) -> list[str]:
+    """Of `pairs`: step times and phases, emulated over live, and how many are within the bar."""
     lines = [
         "| point | live ms | emulated ms | off by | phases that are off by more than 5 % of themselves and 0.5 % of the step |",
         "|---|---:|---:|---:|---|",
     ]
     errors = []
-    for live, emulated in pairs(folder):
+    for live, emulated in found:
         assert live.metrics is not None
         assert emulated.metrics is not None
         mine, its = live.metrics.step_ms.median, emulated.metrics.step_ms.median
@@ -172,7 +176,8 @@ def main() -> int:
     asked.output.mkdir(parents=True, exist_ok=True)
     if not asked.compare:
         measure(asked.output, asked)
-    text = "\n".join(table(asked.output)) + "\n"
+    live, emulated = (measured(sorted(asked.output.glob(f"{kind}-*"))) for kind in (LIVE, EMULATED))
+    text = "\n".join(table(pairs(live, emulated))) + "\n"
     (asked.output / "check.md").write_text(text)
     sys.stdout.write(text)
     return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def gpu_here(gpus: int) -> str:
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(words, capture_output=True, text=True, check=False).stdout
     return next((name for name in KNOWN if name in names), PLANNED[gpus])
+
+
+def devices(gpus: int) -> list[str]:
+    """The GPUs that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(gpus)]
 
 
 def chosen(parts: list[Part], only: str) -> list[Part]:
@@ -77,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
                 say(f"{command.minutes:5.1f}  {command.said}")
         say(f"# in all about {sum(part.minutes for part in parts):.0f} min")
         return 0
-    runner = Runner(asked.output, asked.minutes)
+    runner = Runner(asked.output, asked.minutes, devices(asked.gpus))
     try:
         if not asked.report:
             runner.run(parts)

@@ -16,20 +16,22 @@ FP8, BF16 = "--weights-dtype fp8 --kv-dtype fp8", "--weights-dtype bf16 --kv-dty
 MIXED = ("--weights-dtype fp8 --kv-dtype bf16", "--weights-dtype bf16 --kv-dtype fp8")
 NAMES = {FP8: "fp8", BF16: "bf16", MIXED[0]: "fp8-bf16", MIXED[1]: "bf16-fp8"}
 EXCHANGES = "ag_rs,symm,a2a"
-POINT_MINUTES, ENGINE_MINUTES = 0.16, 0.5
+POINT_MINUTES, ENGINE_MINUTES = 0.1, 0.8
 """A decode point took 7 to 12 s on H200, and an engine's start 25."""
-REQUESTS = "--num-requests 72 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
+REQUESTS = "--num-requests 120 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
 TURNS = (
     "--concurrency 16 --num-requests 48 --input-tokens uniform:1000-3000 --output-tokens uniform:20-60"
     " --turns 3 --turn-tokens uniform:100-300 --think-time 0.5"
 )
-SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500"
+SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
 LOADS = {
     "closed": f"--concurrency 8,32 {REQUESTS}",
-    "open": f"--request-rate 1.5,2.5 {REQUESTS}",
+    "open": f"--request-rate 2.5,4 --concurrency 48 {REQUESTS}",
     "turns": TURNS,
 }
-"""Five loads, of which those of a line share their step times."""
+"""Five loads, none of which needs a step time that SEED does not: no longer requests, nor more of them."""
+FULL_KV, SERVED_KV = "--kv-memory 100GiB", "--kv-memory 40GiB"
+"""Room for every point and load; the less of the weights is held beside it, the sooner an engine is built."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,14 @@ class Command:
     name: str
     """Of its log, and of the folder that it writes."""
     only_one: bool = False
-    """Whether it sees the first GPU alone."""
+    """Whether it takes one GPU: neighbours of its kind run side by side, each on its own."""
 
     @property
     def said(self) -> str:
         """As typed."""
         program = self.program if self.program == "dcpbench" else f"python -m {self.program}"
-        return f"{'CUDA_VISIBLE_DEVICES=0 ' if self.only_one else ''}{program} {shlex.join(self.words)}"
+        words = " ".join(word if "*" in word else shlex.quote(word) for word in self.words)
+        return f"{'CUDA_VISIBLE_DEVICES=0 ' if self.only_one else ''}{program} {words}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,25 +83,26 @@ class Plan:
         """Most valuable first."""
         by_gpus = {
             2: [
-                self.steps(), self.hangs(), self.wire(), self.emulated(), self.served(), self.grid("grid"),
-                self.registered(), self.tests(), self.grid("bf16", precision=BF16), self.experts(), self.more(),
+                self.wire(), self.grid("grid"), self.emulated(), self.seed("seed", V3), self.served(), self.steps(), self.hangs(),
+                self.tests(), self.grid("bf16", precision=BF16), self.experts(), self.more(), self.replays(),
             ],
             4: [
-                self.wire(), self.grid("grid"), self.served(), self.grid("bf16", precision=BF16), self.experts(),
-                self.seed("seed", V3, K2), self.emulated(), self.registered(), self.hangs(), self.more(),
+                self.wire(), self.grid("grid"), self.seed("seed", V3), self.served(), self.grid("bf16", V3, precision=BF16),
+                self.emulated(), self.experts(), self.grid("bf16-k2", K2, precision=BF16), self.seed("seed-k2", K2),
+                self.hangs(), self.more(), self.replays(),
             ],
             8: [
                 self.wire(), self.grid("grid", V3), self.seed("seed", V3), self.live(), self.again(),
-                self.grid("grid-k2", K2), self.seed("seed-k2", K2), self.emulated(), self.registered(), self.hangs(),
+                self.grid("grid-k2", K2), self.seed("seed-k2", K2), self.emulated(), self.hangs(), self.replays(),
             ],
         }  # fmt: skip
         return by_gpus[self.n]
 
-    def sweep(self, part: str, name: str, words: str, points: int) -> Command:
+    def sweep(self, part: str, name: str, words: str, points: int, *, only_one: bool = False) -> Command:
         """Decode; `points` that are measured, at most."""
         there = str(self.folder / part / name)
         words_ = ["sweep", *shlex.split(words), "--no-baseline", *self.backend, "-o", there, "--resume"]
-        return Command("dcpbench", tuple(words_), ENGINE_MINUTES + POINT_MINUTES * points, name)
+        return Command("dcpbench", tuple(words_), ENGINE_MINUTES + POINT_MINUTES * points, name, only_one)
 
     def serve(self, part: str, name: str, words: str, minutes: float, *, only_one: bool = False) -> Command:
         """A served load."""
@@ -134,7 +138,7 @@ class Plan:
     def wire(self) -> Part:
         """Benches of calls between the GPUs, and a machine file of them alone."""
         steps = emulation_live.wire(self.folder / "wire", self.n)
-        names, minutes = ("collectives", "exchange", "calibrate"), (1.0, 1.5, 0.1)
+        names, minutes = ("collectives", "exchange", "calibrate"), (1.2, 1.6, 0.1)
         found = [
             Command("dcpbench", tuple(step.words), m, name, step.only_one)
             for step, name, m in zip(steps, names, minutes, strict=True)
@@ -142,86 +146,72 @@ class Plan:
         return Part("wire", "calls between the GPUs, and what forecasts are made of", tuple(found))
 
     def emulated(self) -> Part:
-        """Decode, live and emulated in turn; of eight, the forecasts of what the grid has."""
-        found = []
-        concurrency, context = ("8,32", "4000,32000") if self.n < EIGHT else ("8,48", "4000")
-        load = shlex.split(f"--concurrency {concurrency} --context {context} --seconds 0.5 {FP8}")
-        for model in (V3, K2):
-            for name, layout in emulation_live.layouts(self.n, "ag_rs,symm").items():
-                points = (3 if name == "dcp" else 1) * len(concurrency.split(",")) * len(context.split(","))
-                steps = emulation_live.both(
-                    self.folder / "emulated",
-                    self.machine,
-                    model,
-                    self.n,
-                    name,
-                    [*layout, *load, *self.backend],
-                )
-                found += [
-                    Command(
-                        "dcpbench",
-                        tuple(step.words),
-                        ENGINE_MINUTES + POINT_MINUTES * points,
-                        f"{kind}-{model}-{name}",
-                        step.only_one,
-                    )
-                    for kind, step in zip((emulation_live.LIVE, emulation_live.EMULATED), steps, strict=True)
-                ]
-        return Part("emulated", "one GPU against all, with a calibration that has seen benches alone", tuple(found))
+        """Points of the grid, and step times for the served loads, on one GPU."""
+        emulate = f"--emulate {shlex.quote(str(self.machine))}"
+        layouts, points = f"--dp 1,{self.n} --dcp 1,{self.n} --exchange ag_rs,symm", 16
+        found = [
+            self.sweep(
+                "emulated",
+                model,
+                f"--model {model} --tp {self.n} {layouts} --concurrency 8,32 --context 4000,32000 --seconds 0.5"
+                f" {FP8} {FULL_KV} {emulate}",
+                points,
+                only_one=True,
+            )
+            for model in (V3, K2)
+        ]
+        words = f"{self.of_dcp()} {SEED} --mode replay {emulate}"
+        found.append(self.serve("emulated", "times", words, 1.6, only_one=True))
+        return Part("emulated", "one GPU against all, by a wire that was measured in benches alone", tuple(found))
+
+    def of_dcp(self) -> str:
+        """The layout of served loads."""
+        return f"--model {V3} --tp {self.n} --dcp {self.n} --exchange symm {FP8} {SERVED_KV}"
 
     def served(self) -> Part:
-        """Loads live, in replay and in replay of one GPU."""
+        """Loads live."""
+        live = [
+            self.serve("served", f"live-{name}", f"{self.of_dcp()} {load} --no-profile", 1.5)
+            for name, load in LOADS.items()
+        ]
+        return Part("served", "served loads, live", tuple(live))
+
+    def replays(self) -> Part:
+        """The same by step times of the seed's load: of all GPUs, and of one."""
         found = []
-        for name, load in LOADS.items():
-            words = f"--model {V3} --tp {self.n} --dcp {self.n} --exchange symm {load} --kv-memory 12GiB"
-            emulate = f"{words} --mode replay --emulate {shlex.quote(str(self.machine))}"
-            found += [
-                self.serve("served", f"live-{name}", f"{words} --mode live,replay", 2.6),
-                self.serve("served", f"emulated-{name}", emulate, 1.5, only_one=True),
-            ]
-        return Part("served", "served loads, live against replay and against one GPU", tuple(found))
+        for name, run in (("replay", self.folder / "seed" / V3), ("emulated", self.folder / "emulated" / "times")):
+            times = f"{run}/step-times/*-dcp{self.n}-*.json"
+            for load, typed in LOADS.items():
+                words = f"--mode replay --step-times {times} {typed} {SERVED_KV}"
+                there = str(self.folder / "replays" / f"{name}-{load}")
+                typed_ = ("serve", *shlex.split(words), "--no-baseline", "-o", there, "--resume")
+                found.append(Command("dcpbench", typed_, 0.3, f"{name}-{load}"))
+        return Part("replays", "served loads by step times of another load; no GPU is needed", tuple(found))
 
     def grid(self, part: str, *models: str, precision: str = FP8) -> Part:
-        """Where DCP pays."""
+        """Where DCP pays; a model at a time, all layouts in one job."""
         found = []
-        concurrency, exchanges, loads = ("8,32,48,128", EXCHANGES, 9) if self.n == EIGHT else ("8,32", "ag_rs,symm", 5)
-        load = f"--concurrency {concurrency} --context 4000,32000,128000 --seconds 0.5"
-        layouts = 1 + len(exchanges.split(",")) * (len(self.dcps.split(",")) - 1)
+        concurrency, loads = ("8,32,48,128", 9) if self.n == EIGHT else ("8,32", 5)
+        contexts = "4000,32000" if precision == BF16 else "4000,32000,128000"
         for model in models or (V3, K2):
-            words = f"--model {model} --tp {self.n} {precision} {load}"
-            name = f"{model}-{NAMES[precision]}"
-            found += [
-                self.sweep(part, name, f"{words} --dcp {self.dcps} --exchange {exchanges}", loads * layouts),
-                self.sweep(part, f"{name}-dp", f"{words} --dp {self.n} --dcp 1", loads),
-            ]
+            exchanges = EXCHANGES if self.n == EIGHT or (model, precision) == (V3, FP8) else "ag_rs,symm"
+            layouts = 2 + len(exchanges.split(",")) * (len(self.dcps.split(",")) - 1)
+            words = f"--model {model} --tp {self.n} {precision} --concurrency {concurrency} --context {contexts}"
+            words += f" --dp 1,{self.n} --dcp {self.dcps} --exchange {exchanges} --seconds 0.5 {FULL_KV}"
+            found.append(self.sweep(part, f"{model}-{NAMES[precision]}", words, loads * layouts))
         return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
 
     def experts(self) -> Part:
-        """Both ways to place experts, at three loads."""
+        """The other way to place experts than the grid's, and both at 128 requests."""
         found = []
         for model in (V3, K2):
-            words = f"--model {model} --tp {self.n} {FP8} --seconds 0.5 --concurrency 8,32,128 --context 4000"
+            words = f"--model {model} --tp {self.n} {FP8} --seconds 0.5 --context 4000 --exchange symm {FULL_KV}"
             found += [
-                self.sweep("experts", model, f"{words} --dcp 1,{self.n} --exchange symm --ep 1,tp", 12),
-                self.sweep("experts", f"{model}-dp", f"{words} --dp {self.n} --dcp 1 --ep 1,tp", 6),
+                self.sweep("experts", f"{model}-tp", f"{words} --dcp 1,{self.n} --ep tp --concurrency 8,32,128", 6),
+                self.sweep("experts", f"{model}-dp", f"{words} --dp {self.n} --dcp 1 --ep 1 --concurrency 8,32,128", 3),
+                self.sweep("experts", f"{model}-128", f"{words} --dp 1,{self.n} --dcp 1,{self.n} --concurrency 128", 3),
             ]
-        return Part("experts", "--ep 1 and tp at three loads", tuple(found))
-
-    def registered(self) -> Part:
-        """Collectives on registered memory against plain, and the exchange."""
-        plain = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
-        variants = ",".join([*plain, "all-reduce-symm", *(f"{name}-registered" for name in plain)])
-        common = f"--ranks {self.n} --requests 1,8,32,128,512 --seconds 0.1"
-        there = self.folder / "registered"
-        words = {
-            "collectives": f"bench collectives {common} --variant {variants}",
-            "exchange": f"bench exchange {common} --heads 64,128 --variant ag_rs,ag_rs_registered,a2a,symm",
-        }
-        found = [
-            Command("dcpbench", (*shlex.split(text), "-o", str(there / name), "--force"), 1.5, name)
-            for name, text in words.items()
-        ]
-        return Part("registered", "calls in memory that NCCL has registered against plain; the exchange", tuple(found))
+        return Part("experts", "--ep 1 and tp at three loads, those that the grid has not", tuple(found))
 
     def tests(self) -> Part:
         """All tests that need a GPU: of the files that have any, as each worker would collect all of them first."""
@@ -231,18 +221,20 @@ class Plan:
 
     def seed(self, part: str, *models: str) -> Part:
         """The load with which DCP was first measured: 480 × 4,000/1,500 at 8, 32 and 48, in replay."""
-        found = []
-        for model in models:
-            words = f"--model {model} --tp {self.n} {SEED} --mode replay --concurrency 8,32,48"
-            found += [
-                self.serve(part, f"{model}-dcp", f"{words} --dcp 1,{self.n} --exchange ag_rs,symm", 4.0),
-                self.serve(part, f"{model}-dp", f"{words} --dp {self.n} --dcp 1", 1.8),
-            ]
+        found = [
+            self.serve(
+                part,
+                model,
+                f"--model {model} --tp {self.n} {FP8} {SERVED_KV} {SEED} --mode replay --dp 1,{self.n} --dcp 1,{self.n} --exchange symm",
+                4.0,
+            )
+            for model in models
+        ]
         return Part(part, "480 × 4,000/1,500 at 8, 32 and 48 clients, in replay", tuple(found))
 
     def live(self) -> Part:
         """One live point of 96 requests for each layout, and its replay."""
-        words = f"--model {V3} --tp {self.n} --mode live,replay --concurrency 48 --num-requests 96"
+        words = f"--model {V3} --tp {self.n} {FP8} --mode live,replay --concurrency 48 --num-requests 96"
         words += " --input-tokens 4000 --output-tokens 1500"
         layouts = {
             "dcp": f"--dcp {self.n} --exchange symm",

@@ -27,6 +27,8 @@ EMULATED_BAR = 0.07
 REPLAY_BAR, REPLAY_TAIL_BAR = 0.05, 0.10
 SERVED = ("output tok/s", "TTFT p50", "ITL p50", "TTFT p99", "ITL p99")
 TAILS = SERVED[3:]
+SEED = "480 × 4,000/1,500"
+GRIDS = ("grid*", "bf16*", "more", "experts")
 
 
 def installed() -> str:
@@ -140,7 +142,7 @@ def decode(folder: Path) -> list[str]:
         f"| {told(r)} | {r.point.concurrency} × {r.point.context:,} | {r.metrics.step_ms.median:.2f} |"
         f" {r.metrics.output_tok_s.median:,.0f} | {'' if share(r) is None else f'{share(r):.2f}'} |"
         f" {', '.join(r.marks)} |"
-        for part in ("grid*", "bf16", "experts", "more")
+        for part in GRIDS
         for r in ok(folder, part)
         if r.metrics
     ]
@@ -151,7 +153,7 @@ def decode(folder: Path) -> list[str]:
 def pays(folder: Path) -> list[str]:
     """The best layout with DCP over the best one without, by load."""
     best: dict[tuple[str, str, int, int], dict[bool, Record]] = collections.defaultdict(dict)
-    for r in (*ok(folder, "grid*"), *ok(folder, "bf16"), *ok(folder, "more")):
+    for r in [r for part in GRIDS[:-1] for r in ok(folder, part)]:
         p = r.point
         key = (p.model, f"{p.weights_precision}/{p.kv_precision}", p.context, p.concurrency)
         old = best[key].get(p.dcp > 1)
@@ -176,8 +178,9 @@ def _output(record: Record) -> float:
 
 def emulated(folder: Path) -> list[str]:
     """Steps, as tools/emulation_live.py compares them."""
-    there = folder / "emulated"
-    return emulation_live.table(there) if any(emulation_live.pairs(there)) else []
+    forecasts = [r for _, r in records(folder, "emulated") if r.outcome == "ok" and r.metrics is not None]
+    found = list(emulation_live.pairs([r for part in GRIDS for r in ok(folder, part)], forecasts))
+    return emulation_live.table(found) if found else []
 
 
 def numbers(record: Record) -> tuple[float | None, ...]:
@@ -193,10 +196,10 @@ def served(folder: Path) -> list[str]:
     of: dict[tuple[str, ...], dict[str, Record]] = collections.defaultdict(dict)
     for run, r in records(folder):
         if r.outcome == "ok" and r.serve is not None and r.point.load is not None:
-            load = run.name.partition("-")[2] if run.parent.name == "served" else run.name
+            load = run.name.partition("-")[2] if run.parent.name in ("served", "replays") else SEED
             how = "emulated" if r.point.emulate else r.point.load.mode
-            of[run.parent.name, load, told(r), _arrival(r.point)][how] = r
-    for (_, load, what, arrival), hows in of.items():
+            of[load, told(r), _arrival(r.point)][how] = r
+    for (load, what, arrival), hows in of.items():
         live = hows.get("live")
         for how, r in sorted(hows.items(), key=lambda item: item[0] != "live"):
             mine = numbers(r)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tools.multi_gpu.parts import Command, Part
 
@@ -24,6 +28,8 @@ LEAST_SHARE = 0.5
 MOST = 1.7
 """A command may take so many times its estimate."""
 ATTEMPTS = 2
+LOOK_S = 0.5
+"""How often a command is asked whether the whole run was ended."""
 GRACE_S = 25.0
 """How long a command may take to keep what it has, once it was told to end."""
 DONE, FAILED, CUT, SKIPPED = "done", "failed", "cut off", "skipped"
@@ -47,12 +53,15 @@ class Runner:
 
     folder: Path
     minutes: float
+    devices: Sequence[str] = ("0",)
+    """The GPUs, as CUDA_VISIBLE_DEVICES names them: commands that take one each run side by side."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / STATE
         self.state = msgspec.json.decode(path.read_bytes(), type=dict[str, Ran]) if path.exists() else {}
+        self.lock, self.stop = threading.Lock(), threading.Event()
 
     @property
     def left_s(self) -> float:
@@ -60,26 +69,59 @@ class Runner:
         return 60 * self.minutes - (time.monotonic() - self.begun)
 
     def run(self, parts: Sequence[Part]) -> None:
-        """All commands that are not done, in order."""
+        """All commands that are not done, in order; those that take one GPU beside their neighbours."""
         for part in parts:
             ends = time.monotonic() + MOST * 60 * part.minutes
-            for command in part.commands:
-                key = f"{part.name}/{command.name}"
-                ran = self.state.setdefault(key, Ran(what=SKIPPED))
-                if ran.what == DONE or ran.attempts >= ATTEMPTS:
-                    say(f"{key}: {ran.what}, {ran.attempts} times; not run again")
-                    continue
-                left = min(self.left_s, ends - time.monotonic())
-                if left < LEAST_SHARE * 60 * command.minutes:
-                    of = "the run" if self.left_s <= ends - time.monotonic() else "this part's share"
-                    ran.note = f"{max(left, 0) / 60:.1f} min of {of} left, it takes about {command.minutes:.1f}"
-                    say(f"{key}: skipped, {ran.note}")
+            for alone, commands in itertools.groupby(part.commands, key=lambda command: command.only_one):
+                if alone:
+                    self.side_by_side(part, list(commands), ends)
                 else:
-                    self.one(key, command, ran, min(left, MOST * 60 * command.minutes))
-                self.save()
+                    for command in commands:
+                        self.take(part, command, ends, None)
 
-    def one(self, key: str, command: Command, ran: Ran, limit_s: float) -> None:
-        """Run a command, at most so long."""
+    def side_by_side(self, part: Part, commands: Sequence[Command], ends: float) -> None:
+        """Each on the next GPU that is free."""
+        free: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for device in self.devices:
+            free.put(device)
+
+        def on_one(command: Command) -> None:
+            device = free.get()
+            try:
+                self.take(part, command, ends, device)
+            finally:
+                free.put(device)
+
+        with concurrent.futures.ThreadPoolExecutor(len(self.devices)) as pool:
+            running = [pool.submit(on_one, command) for command in commands]
+            try:
+                for each in running:
+                    each.result()
+            except KeyboardInterrupt:
+                self.stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def take(self, part: Part, command: Command, ends: float, device: str | None) -> None:
+        """Run a command of a part that has until `ends`, if it is not done and there is time."""
+        key = f"{part.name}/{command.name}"
+        with self.lock:
+            ran = self.state.setdefault(key, Ran(what=SKIPPED))
+        if ran.what == DONE or ran.attempts >= ATTEMPTS:
+            say(f"{key}: {ran.what}, {ran.attempts} times; not run again")
+            return
+        left = min(self.left_s, ends - time.monotonic())
+        if left < LEAST_SHARE * 60 * command.minutes:
+            of = "the run" if self.left_s <= ends - time.monotonic() else "this part's share"
+            ran.note = f"{max(left, 0) / 60:.1f} min of {of} left, it takes about {command.minutes:.1f}"
+            say(f"{key}: skipped, {ran.note}")
+        else:
+            self.one(key, command, ran, min(left, MOST * 60 * command.minutes), device)
+        with self.lock:
+            self.save()
+
+    def one(self, key: str, command: Command, ran: Ran, limit_s: float, device: str | None) -> None:
+        """Run a command, at most so long, on one GPU or on all."""
         log = self.folder / f"{key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         say(f"$ {command.said}    (about {command.minutes:.1f} min, {self.left_s / 60:.1f} left)")
@@ -87,7 +129,7 @@ class Runner:
         with log.open("a") as out:
             out.write(f"$ {command.said}\n")
             out.flush()
-            code, cut = bounded(argv(command), out, limit_s, only_one=command.only_one)
+            code, cut = bounded(argv(command), out, limit_s, device, self.stop)
         ran.seconds, ran.code, ran.note = round(time.monotonic() - start, 1), code, ""
         ran.attempts += not cut
         ran.cut += cut
@@ -102,19 +144,25 @@ class Runner:
 
 
 def argv(command: Command) -> list[str]:
-    """Its words for this Python."""
+    """Its words for this Python, with the files that patterns among them stand for, as in a shell."""
     module = "dcpbench.cli" if command.program == "dcpbench" else command.program
-    return [sys.executable, "-m", module, *command.words]
+    words = [sorted(map(str, Path(w).parent.glob(Path(w).name))) or [w] if "*" in w else [w] for w in command.words]
+    return [sys.executable, "-m", module, *itertools.chain.from_iterable(words)]
 
 
-def bounded(words: list[str], out: object, limit_s: float, *, only_one: bool) -> tuple[int, bool]:
+def bounded(
+    words: list[str], out: object, limit_s: float, device: str | None, stop: threading.Event
+) -> tuple[int, bool]:
     """Exit code, and whether it was ended for the time; its own processes are ended, first as Ctrl-C does."""
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if only_one else {})
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)  # type: ignore[call-overload]
+    until = time.monotonic() + limit_s
     try:
-        return process.wait(timeout=limit_s), False
-    except subprocess.TimeoutExpired:
-        pass
+        while time.monotonic() < until and not stop.is_set():
+            try:
+                return process.wait(timeout=max(min(LOOK_S, until - time.monotonic()), 0.0)), False
+            except subprocess.TimeoutExpired:
+                pass
     except KeyboardInterrupt:
         end(process)
         raise
