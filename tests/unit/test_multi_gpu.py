@@ -1,5 +1,6 @@
 """tools/multi_gpu: what it would run is what dcpbench takes, and a second call goes on."""
 
+import re
 import shlex
 import shutil
 import sys
@@ -38,7 +39,7 @@ def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
     shutil.copy(CALIBRATED, tmp_path / "wire" / "machine.toml")
     monkeypatch.chdir(tmp_path)
     for command in planned(gpus, tmp_path):
-        if command.words[0] in ("sweep", "serve"):
+        if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
             code = _typed([*command.words, "--dry-run", "--gpu", MACHINES[gpus], "--gpus", str(gpus)])
             assert code == 0, f"{command.said}\n{capsys.readouterr().err}"
 
@@ -78,7 +79,7 @@ def test_a_dry_run_prints_every_command_with_its_minutes(
 
 def test_a_part_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
     """`--only` with a typing error."""
-    with pytest.raises(SystemExit, match="no part hang; there are steps, hangs"):
+    with pytest.raises(SystemExit, match="no part hang; there are wire, grid"):
         tool.main(["-o", str(tmp_path), "--gpus", "2", "--only", "hang", "--dry-run"])
 
 
@@ -119,6 +120,41 @@ def test_a_command_that_ran_out_of_time_is_ended_and_goes_on_at_the_next_call(
     assert (ran.what, ran.attempts, ran.cut) == (CUT, 0, 1)
 
 
+def test_commands_of_one_gpu_run_side_by_side_each_on_its_own(tmp_path: Path) -> None:
+    """Three on two GPUs, each of which waits until it has met another: the third runs on the one that is free first."""
+    code = (
+        "import os, pathlib, time; here = pathlib.Path({!r}); name = {!r}\n"
+        "(here / name).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "end = time.monotonic() + 60\n"
+        "while len(list(here.iterdir())) < 2 and time.monotonic() < end: time.sleep(0.01)\n"
+        "assert len(list(here.iterdir())) >= 2"
+    )
+    met = tmp_path / "met"
+    met.mkdir()
+    names = ("a", "b", "c")
+    commands = [
+        Command("timeit", ("-n1", "-r1", f"exec({code.format(str(met), name)!r})"), 2.0, name, only_one=True)
+        for name in names
+    ]
+    runner = Runner(tmp_path / "run", 5.0, ["4", "6"])
+    runner.run([Part("part", "what", tuple(commands))])
+    assert [runner.state[f"part/{name}"].what for name in names] == [DONE] * 3
+    assert {(met / name).read_text() for name in ("a", "b")} == {"4", "6"}
+    assert (met / "c").read_text() in ("4", "6")
+    assert {ran.what for ran in Runner(tmp_path / "run", 5.0).state.values()} == {DONE}
+
+
+def test_a_pattern_stands_for_the_files_that_are_there_when_a_command_runs(tmp_path: Path) -> None:
+    """As in a shell; one without a file stays as it is."""
+    (tmp_path / "v3-dcp4.json").touch()
+    (tmp_path / "v3-dcp1.json").touch()
+    there, nowhere = f"{tmp_path}/*-dcp4*.json", f"{tmp_path}/*-dcp8*.json"
+    assert running.argv(Command("dcpbench", ("serve", there, nowhere), 1.0, "one"))[-2:] == [
+        str(tmp_path / "v3-dcp4.json"),
+        nowhere,
+    ]
+
+
 def test_gpu_tests_are_taken_from_every_file_that_has_the_mark(tmp_path: Path) -> None:
     """Two that have it, in a function and in a whole file, and one that has not."""
     (command,) = next(part for part in Plan(2, tmp_path, "H100").parts() if part.name == "tests").commands
@@ -133,5 +169,6 @@ def test_a_rehearsal_asks_for_no_gpu(gpus: int, tmp_path: Path) -> None:
         words = shlex.join(command.words)
         if command.program == "dcpbench":
             assert "--device cpu" in words
-        assert "deepseek" not in words.replace(str(tmp_path), "").split(" -o ")[0]
+        without_times = re.sub(r"--step-times \S+", "", words.replace("'", ""))
+        assert "deepseek" not in without_times.replace(str(tmp_path), "").split(" -o ")[0]
         assert "--gpu " not in words

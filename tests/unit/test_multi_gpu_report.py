@@ -59,14 +59,12 @@ def test_where_dcp_pays_is_the_best_with_it_over_the_best_without(tmp_path: Path
     assert "| no room |  |" in rows[1]
 
 
-def test_emulated_steps_are_held_against_live_ones_with_logs_beside_the_runs(tmp_path: Path) -> None:
+def test_emulated_steps_are_held_against_those_of_the_grid(tmp_path: Path) -> None:
     """41 ms against 40, 2.5 % too long; a folder without a record, of a command that broke, is no run."""
-    there = tmp_path / "emulated"
-    build.write(there / "live-v3-dcp", [step(DCP2, 40.0)])
-    build.write(there / "emulated-v3-dcp", [step(DCP2, 41.0, emulate="H200")])
-    (there / "live-v3-dp").mkdir()
-    for name in ("live-v3-dcp.log", "emulated-v3-dcp.log"):
-        (there / name).write_text("$ dcpbench sweep\n")
+    build.write(tmp_path / "grid" / "v3", [step(DCP2, 40.0), step(TP2, 50.0)])
+    build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
+    (tmp_path / "emulated" / "k2").mkdir()
+    (tmp_path / "emulated" / "v3.log").write_text("$ dcpbench sweep\n")
     text = report.emulated(tmp_path)
     assert "| 40.00 | 41.00 | +2.5% |" in text[2]
     assert text[-1] == "1 of 1 within 5%."
@@ -82,10 +80,8 @@ def served(rate: float, mode: str, faster: float) -> Record:
 
 def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> None:
     """At 2 requests/s replay has 4 % more output than live, at 4 it has 8 %: past the bar of 5."""
-    build.write(
-        tmp_path / "served" / "live-open",
-        [served(2.0, "live", 1.0), served(2.0, "replay", 1.04), served(4.0, "live", 2.0), served(4.0, "replay", 2.16)],
-    )
+    build.write(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
+    build.write(tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)])
     rows = [row for row in report.served(tmp_path) if "| replay |" in row]
     assert [row.split("|")[1].strip() for row in rows] == ["open, 2 requests/s", "open, 4 requests/s"]
     assert "(+4.0%)" in rows[0]

@@ -30,8 +30,8 @@ LOADS = {
     "turns": TURNS,
 }
 """Five loads, none of which needs a step time that SEED does not: no longer requests, nor more of them."""
-FULL_KV, SERVED_KV = "--kv-memory 100GiB", "--kv-memory 40GiB"
-"""Room for every point and load; the less of the weights is held beside it, the sooner an engine is built."""
+KV = {"H200": ("100GiB", "40GiB"), "H100": ("30GiB", "20GiB")}
+"""Of a grid, and of served loads, by GPU; the less of the weights is held beside it, the sooner an engine is built."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Plan:
         """`gpu`: as `dcpbench machines` names it; `backend`: of attention, dcpbench's default where none is given."""
         self.n, self.folder, self.gpu = gpus, folder, gpu
         self.backend = ["--backend", backend] if backend else []
+        self.grid_kv, self.served_kv = (f"--kv-memory {size}" for size in KV[gpu])
         self.machine = folder / "wire" / emulation_live.MACHINE
         self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
 
@@ -154,7 +155,7 @@ class Plan:
                 "emulated",
                 model,
                 f"--model {model} --tp {self.n} {layouts} --concurrency 8,32 --context 4000,32000 --seconds 0.5"
-                f" {FP8} {FULL_KV} {emulate}",
+                f" {FP8} {self.grid_kv} {emulate}",
                 points,
                 only_one=True,
             )
@@ -166,7 +167,7 @@ class Plan:
 
     def of_dcp(self) -> str:
         """The layout of served loads."""
-        return f"--model {V3} --tp {self.n} --dcp {self.n} --exchange symm {FP8} {SERVED_KV}"
+        return f"--model {V3} --tp {self.n} --dcp {self.n} --exchange symm {FP8} {self.served_kv}"
 
     def served(self) -> Part:
         """Loads live."""
@@ -182,7 +183,7 @@ class Plan:
         for name, run in (("replay", self.folder / "seed" / V3), ("emulated", self.folder / "emulated" / "times")):
             times = f"{run}/step-times/*-dcp{self.n}-*.json"
             for load, typed in LOADS.items():
-                words = f"--mode replay --step-times {times} {typed} {SERVED_KV}"
+                words = f"--mode replay --step-times {times} {typed} {self.served_kv}"
                 there = str(self.folder / "replays" / f"{name}-{load}")
                 typed_ = ("serve", *shlex.split(words), "--no-baseline", "-o", there, "--resume")
                 found.append(Command("dcpbench", typed_, 0.3, f"{name}-{load}"))
@@ -197,7 +198,7 @@ class Plan:
             exchanges = EXCHANGES if self.n == EIGHT or (model, precision) == (V3, FP8) else "ag_rs,symm"
             layouts = 2 + len(exchanges.split(",")) * (len(self.dcps.split(",")) - 1)
             words = f"--model {model} --tp {self.n} {precision} --concurrency {concurrency} --context {contexts}"
-            words += f" --dp 1,{self.n} --dcp {self.dcps} --exchange {exchanges} --seconds 0.5 {FULL_KV}"
+            words += f" --dp 1,{self.n} --dcp {self.dcps} --exchange {exchanges} --seconds 0.5 {self.grid_kv}"
             found.append(self.sweep(part, f"{model}-{NAMES[precision]}", words, loads * layouts))
         return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
 
@@ -205,7 +206,7 @@ class Plan:
         """The other way to place experts than the grid's, and both at 128 requests."""
         found = []
         for model in (V3, K2):
-            words = f"--model {model} --tp {self.n} {FP8} --seconds 0.5 --context 4000 --exchange symm {FULL_KV}"
+            words = f"--model {model} --tp {self.n} {FP8} --seconds 0.5 --context 4000 --exchange symm {self.grid_kv}"
             found += [
                 self.sweep("experts", f"{model}-tp", f"{words} --dcp 1,{self.n} --ep tp --concurrency 8,32,128", 6),
                 self.sweep("experts", f"{model}-dp", f"{words} --dp {self.n} --dcp 1 --ep 1 --concurrency 8,32,128", 3),
@@ -225,7 +226,7 @@ class Plan:
             self.serve(
                 part,
                 model,
-                f"--model {model} --tp {self.n} {FP8} {SERVED_KV} {SEED} --mode replay --dp 1,{self.n} --dcp 1,{self.n} --exchange symm",
+                f"--model {model} --tp {self.n} {FP8} {self.served_kv} {SEED} --mode replay --dp 1,{self.n} --dcp 1,{self.n} --exchange symm",
                 4.0,
             )
             for model in models
