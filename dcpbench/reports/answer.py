@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, instances, marks, slo, stalls
+from dcpbench.reports import findings, gaps, instances, marks, slo, stalls
 from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.words import short_shapes, unique
 from dcpbench.show.numbers import count, missing, number, percent, reach, tok_s, with_reach
@@ -329,8 +329,8 @@ def replay(found: pd.DataFrame) -> str:
 
 
 def trust(frames: Frames, apart: list[float]) -> str:
-    """How well repeats agree, what did not run, and how many points carry a mark."""
-    said = [findings.repeats_sentence(apart)]
+    """How well repeats agree, whether gaps between kernels do, what did not run, and how many points carry a mark."""
+    said = [text for text in (findings.repeats_sentence(apart), gaps.words(frames.findings.points)) if text]
     if len(frames.others):
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
     marked = frames.findings.points

@@ -321,7 +321,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         paying = _first_ahead(panel)
         if paying is not None:
             ax.axvline(paying, color=GREY, linestyle=":", linewidth=1.4)
-            left = paying < rows["concurrency"].median()  # where there is more room for what is said beside the line
+            left = 2 * paying < rows["concurrency"].min() + rows["concurrency"].max()  # where what is said has room
             ax.text(
                 paying,
                 0.99,

@@ -98,7 +98,7 @@ def told(record: Record) -> str:
     """A point in words, without its load."""
     p = record.point
     exchange = "" if p.exchange == "none" else f" {p.exchange}"
-    return f"{p.model} {p.layout}{exchange}, {p.weights_precision}/{p.kv_precision}"
+    return f"{p.model} {p.layout_name}{exchange}, {p.weights_precision}/{p.kv_precision}"
 
 
 def ok(folder: Path, part: str = "*", *, workload: str = "decode") -> list[Record]:

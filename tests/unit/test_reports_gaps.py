@@ -1,0 +1,70 @@
+"""What a report says of layouts whose kernels follow each other after unequal gaps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from dcpbench.reports import answer, frames, gaps, overview
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+TP4, DCP4 = Layout(4), Layout(4, 1, 4)
+
+
+def step(layout: Layout, ms: float, idle_us: float, kernels: int = 2000, **changes: object) -> Record:
+    """A step of so many kernels with so much idle time between them."""
+    record = build.ok(build.point(layout, **changes), median_ms=ms, noise=1e-5)
+    assert record.phases is not None
+    return msgspec.structs.replace(
+        record, phases=msgspec.structs.replace(record.phases, idle_us=idle_us, kernels=kernels)
+    )
+
+
+def loaded(folder: Path, *records: Record) -> frames.Frames:
+    """Frames of a run of these."""
+    build.write(folder, records)
+    return frames.load([folder])
+
+
+def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> None:
+    """0.07 and 0.37 µs: 600 µs are 3 % of 20 ms at 8 requests, and 1.5 % of 40 ms at 32."""
+    found = loaded(
+        tmp_path,
+        step(TP4, 20.0, 140.0),
+        step(DCP4, 22.0, 740.0),
+        step(TP4, 40.0, 140.0, concurrency=32),
+        step(DCP4, 44.0, 740.0, concurrency=32),
+    )
+    said = gaps.words(found.findings.points)
+    assert "0.07 µs in one layout and 0.37 in another" in said
+    assert "up to 3 % of a step (8 requests of 4,000 tokens)" in said
+    assert said in overview.short(found)[-1]
+    assert said in answer.trust(found, [])
+
+
+@pytest.mark.parametrize(
+    ("idle_us", "kernels"),
+    [
+        pytest.param(330.0, 2000, id="less than 1 % of a step"),
+        pytest.param(5000.0, 2000, id="the GPU waits for something else"),
+        pytest.param(740.0, 0, id="a profiled pass that saw no kernel"),
+    ],
+)
+def test_what_is_no_such_difference_is_not_spoken_of(tmp_path: Path, idle_us: float, kernels: int) -> None:
+    """Of two steps of 20 ms, the other with gaps of 0.07 µs."""
+    found = loaded(tmp_path, step(TP4, 20.0, 140.0), step(DCP4, 20.0, idle_us, kernels))
+    assert gaps.words(found.findings.points) == ""
+
+
+def test_layouts_under_different_loads_are_not_set_against_each_other(tmp_path: Path) -> None:
+    """They are not compared."""
+    found = loaded(tmp_path, step(TP4, 20.0, 140.0), step(DCP4, 22.0, 740.0, concurrency=32))
+    assert gaps.words(found.findings.points) == ""
