@@ -114,6 +114,7 @@ def test_a_plan_is_the_one_that_a_run_on_that_machine_makes() -> None:
         name="NVIDIA H200",
         memory_bytes=150_109_880_320,
         l2_bytes=60 << 20,
+        capability="9.0",
         packages={"flashinfer": "0.6.18"},
     )
     plans = [

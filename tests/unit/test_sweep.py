@@ -703,13 +703,14 @@ def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability:
 @pytest.mark.parametrize(
     ("packages", "capability", "kv", "backend"),
     [
-        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "9.0", "fp8", "flashmla"),
-        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "9.0", "bf16", "flashinfer"),
+        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "9.0", "fp8", "triton"),
+        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "9.0", "bf16", "triton"),
+        ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "10.0", "bf16", "flashinfer"),
         ({"flashinfer": "0.6.18", "flash_mla": "1.0.0"}, "10.0", "fp8", "triton"),
-        ({"flashinfer": "0.6.18"}, "9.0", "fp8", "triton"),
+        ({"flashinfer": None}, "10.0", "bf16", "triton"),
     ],
 )
-def test_kv_in_fp8_is_read_by_what_can_where_no_backend_is_typed(
+def test_where_no_backend_is_typed_it_is_the_fastest_that_was_measured_on_such_a_gpu(
     packages: dict[str, str | None], capability: str, kv: str, backend: str
 ) -> None:
     machine = msgspec.structs.replace(H200X4, packages=packages, capability=capability)
