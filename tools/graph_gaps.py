@@ -1,0 +1,172 @@
+"""When do the kernels of a captured graph follow each other with longer gaps: graph by graph, what is captured before it varied.
+
+    python -m tools.graph_gaps -o FILE                     # all ways, each in a process of its own
+    python -m tools.graph_gaps -o FILE --ways kept,freed --graphs 12 --nodes 2300
+
+A graph is a chain of small kernels. Each is timed as soon as it is captured, and all that live once more at the end; a line
+of FILE is a way, with µs per kernel. docs/methodology.md says what sweeps saw. Needs one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from dcpbench.measuring.timing import Timer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+REPLAYS = 30
+LEFT_FREE = 4 << 30
+"""Bytes that `full` leaves of a GPU's memory."""
+LARGE = 1 << 16
+"""Elements of a tensor whose kernels have more blocks than a GPU runs at once."""
+
+
+class Found(msgspec.Struct, kw_only=True):
+    """Of one way."""
+
+    way: str
+    device: str
+    nodes: int
+    first_us: list[float]
+    """Per kernel, of each graph right behind its capture."""
+    again_us: list[float]
+    """Of those that live at the end, in the order of capture."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How graphs are captured."""
+
+    what: str
+    keeps: bool = True
+    """Whether graphs stay while others are captured."""
+    full: bool = False
+    """Whether the GPU's memory is taken before."""
+    shares: bool = False
+    """Whether graphs allocate from one pool."""
+    one_kernel: bool = True
+
+
+WAYS = {
+    "kept": Way("all graphs live"),
+    "freed": Way("each is dropped before the next", keeps=False),
+    "full": Way("all live, memory nearly full", full=True),
+    "freed-full": Way("each is dropped, memory nearly full", keeps=False, full=True),
+    "pool": Way("all live, allocate from one pool", shares=True),
+    "kinds": Way("all live, of eight kinds of kernels", one_kernel=False),
+}
+
+
+def chain(way: Way, nodes: int) -> Callable[[], None]:
+    """So many kernels, one behind the other."""
+    x = torch.ones(64, device="cuda")
+    y = torch.ones(LARGE, device="cuda")
+    kinds: list[Callable[[], object]] = [lambda: x.add_(1)]
+    if not way.one_kernel:
+        kinds += [
+            lambda: x.mul_(1.0),
+            lambda: y.add_(1),
+            lambda: y.clamp_(-1e9, 1e9),
+            lambda: x.sub_(1),
+            lambda: torch.sin_(x),
+            lambda: torch.cos_(y),
+            lambda: x.fill_(1),
+        ]
+
+    def run() -> None:
+        for i in range(nodes):
+            kinds[i % len(kinds)]()
+
+    return run
+
+
+def us_per_kernel(graph: torch.cuda.CUDAGraph, nodes: int) -> float:
+    """Median over replays back to back."""
+    samples_ms, _ = Timer(graph.replay, torch.device("cuda")).chunk(REPLAYS)
+    return round(statistics.median(samples_ms) * 1e3 / nodes, 4)
+
+
+def measure(name: str, graphs: int, nodes: int) -> Found:
+    """One way, in this process."""
+    way = WAYS[name]
+    run = chain(way, nodes)
+    run()
+    torch.cuda.synchronize()
+    taken = None
+    if way.full:
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_FREE, dtype=torch.uint8, device="cuda")
+    pool = torch.cuda.graph_pool_handle() if way.shares else None
+    alive: list[torch.cuda.CUDAGraph] = []
+    first = []
+    for _ in range(graphs):
+        if not way.keeps:
+            alive.clear()
+            gc.collect()
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        first.append(us_per_kernel(graph, nodes))
+        alive.append(graph)
+    again = [us_per_kernel(graph, nodes) for graph in alive]
+    del taken
+    return Found(way=name, device=torch.cuda.get_device_name(), nodes=nodes, first_us=first, again_us=again)
+
+
+def table(found: list[Found]) -> Iterator[str]:
+    """A line for each way."""
+    yield "| way | nodes | µs per kernel: graph by graph as captured | those that live, once more |"
+    yield "|---|---:|---|---|"
+    for f in found:
+        first, again = (", ".join(f"{us:.2f}" for us in values) for values in (f.first_us, f.again_us))
+        yield f"| `{f.way}`: {WAYS[f.way].what} | {f.nodes:,} | {first} | {again} |"
+
+
+def main() -> int:
+    """Each way in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--graphs", type=int, default=10)
+    parser.add_argument(
+        "--nodes", type=int, default=2300, help="kernels of a graph; default: as in a step of DeepSeek-V3"
+    )
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    ways = asked.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"there are no ways {', '.join(unknown)}; --ways takes {', '.join(WAYS)}")
+    if min(asked.graphs, asked.nodes) < 1:
+        parser.error("--graphs and --nodes must be at least 1")
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed: graphs of a CPU do not exist")
+    if asked.here:
+        with asked.output.open("ab") as out:
+            out.write(msgspec.json.encode(measure(ways[0], asked.graphs, asked.nodes)) + b"\n")
+        return 0
+    asked.output.unlink(missing_ok=True)
+    for way in ways:
+        more = ["--graphs", str(asked.graphs), "--nodes", str(asked.nodes), "--here"]
+        words = [sys.executable, "-m", "tools.graph_gaps", "-o", str(asked.output), "--ways", way, *more]
+        if subprocess.run(words, check=False).returncode:
+            sys.stdout.write(f"{way}: failed\n")
+    lines = asked.output.read_bytes().splitlines() if asked.output.exists() else []
+    found = [msgspec.json.decode(line, type=Found) for line in lines]
+    sys.stdout.write("\n".join(table(found)) + "\n")
+    return 0 if len(found) == len(ways) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
