@@ -86,7 +86,9 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
-    _check_ranks(point, shape, machine)
+    if not settings.step_times:  # whose point has run, on ranks and by a wire that need not be here
+        _check_ranks(point, shape, machine)
+        _check_exchange(point, machine)
     if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
         raise UsageError(
             f"--dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --dtype bf16. "
@@ -94,7 +96,6 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
         )
     _check_auto(point, machine)
     _check_backend(point, shape, machine)
-    _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
         _check_fp8(point, shape, probe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +33,7 @@ from dcpbench.points.wire import Seconds
 from dcpbench.records.record import Kv
 from dcpbench.workloads import decode, replay, serve
 from dcpbench.workloads.session import build
+from tests.unit import serve_record_builder as served
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -281,6 +283,24 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
     assert (record.serve.finished, record.serve.output_tokens) == (3, 9)
     assert {m.floor_ms for m in times.cases} == {None}
     assert times.path["emulate"] == "H200"
+
+
+def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their wire was modelled when they were measured."""
+    gone = {"dtype": "bf16", "emulate": "/gone/machine.toml"}
+    point = served.point(served.DCP, changed={"mode": "replay"}, **gone)
+    machine = judge.Machine(probe=planned("H200", 8))
+    with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
+        judge.check(point, Settings(), SHAPES[point.model], machine)
+    files = []
+
+    def known(path: str) -> SimpleNamespace:
+        files.append(path)
+        return SimpleNamespace(must_be_of=lambda *_: None)
+
+    monkeypatch.setattr(judge, "known_times", known)
+    judge.check(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
+    assert files == ["times.json"]
 
 
 def test_two_hosts_with_a_link_can_be_emulated() -> None:
