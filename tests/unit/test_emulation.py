@@ -287,8 +287,7 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
 
 def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their wire was modelled when they were measured."""
-    gone = {"dtype": "bf16", "emulate": "/gone/machine.toml"}
-    point = served.point(served.DCP, changed={"mode": "replay"}, **gone)
+    point = served.point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
     machine = judge.Machine(probe=planned("H200", 8))
     with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
         judge.check(point, Settings(), SHAPES[point.model], machine)
