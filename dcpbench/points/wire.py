@@ -204,6 +204,10 @@ LINK_BAND = 1.0
 LATE, LATE_RANKS = 1.08, 4
 """Median of DeepSeek-V3's exchanges in steps of four H200 over the same calls alone; other models' hold it (docs/wire-checked.md).
 Between two GPUs it is none for exchanges, and up to 1.1 for the smallest reductions."""
+RANKS_LOW, RANKS_HIGH = 0.01, 0.02
+"""Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
+the error of the wire: the slowest GPU decides, and the busiest rank stands for all. 41 of 42 steps of two and four H200 lie within
+(docs/emulation.md)."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.names import OBJECTIVES
-from dcpbench.records.record import Interval, Latencies, Metrics, Percentiles
+from dcpbench.records.record import Emulated, Interval, Latencies, Metrics, Percentiles
 from dcpbench.records.stats import least_samples, median_interval, percentile
 
 if TYPE_CHECKING:
@@ -239,14 +239,23 @@ def percentiles(samples: Sequence[float]) -> Percentiles:
     return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
 
 
+def forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
+    """Shares by which a step of that length may be shorter and longer: by the wire's error and by what sets ranks apart."""
+    wire = emulated.wire_us
+    return (
+        (wire - emulated.wire_low_us) / step_us + emulated.ranks_low,
+        (emulated.wire_high_us - wire) / step_us + emulated.ranks_high,
+    )
+
+
 def decode_metrics(
-    step_samples_ms: list[float], concurrency: int, tp: int, unsure_ms: tuple[float, float] = (0.0, 0.0)
+    step_samples_ms: list[float], concurrency: int, tp: int, unsure: tuple[float, float] = (0.0, 0.0)
 ) -> Metrics:
     """Metrics of the workload `decode`, in which every request gets one token from every step.
 
     ITL = step time, one sample per STEP: the tokens of one step are not independent. Output throughput =
-    concurrency / step time, its interval that of the step time turned over. `unsure_ms`: how much shorter and longer the
-    step may be than what was timed, beyond scatter, where part of it was modelled. Raises UsageError for no samples, for
+    concurrency / step time, its interval that of the step time turned over. `unsure`: shares by which the step
+    may be shorter and longer than what was timed, beyond scatter, where part of it was modelled. Raises UsageError for no samples, for
     samples that are not positive and finite, and for a concurrency or tp below 1.
     """
     if concurrency < 1:
@@ -254,7 +263,7 @@ def decode_metrics(
     if any(not ms > 0 for ms in step_samples_ms):
         raise UsageError("a step takes more than 0 ms; leave out samples that were not measured.")
     step = median_interval(step_samples_ms)
-    shorter, longer = unsure_ms
+    shorter, longer = (share * step.median for share in unsure)
     step = Interval(median=step.median, low=step.low - shorter, high=step.high + longer, samples=step.samples)
     tok_s = Interval(
         median=concurrency * 1e3 / step.median,

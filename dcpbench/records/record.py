@@ -201,9 +201,12 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     wire_low_us: float
     wire_high_us: float
     """With the error of the model; the ends of the step's interval have these in place of `wire_us`."""
+    ranks_low: float = 0.0
+    ranks_high: float = 0.0
+    """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it."""
     output_tok_s_low: float | None = None
     output_tok_s_high: float | None = None
-    """Of requests that were replayed: with all steps as much longer and shorter as that error makes the largest decode step."""
+    """Of requests that were replayed: with all steps as much longer and shorter as these errors make the largest decode step."""
 
 
 class Kv(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.formulas import latencies
+from dcpbench.records.formulas import forecast_error, latencies
 from dcpbench.records.record import InstanceMetrics, Kv, Record
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
 from dcpbench.serving.loads import requests_of
@@ -249,7 +249,7 @@ def replay_point(
     metrics = measured(found, write_samples(folder, point, rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:
-        low, high = (measured(served(times.scaled(factor)), "").output_tok_s for factor in _wire_factors(times))
+        low, high = (measured(served(times.scaled(factor)), "").output_tok_s for factor in _forecast_factors(times))
         emulated = msgspec.structs.replace(emulated, output_tok_s_low=low, output_tok_s_high=high)
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
@@ -300,18 +300,16 @@ def _latencies(seconds: Iterable[float]) -> Latencies:
     return latencies([round(1e3 * s, 6) for s in seconds])
 
 
-def _wire_factors(times: StepTimes) -> tuple[float, float]:
-    """By how much steps are longer and shorter at the ends of the error of the wire's model; on the CPU nothing waits for it."""
+def _forecast_factors(times: StepTimes) -> tuple[float, float]:
+    """By how much steps are longer and shorter at the ends of a forecast's error; on the CPU nothing waits for the wire."""
     emulated = times.emulated
     assert emulated is not None
     if times.blocking:
         return 1.0, 1.0
     decodes = [m for m in times.cases if m.case.decodes and not m.case.chunks]
     step_us = 1e3 * max(decodes, key=lambda m: m.case.requests).median_ms
-    return (
-        1 + (emulated.wire_high_us - emulated.wire_us) / step_us,
-        1 - (emulated.wire_us - emulated.wire_low_us) / step_us,
-    )
+    shorter, longer = forecast_error(emulated, step_us)
+    return 1 + longer, 1 - shorter
 
 
 def replay_from_file(

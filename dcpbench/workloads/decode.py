@@ -22,6 +22,7 @@ from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import floors, memory
 from dcpbench.points.machines import described
+from dcpbench.points.wire import RANKS_HIGH, RANKS_LOW
 from dcpbench.records import formulas
 from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
 from dcpbench.syncs.recorded import WORST_SITES
@@ -120,7 +121,12 @@ def run(
         + marks(l2_warm=session.plan.l2_warm)
         + marks(inaccurate=error is not None and not error <= limit_of(engine), emulated=emulated is not None)
         + marks(straggler=slow is not None),
-        metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp, _unsure_ms(emulated, device)),
+        metrics=formulas.decode_metrics(
+            timing.samples_ms,
+            point.concurrency,
+            point.tp,
+            _unsure(emulated, device, statistics.median(timing.samples_ms)),
+        ),
         phases=profile.phases,
         emulated=emulated,
         rates=rates,
@@ -252,15 +258,14 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
         wire_us=tally.us,
         wire_low_us=tally.low_us,
         wire_high_us=tally.high_us,
+        ranks_low=RANKS_LOW,
+        ranks_high=RANKS_HIGH,
     )
 
 
-def _unsure_ms(emulated: Emulated | None, device: torch.device) -> tuple[float, float]:
-    """By how much a step may be shorter and longer for the error of the wire's model; on the CPU nothing waits for it."""
-    if emulated is None or device.type != "cuda":
-        return 0.0, 0.0
-    mean = emulated.wire_us
-    return (mean - emulated.wire_low_us) / 1e3, (emulated.wire_high_us - mean) / 1e3
+def _unsure(emulated: Emulated | None, device: torch.device, step_ms: float) -> tuple[float, float]:
+    """Shares by which a step may be shorter and longer than that of a rank alone; on the CPU nothing waits for the wire."""
+    return formulas.forecast_error(emulated, step_ms * 1e3) if emulated and device.type == "cuda" else (0.0, 0.0)
 
 
 def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:

@@ -291,7 +291,7 @@ def test_formulas_of_requests(tmp_path: Path) -> None:
     lines += [said(formulas.steady_window, [], n) for n in (0, 1)] + [said(formulas.wall_s, [])]
     lines += [
         said(formulas.decode_metrics, [4.0, 5.0, 6.0], n, tp, unsure)
-        for n, tp, unsure in ((0, 1, (0, 0)), (3, 2, (0.5, 1.5)), (1, 1, (0, 0)))
+        for n, tp, unsure in ((0, 1, (0, 0)), (3, 2, (0.1, 0.3)), (1, 1, (0, 0)))
     ]
     lines += [said(formulas.decode_metrics, [0.0, 1.0], 1, 1), said(formulas.decode_metrics, [], 1, 1)]
     hold("formulas.txt", "\n".join(lines), tmp_path)
