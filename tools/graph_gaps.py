@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import statistics
 import subprocess
 import sys
@@ -57,6 +58,8 @@ class Way:
     shares: bool = False
     """Whether graphs allocate from one pool."""
     one_kernel: bool = True
+    queues: str = ""
+    """CUDA_SCALE_LAUNCH_QUEUES, by which CUDA's queues for launches are larger or smaller."""
 
 
 WAYS = {
@@ -66,6 +69,8 @@ WAYS = {
     "freed-full": Way("each is dropped, memory nearly full", keeps=False, full=True),
     "pool": Way("all live, allocate from one pool", shares=True),
     "kinds": Way("all live, of eight kinds of kernels", one_kernel=False),
+    "queues-4x": Way("all live, CUDA_SCALE_LAUNCH_QUEUES=4x", queues="4x"),
+    "queues-0.25x": Way("all live, CUDA_SCALE_LAUNCH_QUEUES=0.25x", queues="0.25x"),
 }
 
 
@@ -160,7 +165,8 @@ def main() -> int:
     for way in ways:
         more = ["--graphs", str(asked.graphs), "--nodes", str(asked.nodes), "--here"]
         words = [sys.executable, "-m", "tools.graph_gaps", "-o", str(asked.output), "--ways", way, *more]
-        if subprocess.run(words, check=False).returncode:
+        environment = os.environ | ({"CUDA_SCALE_LAUNCH_QUEUES": WAYS[way].queues} if WAYS[way].queues else {})
+        if subprocess.run(words, check=False, env=environment).returncode:
             sys.stdout.write(f"{way}: failed\n")
     lines = asked.output.read_bytes().splitlines() if asked.output.exists() else []
     found = [msgspec.json.decode(line, type=Found) for line in lines]
