@@ -102,3 +102,17 @@ def test_of_a_rehearsal_no_times_are_shown(tmp_path: Path) -> None:
     text = report.written(tmp_path, [], {}, "a rehearsal")
     assert "- grid: ok, 1 points" in text
     assert "## Decode" not in text
+
+
+def test_what_is_missing_is_told_but_for_degrees_that_do_not_nest(tmp_path: Path) -> None:
+    """Lists of --dp and --dcp ask for dp 2 with dcp 2 on two GPUs, too."""
+    point = build.point(DCP2)
+    build.write(
+        tmp_path / "grid" / "one",
+        [
+            Record(point=point, outcome="rejected", reason="no room"),
+            Record(point=msgspec.structs.replace(point, dp=2), outcome="rejected", reason="does not divide"),
+        ],
+    )
+    (line,) = report.failures(tmp_path)
+    assert line.endswith("rejected: no room")
