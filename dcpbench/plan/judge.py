@@ -86,9 +86,9 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
-    if not settings.step_times:  # whose point has run, on ranks and by a wire that need not be here
+    here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
+    if here:
         _check_ranks(point, shape, machine)
-        _check_exchange(point, machine)
     if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
         raise UsageError(
             f"--dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --dtype bf16. "
@@ -96,6 +96,8 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
         )
     _check_auto(point, machine)
     _check_backend(point, shape, machine)
+    if here:
+        _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
         _check_fp8(point, shape, probe)
