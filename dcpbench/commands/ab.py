@@ -122,8 +122,7 @@ def ab(
     _check(variants, launches)
     command = getattr(context.find_root().command, "commands", {})[variants.workload]
     sides = {side: _arguments(variants, side, command) for side in "ab"}
-    if not (variants.a.strip() or variants.b.strip() or variants.both.strip()):
-        raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
+    _check_told(variants)
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
@@ -226,6 +225,19 @@ def _check(variants: Variants, launches: Launches) -> None:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
     if launches.resume and launches.output is None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
+
+
+def _check_told(variants: Variants) -> None:
+    """Raise UsageError where a variant is told nothing at all."""
+    untold = [side for side in "ab" if not (getattr(variants, side).strip() or variants.both.strip())]
+    if len(untold) > 1:
+        raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
+    if untold:
+        (side,) = untold
+        raise UsageError(
+            f"{side.upper()} has no options and would run defaults that the other variant need not have; add its options, "
+            f'such as --{side} "--tp 1 --concurrency 8", and as --both "…" those of both.'
+        )
 
 
 def _arguments(variants: Variants, side: str, command: Command) -> list[str]:

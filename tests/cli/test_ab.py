@@ -219,6 +219,8 @@ def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab)
         (["--a", "--resume"], "leave --resume out"),
         (["--b", "--help"], "see `dcpbench sweep --help`"),
         (["--b", "stray"], "--b 'stray'"),
+        (["--a", "--tp 1"], 'such as --b "--tp 1 --concurrency 8"'),
+        (["--b", "--tp 1"], 'such as --a "--tp 1 --concurrency 8"'),
         (["--workload", "bench"], "give sweep or serve"),
         (["--rounds", "0"], "such as --rounds 8"),
         (["--resume"], "--resume needs the run to go on with"),
