@@ -33,6 +33,7 @@ SHORTEST_PADDED = 3
 """Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
+ATTENTION_PACKAGES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
 LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
 LAYERS_BY_NAME = ("qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
@@ -115,8 +116,8 @@ class Asked:
 
 def attention_cases(asked: Asked) -> list[Case]:
     """Every backend at every size; those of one pool follow each other, so that they can share it."""
-    flashmla = ("flashmla",) if importlib.util.find_spec("flash_mla") else ()
-    usual = ("reference", "triton") if asked.cpu else ("flashinfer", *flashmla, "triton")
+    installed = [name for name, package in ATTENTION_PACKAGES.items() if importlib.util.find_spec(package)]
+    usual = ("reference", "triton") if asked.cpu else (*installed, "triton")
     backends = asked.names("backend", BACKENDS, usual)
     grid = itertools.product(
         asked.names("kv_dtype", DTYPES, ("bf16",)),
