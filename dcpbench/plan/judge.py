@@ -143,7 +143,8 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     layers, fp8 = memory.all_layers(shape), point.weights_precision == FP8
     if memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
         on_gpus = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
-        plan = {"--model": point.model, "--dry-run": "", "--gpu": "H200", "--gpus": "8"}
+        like = described(point.emulate or "H200")
+        plan = {"--model": point.model, "--dry-run": "", "--gpu": like.gpu, "--gpus": str(like.gpus_per_host)}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
