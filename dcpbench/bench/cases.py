@@ -45,6 +45,7 @@ REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])
 """NCCL's in memory that is registered with it; run where they are named."""
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 """`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last is run where it is named."""
+AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
@@ -145,7 +146,7 @@ def exchange_cases(asked: Asked) -> list[Case]:
     grid = itertools.product(
         asked.heads((8,), "--ranks", asked.ranks),
         asked.counts("requests", (1, 4), (1, 8, 32, 128)),
-        asked.names("variant", EXCHANGE_VARIANTS, EXCHANGE_VARIANTS[:-1]),
+        asked.names("variant", EXCHANGE_VARIANTS, AUTO_VARIANTS),
     )
     return [asked.case(name, heads=h, requests=b, ranks=asked.ranks, value=value, q=q) for h, b, name in grid]
 
