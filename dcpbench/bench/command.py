@@ -25,6 +25,7 @@ from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import console, say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -241,7 +242,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
         print(f"Wrote {path}", file=sys.stderr if options.as_json else sys.stdout)
     failed = [r for r in record.results if r.outcome != "ok"]
     if problem or failed:
-        say(f"{len(failed)} of {len(record.results)} cases failed. {problem}".strip())
+        say(f"{len(failed)} of {counted(len(record.results), 'case')} failed. {problem}".strip())
     if any(r.correct is False for r in record.results):
         return WRONG
     return SOME_FAILED if problem or failed else 0

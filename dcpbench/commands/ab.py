@@ -318,7 +318,7 @@ def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) 
         if code := _ended(command, [*arguments, "--dry-run"]):
             return code
     turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
-    say(f"{variants.rounds} rounds: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
+    say(f"{counted(variants.rounds, 'round')}: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
 
 

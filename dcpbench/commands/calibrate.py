@@ -1,5 +1,6 @@
 """`dcpbench calibrate`: a machine's file, from benches between its ranks."""
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -104,7 +105,12 @@ def calibrate(
         )
     if as_json:
         as_rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
-        told = {"file": str(out), "picture": str(picture), "calls": as_rows, "lacks": sum(lacks.values(), [])}
+        told = {
+            "file": str(out),
+            "picture": str(picture),
+            "calls": as_rows,
+            "lacks": [*itertools.chain(*lacks.values())],
+        }
         write_json(msgspec.json.encode(told).decode() + "\n")
         return 0
     console().print(shown.table(found))

@@ -41,6 +41,7 @@ from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
 from dcpbench.points.sizes import size_text, size_that_holds
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
@@ -498,9 +499,10 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if missing > 0:
             room = pages_needed(point) <= most_pages(point, shape, probe)
             more = f" --kv-memory {size_that_holds(pages_needed(point) * one)} holds all of them." if room else ""
+            needs = "needs" if point.concurrency == 1 else "need"
+            needed = f"{counted(point.concurrency, 'request')} of {point.context} tokens {needs}"
             raise NoRoomError(
-                f"{holds}, {size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
-                f"{_what_fits(point, settings, shape, probe)}{more}"
+                f"{holds}, {size_text(missing)} less than {needed}. {_what_fits(point, settings, shape, probe)}{more}"
             )
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = extent(point.load, settings.trace_path).shortest

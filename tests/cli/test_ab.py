@@ -269,10 +269,11 @@ def test_a_dry_run_in_json_is_one_object(ab, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_dry_run_shows_both_plans_and_launches_nothing(ab, tmp_path: Path) -> None:
-    done = ab(*SAME, "--rounds", "3", "--dry-run", "-o", "out")
+@pytest.mark.parametrize(("rounds", "order"), [("1", "1 round: AB"), ("3", "3 rounds: AB BA AB")])
+def test_a_dry_run_shows_both_plans_and_launches_nothing(rounds: str, order: str, ab, tmp_path: Path) -> None:
+    done = ab(*SAME, "--rounds", rounds, "--dry-run", "-o", "out")
     assert done.returncode == 0, done.stderr
-    assert "3 rounds: AB BA AB" in done.stderr
+    assert order in done.stderr
     assert not (tmp_path / "out").exists()
 
 
