@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.bench.cases import AUTO_VARIANTS, COLLECTIVES
 from dcpbench.bench.record import SCHEMA_VERSION, BenchRecord
 from dcpbench.errors import UsageError
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.wire import ACROSS, Call, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
-BENCHES = ("collectives", "exchange")
-"""Whose records say how long ranks take to send something."""
+BENCHES = {"collectives": COLLECTIVES, "exchange": AUTO_VARIANTS}
+"""Whose records say how long ranks take to send something, with the calls that a machine should know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,12 @@ def calls_of(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
         name: sorted(samples, key=lambda s: (s.ranks, s.received_bytes, s.us))
         for name, samples in sorted(found.items(), key=lambda item: order.index(item[0]))
     }
+
+
+def lacking(calls: Collection[str]) -> dict[str, list[str]]:
+    """By bench: the calls that a machine should know and that were not measured."""
+    found = {bench: [name for name in names if name not in calls] for bench, names in BENCHES.items()}
+    return {bench: names for bench, names in found.items() if names}
 
 
 def measured_on(records: Iterable[BenchRecord]) -> tuple[str, str]:

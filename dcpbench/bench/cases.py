@@ -33,6 +33,7 @@ SHORTEST_PADDED = 3
 """Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
+ATTENTION_PACKAGES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
 LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
 LAYERS_BY_NAME = ("qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
@@ -44,6 +45,7 @@ REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])
 """NCCL's in memory that is registered with it; run where they are named."""
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 """`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last is run where it is named."""
+AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
@@ -115,8 +117,8 @@ class Asked:
 
 def attention_cases(asked: Asked) -> list[Case]:
     """Every backend at every size; those of one pool follow each other, so that they can share it."""
-    flashmla = ("flashmla",) if importlib.util.find_spec("flash_mla") else ()
-    usual = ("reference", "triton") if asked.cpu else ("flashinfer", *flashmla, "triton")
+    installed = [name for name, package in ATTENTION_PACKAGES.items() if importlib.util.find_spec(package)]
+    usual = ("reference", "triton") if asked.cpu else (*installed, "triton")
     backends = asked.names("backend", BACKENDS, usual)
     grid = itertools.product(
         asked.names("kv_dtype", DTYPES, ("bf16",)),
@@ -144,7 +146,7 @@ def exchange_cases(asked: Asked) -> list[Case]:
     grid = itertools.product(
         asked.heads((8,), "--ranks", asked.ranks),
         asked.counts("requests", (1, 4), (1, 8, 32, 128)),
-        asked.names("variant", EXCHANGE_VARIANTS, EXCHANGE_VARIANTS[:-1]),
+        asked.names("variant", EXCHANGE_VARIANTS, AUTO_VARIANTS),
     )
     return [asked.case(name, heads=h, requests=b, ranks=asked.ranks, value=value, q=q) for h, b, name in grid]
 

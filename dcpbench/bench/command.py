@@ -25,6 +25,7 @@ from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import console, say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -114,7 +115,7 @@ def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) ->
         Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
     ]
     names = {str(index): case.name() for index, case in enumerate(job.cases)}
-    watchdog, seen = launcher.Watchdog(), set[str]()
+    watchdog, seen, told = launcher.Watchdog(), set[str](), set[str]()
     with (
         ProgressBar(names, console(error=True), "cases") as bar,
         Started(folder, folder / "events.jsonl", job.ranks, WORKER, job.device) as ranks,
@@ -126,7 +127,7 @@ def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) ->
                 watchdog.hear()
                 seen.add(event.stage)
                 _take(event, record)
-                bar(_shown(event))
+                bar(_shown(event, told))
             if ended or watchdog.past_grace(lambda: bool(_gone(ranks, seen))):
                 break
             limit = timeout if "case" in seen else max(timeout, launcher.PATIENCE_S)
@@ -160,12 +161,16 @@ def _take(event: Event, record: BenchRecord) -> None:
             record.results[event.index] = msgspec.structs.replace(record.results[event.index], **{name: value})
 
 
-def _shown(event: Event) -> Progress:
-    """An event as the bar shows it."""
+def _shown(event: Event, told: set[str]) -> Progress:
+    """An event as the bar shows it; a reason is said once, and added to those that were told."""
     key = str(event.index) if event.stage in ("case", "done", "counted", "graph") else ""
     note, r = "", event.result
     if r and event.stage == "done":
         note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")
+        if r.reason in told:
+            note = "failed, as before"
+        elif r.reason:
+            told.add(r.reason)
     return Progress(stage=event.stage, key=key, note=note)
 
 
@@ -237,7 +242,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
         print(f"Wrote {path}", file=sys.stderr if options.as_json else sys.stdout)
     failed = [r for r in record.results if r.outcome != "ok"]
     if problem or failed:
-        say(f"{len(failed)} of {len(record.results)} cases failed. {problem}".strip())
+        say(f"{len(failed)} of {counted(len(record.results), 'case')} failed. {problem}".strip())
     if any(r.correct is False for r in record.results):
         return WRONG
     return SOME_FAILED if problem or failed else 0

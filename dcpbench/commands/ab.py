@@ -122,8 +122,7 @@ def ab(
     _check(variants, launches)
     command = getattr(context.find_root().command, "commands", {})[variants.workload]
     sides = {side: _arguments(variants, side, command) for side in "ab"}
-    if not (variants.a.strip() or variants.b.strip() or variants.both.strip()):
-        raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
+    _check_told(variants)
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
@@ -228,6 +227,19 @@ def _check(variants: Variants, launches: Launches) -> None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
 
 
+def _check_told(variants: Variants) -> None:
+    """Raise UsageError where a variant is told nothing at all."""
+    untold = [side for side in "ab" if not (getattr(variants, side).strip() or variants.both.strip())]
+    if len(untold) > 1:
+        raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
+    if untold:
+        (side,) = untold
+        raise UsageError(
+            f"{side.upper()} has no options and would run defaults that the other variant need not have; add its options, "
+            f'such as --{side} "--tp 1 --concurrency 8", and as --both "…" those of both.'
+        )
+
+
 def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
     """One side's options as the command's own parser takes them. Raises UsageError, which names the side."""
     text = getattr(variants, side)
@@ -306,7 +318,7 @@ def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) 
         if code := _ended(command, [*arguments, "--dry-run"]):
             return code
     turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
-    say(f"{variants.rounds} rounds: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
+    say(f"{counted(variants.rounds, 'round')}: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
 
 

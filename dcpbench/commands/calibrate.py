@@ -1,5 +1,6 @@
 """`dcpbench calibrate`: a machine's file, from benches between its ranks."""
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ import typer
 from dcpbench.commands import bench as commands
 from dcpbench.commands import options as opt
 from dcpbench.show.terminal import console, say
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord
@@ -93,9 +95,23 @@ def calibrate(
     calls = [Call(called, tuple(samples)) for called, samples in machine.calls.items()]
     shown.write_picture(calls, picture, f"{machine.name}: {machine.measured}")
     found = calibration.quality(calls)
+    lacks = calibration.lacking(machine.calls)
+    for bench, names in lacks.items():
+        most = max(sample.ranks for samples in machine.calls.values() for sample in samples)
+        say(
+            f"Not measured: {listed(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
+            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {most} -o FOLDER, and name "
+            "FOLDER here, too."
+        )
     if as_json:
         as_rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
-        write_json(msgspec.json.encode({"file": str(out), "picture": str(picture), "calls": as_rows}).decode() + "\n")
+        told = {
+            "file": str(out),
+            "picture": str(picture),
+            "calls": as_rows,
+            "lacks": [*itertools.chain(*lacks.values())],
+        }
+        write_json(msgspec.json.encode(told).decode() + "\n")
         return 0
     console().print(shown.table(found))
     for path in (out, picture):

@@ -17,6 +17,7 @@ import typer
 from dcpbench.commands.command import command
 from dcpbench.errors import MissingPackageError, OutputError, RecordsError, UsageError, how_to_install
 from dcpbench.show.terminal import say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     import socket
@@ -82,7 +83,8 @@ def _summed(built: "Built", output: Path) -> str:
     """What a build found and made."""
     pages = f"{built.pages_made:,} made, {built.pages_kept:,} unchanged"
     return (
-        f"{built.runs:,} runs, {built.points:,} points with {built.entries:,} results, {built.changes:,} changes; "
+        f"{counted(built.runs, 'run')}, {counted(built.points, 'point')} with {counted(built.entries, 'result')}, "
+        f"{counted(built.changes, 'change')}; "
         f"pages of runs: {pages}\nWrote {output / 'index.html'}\n"
     )
 

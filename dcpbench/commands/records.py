@@ -1,6 +1,5 @@
 """`dcpbench records check` and `repair`: whether every record of a run can be read, and what to do where one cannot."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,6 +101,7 @@ def _held(fault: "Fault") -> str:
 
 
 def _said(found: "Audit") -> list[str]:
+    from dcpbench.records.checks import repair_command
     from dcpbench.records.repair import STRANGE
 
     lines = [f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}{_held(fault)}" for fault in found.faults]
@@ -115,7 +115,7 @@ def _said(found: "Audit") -> list[str]:
             f"{found.samples_missing[0]}; copy the whole folder of a run."
         )
     if found.faults and (found.records or any(fault.held for fault in found.faults)):
-        strange = ["--strange"] if any(fault.kind == STRANGE for fault in found.faults) else []
-        again = shlex.join(["dcpbench", "records", "repair", *strange, found.file])
-        lines.append(f"To take out what cannot be read, and keep a copy: {again}")
+        strange = any(fault.kind == STRANGE for fault in found.faults)
+        command = repair_command(Path(found.file), strange=strange)
+        lines.append(f"To take out what cannot be read, and keep a copy: {command}")
     return lines

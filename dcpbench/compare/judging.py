@@ -18,7 +18,7 @@ from dcpbench.plan.grid import point_name
 from dcpbench.records.metrics import compared
 from dcpbench.records.record import functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.show.text import printable
+from dcpbench.show.text import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         only_a=[name_of(r.point) for r in matched.only_a],
         only_b=[name_of(r.point) for r in matched.only_b],
         broken=[*(_broken(r, "a") for r in matched.broken_a), *(_broken(r, "b") for r in matched.broken_b)],
-        notes=_notes(a, b, tests),
+        notes=_notes(a, b, tests, matched),
     )
 
 
@@ -299,7 +299,7 @@ def _broken(record: Record, side: Literal["a", "b"]) -> Broken:
     return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)
 
 
-def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test]) -> list[str]:
+def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test], matched: Matched) -> list[str]:
     notes = []
     if any(t.effect.assumed for t in tests):
         notes.append(
@@ -310,6 +310,12 @@ def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test]) -> list[s
         notes.append("One side has a single launch: its launches are taken to scatter as the other side's do.")
     if {x.folder.resolve() for x in a} & {x.folder.resolve() for x in b}:
         notes.append("A and B share a folder: its records are compared with themselves.")
+    elif same := sum(pair.shares_records for pair in matched.pairs):
+        of = "" if same == len(matched.pairs) else f" of {same:,} of {counted(len(matched.pairs), 'point')}"
+        notes.append(
+            f"A and B hold the same records{of}, as copies of one run do: they are compared with themselves, which says "
+            "nothing about a change."
+        )
     return notes
 
 

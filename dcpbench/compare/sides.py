@@ -47,6 +47,12 @@ class Pair:
         """All of both sides."""
         return [record for _, found in (*self.a, *self.b) for record in found]
 
+    @property
+    def shares_records(self) -> bool:
+        """Whether a record of A is one of B, too, as in a copy of its folder."""
+        a, b = ({one for _, found in side for r in found if (one := _identity(r))} for side in (self.a, self.b))
+        return not a.isdisjoint(b)
+
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
@@ -145,8 +151,8 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]
     for launch in launches:
         here: dict[str, list[Record]] = {}
         for record in launch.records:
-            if measured(record) and record.started_at:  # without a time two that agree may be two
-                if (one := measurement(record)) in seen:
+            if one := _identity(record):
+                if one in seen:
                     continue
                 seen.add(one)
             here.setdefault(_key(record.point, across), []).append(record)
@@ -154,6 +160,11 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]
             if not _known(records, launch, replayed, key):
                 found.setdefault(key, []).append((launch, records))
     return found
+
+
+def _identity(record: Record) -> bytes:
+    """Of a measurement and its copies; none without a time, as two that agree may be two."""
+    return measurement(record) if measured(record) and record.started_at else b""
 
 
 def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:

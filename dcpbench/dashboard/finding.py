@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import shlex
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,7 +115,8 @@ def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -
         try:
             run = known.get(stamp) or _read(stamp, name)
         except RecordsError as e:
-            skipped.append(f"{name}: {one_line(str(e).replace(str(stamp.path), RECORDS_FILE))}")
+            said = str(e).replace(shlex.quote(str(stamp.path)), RECORDS_FILE).replace(str(stamp.path), RECORDS_FILE)
+            skipped.append(f"{name}: {one_line(said)}")
             continue
         known[stamp] = run
         if run.sha256 in by_digest:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.doctor.findings import BAD, NOTE, OK, UNREAD, Report, said
 from dcpbench.records.record import throttle_reasons
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -196,7 +197,11 @@ def _ecc(card: Card) -> None:
     )
     rows = card.ask_if_any("memory rows", "nvmlDeviceGetRemappedRows", without="none can be remapped.")
     if errors is not None:
-        wrong = f"{errors:,} errors of its memory since the last restart that could not be corrected." if errors else ""
+        wrong = (
+            f"{counted(errors, 'error')} of its memory since the last restart that could not be corrected."
+            if errors
+            else ""
+        )
         card.judge("ECC", wrong, "restart the machine; where they come again, have the GPU replaced.", "on, no errors.")
     if rows is not None:
         _, _, pending, failed = rows

@@ -164,13 +164,14 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`."""
+    """The points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`; a layout is named once."""
     several = len({r["model"] for r in rows}) > 1
     reasons: dict[str, dict[tuple[str, str], dict[str, None]]] = {}
     for r in rows:
         if r["reason"]:
             who = (f"{r['model']} " if several else "", str(r["layout"]))
-            reasons.setdefault(str(r["reason"]), {}).setdefault(who, {})[str(r["load_text"])] = None
+            reason = str(r["reason"]).removeprefix(f"{r['layout']}: ")
+            reasons.setdefault(reason, {}).setdefault(who, {})[str(r["load_text"])] = None
     lines = []
     for reason, found in reasons.items():
         same: dict[tuple[str, str], list[str]] = {}

@@ -41,6 +41,7 @@ from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
 from dcpbench.points.sizes import size_text, size_that_holds
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
@@ -145,7 +146,8 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     layers, fp8 = memory.all_layers(shape), point.weights_precision == FP8
     if memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
         on_gpus = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
-        plan = {"--model": point.model, "--dry-run": "", "--gpu": "H200", "--gpus": "8"}
+        like = described(point.emulate or "H200")
+        plan = {"--model": point.model, "--dry-run": "", "--gpu": like.gpu, "--gpus": str(like.gpus_per_host)}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
@@ -499,9 +501,10 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if missing > 0:
             room = pages_needed(point) <= most_pages(point, shape, probe)
             more = f" --kv-memory {size_that_holds(pages_needed(point) * one)} holds all of them." if room else ""
+            needs = "needs" if point.concurrency == 1 else "need"
+            needed = f"{counted(point.concurrency, 'request')} of {point.context} tokens {needs}"
             raise NoRoomError(
-                f"{holds}, {size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
-                f"{_what_fits(point, settings, shape, probe)}{more}"
+                f"{holds}, {size_text(missing)} less than {needed}. {_what_fits(point, settings, shape, probe)}{more}"
             )
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = extent(point.load, settings.trace_path).shortest

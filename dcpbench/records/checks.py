@@ -7,6 +7,7 @@ harm far from where it came from.
 from __future__ import annotations
 
 import re
+import shlex
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ from dcpbench.records.record import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sized
+    from pathlib import Path
 
     from dcpbench.records.record import Record
 
@@ -81,6 +83,25 @@ def why(line: bytes, error: Exception) -> str:
     if not isinstance(error, msgspec.ValidationError):
         return f"{said}. Some of it was damaged: take the line out, and measure its point again with --resume."
     return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
+
+
+def is_strange(error: Exception) -> bool:
+    """Whether a line is JSON as it was written, by someone whose records this version does not read."""
+    if isinstance(error, checksums.RewrittenError):
+        return True
+    return isinstance(error, msgspec.ValidationError) and not isinstance(error, checksums.DamageError)
+
+
+def repair_command(path: Path, *, strange: bool) -> str:
+    """What to type so that a file of records is without the lines that cannot be read."""
+    return shlex.join(["dcpbench", "records", "repair", *(["--strange"] if strange else []), str(path)])
+
+
+def how_to_mend(path: Path, error: Exception) -> str:
+    """A sentence behind why a line cannot be read; none where another version, or a change of the file, reads it."""
+    if isinstance(error, OtherVersionError | checksums.RewrittenError):
+        return ""
+    return f" To take it out, and keep a copy of the file: {repair_command(path, strange=is_strange(error))}"
 
 
 def _outcome(record: Record) -> str:

@@ -104,7 +104,8 @@ def records_in(lines: Iterable[bytes], path: Path, begin: int = 0) -> Iterator[t
                 if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
-                raise RecordsError(f"{path}, line {before + number}: {checks.why(line, e)}") from e
+                said = f"{checks.why(line, e)}{checks.how_to_mend(path, e)}"
+                raise RecordsError(f"{path}, line {before + number}: {said}") from e
         place += len(whole)
 
 

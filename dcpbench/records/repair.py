@@ -165,7 +165,7 @@ def _read(number: int, line: bytes) -> _Line:
         record = decode(line)
     except UNREADABLE as error:
         e = _malformed(line) or error if isinstance(error, checksums.RewrittenError) else error
-        kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if _is_strange(e) else DAMAGED
+        kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if checks.is_strange(e) else DAMAGED
         inside = list(_inside(line)) if kind != STRANGE else []
         why = "the end of the file was never written" if kind == CUT_SHORT else checks.why(line, e)
         fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), held=len(inside))
@@ -181,13 +181,6 @@ def _malformed(line: bytes) -> Exception | None:
     except UNREADABLE as e:
         return e
     return None
-
-
-def _is_strange(error: Exception) -> bool:
-    """Whether a line is JSON as it was written, by someone whose records this version does not read."""
-    if isinstance(error, checksums.RewrittenError):
-        return True
-    return isinstance(error, msgspec.ValidationError) and not isinstance(error, checksums.DamageError)
 
 
 def _inside(line: bytes) -> Iterator[tuple[Record, bytes]]:

@@ -277,7 +277,7 @@ def jumps(points: pd.DataFrame) -> str:
     for same, group in list(waves.groupby(["concurrency", "load_requests", "left"]))[:2] if len(waves) else ():
         n, requests, left = (f"{value:,.0f}" for value in same)
         said.append(
-            f"{requests} requests are no multiple of {n}: the last {left} run alone, on average "
+            f"{requests} requests are no multiple of {n}: the last {'one runs' if left == '1' else f'{left} run'} alone, on average "
             f"{group['decode_batch'].median():.0f} of {n} are in flight, and output at {n} is that much lower."
         )
     return f"Jumps between concurrencies: {' '.join(said)}" if said else ""
@@ -292,7 +292,7 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
     least = group.sort_values("room_for", kind="stable").iloc[0]
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
-        f"{r['label']} has room for {count(r['room_for'])} requests, {count(r['preemptions'])} "
+        f"{r['label']} has room for {count(r['room_for'])} request{'' if r['room_for'] == 1 else 's'}, {count(r['preemptions'])} "
         f"preemption{'' if r['preemptions'] == 1 else 's'}, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]

@@ -153,7 +153,11 @@ def _below(points: pd.DataFrame) -> list[str]:
     clauses = [f"{p['label']} at {p['arrival']} {whole(p['preemptions'])}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
-    notes += [f"not served: {cut:,.0f} requests cut off, {rejected:,.0f} that can never fit"] if cut or rejected else []
+    notes += (
+        [f"not served: {counted(int(cut), 'request')} cut off, {rejected:,.0f} that can never fit"]
+        if cut or rejected
+        else []
+    )
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
 

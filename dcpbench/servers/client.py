@@ -39,6 +39,7 @@ OK = 200
 REDIRECT, CLIENT_ERROR = 300, 400
 TOO_MANY = 429
 PORTS = {"http": 80, "https": 443}
+EXAMPLE = "write for example --url http://127.0.0.1:8000"
 
 
 class RequestError(Exception):
@@ -91,22 +92,21 @@ class Target:
     @classmethod
     def at(cls, url: str, *, key: str = "", timeout_s: float = 600.0) -> Target:
         """The server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none."""
-        example = "write for example --url http://127.0.0.1:8000"
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
         except ValueError as e:
-            raise UsageError(f"--url {one_line(url)}: {e}; {example}.") from e
+            raise UsageError(f"--url {one_line(url)}: {e}; {EXAMPLE}.") from e
         if parts.scheme not in PORTS or not host:
-            raise UsageError(f"--url {one_line(url)} is no address of a server; {example}.")
+            raise UsageError(f"--url {one_line(url)} is no address of a server; {EXAMPLE}.")
         if parts.username or parts.password:
             raise UsageError("--url has a name or password in it; put an API key in an environment variable instead.")
         if parts.query or parts.fragment:
             raise UsageError(
-                f"--url {one_line(url)}: leave out what follows {(parts.query and '?') or '#'}; {example}."
+                f"--url {one_line(url)}: leave out what follows {(parts.query and '?') or '#'}; {EXAMPLE}."
             )
         if any(ord(c) <= ord(" ") or ord(c) > ord("~") for c in host + parts.path + key):
-            raise UsageError(f"--url or the API key holds a blank or a character that no header can have; {example}.")
+            raise UsageError(f"--url or the API key holds a blank or a character that no header can have; {EXAMPLE}.")
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(
             scheme=parts.scheme,
@@ -495,7 +495,9 @@ class Client:
                 "TLS", f"no TLS with {target.url}: {said}. For a certificate of your own, set SSL_CERT_FILE."
             ) from e
         except socket.gaierror as e:
-            raise RequestError("no such host", f"{target.host} is no host that is known here ({e.strerror}).") from e
+            raise RequestError(
+                "no such host", f"{target.host} is no host that is known here ({e.strerror}); {EXAMPLE}."
+            ) from e
         except OSError as e:
             why = e.strerror or str(e)
             raise RequestError(

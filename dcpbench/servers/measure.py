@@ -40,6 +40,7 @@ from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.traffic import Sample
 from dcpbench.show.terminal import say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -301,7 +302,7 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
     await run.run()
     errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
     if len(errors) == len(calls):
-        raise WorkerError(f"all {len(calls)} requests of the warm-up failed; the first one: {errors[0].sentence}")
+        raise WorkerError(f"every request of the warm-up failed; the first one: {errors[0].sentence}")
     gaps = [gap for o in run.outcomes if o.answer is not None for gap in np.diff(o.answer.chunk_s)]
     return float(np.median(gaps)) if gaps else None
 
@@ -406,7 +407,7 @@ def _record(
     reason = failed or None
     if stopped:
         reason = (
-            f"interrupted with {metrics.finished} of {len(sent.requests)} requests finished; they are in {name}. Send the "
+            f"interrupted with {metrics.finished} of {counted(len(sent.requests), 'request')} finished; they are in {name}. Send the "
             "load anew with --resume."
         )
     return msgspec.structs.replace(

@@ -14,6 +14,7 @@ from dcpbench.servers import info as server_info
 from dcpbench.servers.client import CLIENT_ERROR, OK, Client, RequestError, Target, status_error
 from dcpbench.servers.load import Call, Run
 from dcpbench.servers.prompts import PATHS, find_manner
+from dcpbench.show.text import counted
 from dcpbench.syncs.files import each_text_once
 from dcpbench.syncs.gating.gate import blind
 from dcpbench.syncs.recorded import WORST_SITES, sync_sites
@@ -98,7 +99,7 @@ async def traced(
         await _switch(client, STOP)
     if failed := [outcome.error for outcome in run.outcomes if outcome.error is not None]:
         raise WorkerError(
-            f"{len(failed)} of {len(calls)} requests failed while the server was profiled; the first one: {failed[0].sentence}"
+            f"{len(failed)} of {counted(len(calls), 'request')} failed while the server was profiled; the first one: {failed[0].sentence}"
         )
     return await _written(folder, before, wait_s, tell)
 
@@ -138,7 +139,7 @@ async def _written(folder: Path, before: dict[Path, int], wait_s: float, tell: C
         new = {p: size for p, size in (await asyncio.to_thread(traces_in, folder)).items() if before.get(p) != size}
         if new != known:
             known, last = new, time.monotonic()
-            tell(f"{len(new)} traces, {sum(new.values()) / 1e6:,.1f} MB")
+            tell(f"{counted(len(new), 'trace')}, {sum(new.values()) / 1e6:,.1f} MB")
         elif known and time.monotonic() - last >= SETTLED_S:
             return sorted(known)
         await asyncio.sleep(POLL_S)

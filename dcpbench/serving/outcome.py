@@ -9,6 +9,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.records import formulas
 from dcpbench.records.record import ServeMetrics, TurnMetrics
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -250,9 +251,11 @@ def in_short(found: ServeMetrics) -> str:
 def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
     rejected, cancelled, failed = (by_outcome[name] for name in (REJECTED, CANCELLED, FAILED))
     if failed:
-        others = f" and {len(cancelled)} were cut off" if cancelled else ""
-        return f"no output token came: {len(failed)} requests failed{others}; the first one: {failed[0].failed}"
+        others = f", {counted(len(cancelled), 'other')} cut off" if cancelled else ""
+        return (
+            f"no output token came: {counted(len(failed), 'request')} failed{others}; the first one: {failed[0].failed}"
+        )
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
-    said = f"no output token came: {len(rejected)} requests were rejected and {len(cancelled)} were cut off"
+    said = f"no output token came: {counted(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
     return said + (f"; the first one rejected: {rejected[0].rejected}" if rejected else "; use a longer --limit.")

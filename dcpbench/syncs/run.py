@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, OutputError, UsageError
-from dcpbench.show.text import printable
+from dcpbench.show.text import counted, printable
 from dcpbench.syncs.dry_run_program import instead_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 
@@ -221,7 +221,7 @@ def _why(note: Note, recording: Recording) -> str:
         none = f"--warmup {recording.warmup} leaves none: " if recording.warmup else ""
         return f"it ended after 0 steps; {none}{_no_steps([note], recording)}"
     if note.steps <= recording.warmup:
-        return f"it ended after {note.steps} steps, and --warmup {recording.warmup} leaves none; give fewer."
+        return f"it ended after {counted(note.steps, 'step')}, and --warmup {recording.warmup} leaves none; give fewer."
     return "it ended before its trace was written; record fewer steps with --steps."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -121,7 +122,10 @@ def _begun(folder: Path | None) -> Path:
         inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
         if inside:
             raise UsageError(f"{folder} is no run, but holds some; name one: {' '.join(inside[-3:])}")
-        raise NotBegunError(f"{folder} holds no run of sweep, serve or verify yet.")
+        raise NotBegunError(
+            f"{folder} holds no run of sweep, serve or verify yet; `dcpbench sweep -o {shlex.quote(str(folder))}` in another "
+            "terminal begins one."
+        )
     return folder
 
 

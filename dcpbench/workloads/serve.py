@@ -24,6 +24,7 @@ from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.show.terminal import now_and_then
+from dcpbench.show.text import counted
 from dcpbench.syncs.recorded import WORST_SITES, sync_sites
 from dcpbench.workloads.decode import MOST_IDLE
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
@@ -157,7 +158,7 @@ def run(
     found = shares(Sharding.of(point, session.shape), loop.timed, rates) if is_first() else Shares()
     metrics = _metrics(loop, point, settings, folder, found)
     cut_reason = (
-        f"interrupted with {metrics.finished} of {len(requests)} requests finished; they are in "
+        f"interrupted with {metrics.finished} of {counted(len(requests), 'request')} finished; they are in "
         f"{metrics.samples_file}. Serve the load anew with --resume."
     )
     sites = None

@@ -219,6 +219,8 @@ def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab)
         (["--a", "--resume"], "leave --resume out"),
         (["--b", "--help"], "see `dcpbench sweep --help`"),
         (["--b", "stray"], "--b 'stray'"),
+        (["--a", "--tp 1"], 'such as --b "--tp 1 --concurrency 8"'),
+        (["--b", "--tp 1"], 'such as --a "--tp 1 --concurrency 8"'),
         (["--workload", "bench"], "give sweep or serve"),
         (["--rounds", "0"], "such as --rounds 8"),
         (["--resume"], "--resume needs the run to go on with"),
@@ -267,10 +269,11 @@ def test_a_dry_run_in_json_is_one_object(ab, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_dry_run_shows_both_plans_and_launches_nothing(ab, tmp_path: Path) -> None:
-    done = ab(*SAME, "--rounds", "3", "--dry-run", "-o", "out")
+@pytest.mark.parametrize(("rounds", "order"), [("1", "1 round: AB"), ("3", "3 rounds: AB BA AB")])
+def test_a_dry_run_shows_both_plans_and_launches_nothing(rounds: str, order: str, ab, tmp_path: Path) -> None:
+    done = ab(*SAME, "--rounds", rounds, "--dry-run", "-o", "out")
     assert done.returncode == 0, done.stderr
-    assert "3 rounds: AB BA AB" in done.stderr
+    assert order in done.stderr
     assert not (tmp_path / "out").exists()
 
 

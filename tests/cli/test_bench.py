@@ -15,12 +15,13 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.bench import command
+from dcpbench.bench.record import Case, Event, Result
 from dcpbench.launch import launcher, ranks
 from dcpbench.points.machine import Probe
 from tests import forks
 
 if TYPE_CHECKING:
-    from dcpbench.bench.record import BenchRecord, Event
+    from dcpbench.bench.record import BenchRecord
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -384,7 +385,15 @@ def test_a_backend_that_cannot_run_here_fails_by_itself(real) -> None:
     """FlashInfer needs a GPU, whether it is installed or not; the reference is measured all the same."""
     results = real("attention", "--backend", "reference,flashinfer", "--requests", "1", code=4)["results"]
     assert [r["outcome"] for r in results] == ["ok", "failed"]
-    assert "--backend flashinfer" in results[1]["reason"]
+    assert results[1]["reason"].startswith("--backend flashinfer"), "a sentence, without the name of a class"
+
+
+def test_a_reason_is_told_once_while_cases_run() -> None:
+    case = Case(variant="filter", calls=1, sizes={})
+    results = [Result(case=case, outcome="failed", reason=why) for why in ("no x", "no y", "no x")]
+    told: set[str] = set()
+    notes = [command._shown(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]
+    assert notes == ["no x", "no y", "failed, as before"]
 
 
 @pytest.mark.gpu

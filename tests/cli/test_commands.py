@@ -294,6 +294,13 @@ class TestPlansForAnotherMachine:
         assert "about 1,250 GiB of weights in bf16" in err
         assert "dcpbench sweep --model deepseek-v3 --dry-run --gpu H200 --gpus 8" in err
 
+    def test_emulated_ranks_are_planned_for_the_machine_that_the_file_names(self, call, tmp_path: Path) -> None:
+        """A plan for another GPU would say nothing of what is to be measured."""
+        (tmp_path / "ours.toml").write_text('name = "ours"\ngpu = "H100"\ngpus_per_host = 4\n')
+        code, out, _ = call("sweep", "--model", "deepseek-v3", "--emulate", str(tmp_path / "ours.toml"), "--dry-run")
+        assert code == 3
+        assert "--dry-run --gpu H100 --gpus 4 --emulate" in out
+
 
 class TestDcpByDefault:
     """Who types --tp alone gets DCP, and is told in the first line."""

@@ -221,7 +221,10 @@ class TestInAPipe:
     def test_mistakes_say_what_to_type(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for args, said in (
             ([tmp_path / "none", "--once"], "has not begun, as there is no such folder"),
-            ([tmp_path, "--once"], "holds no run of sweep, serve or verify yet"),
+            (
+                [tmp_path, "--once"],
+                f"holds no run of sweep, serve or verify yet; `dcpbench sweep -o {tmp_path}` in another",
+            ),
             ([__file__], "is no folder; name a run's"),
             ([tmp_path, "--every", "0"], "--every 0 is not a positive number of seconds"),
         ):

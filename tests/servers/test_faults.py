@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import numpy as np
 import pytest
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.servers import measure
 from dcpbench.servers.client import Client, RequestError, Target, api_key
 from dcpbench.servers.load import Call, Outcome, Run
 from dcpbench.servers.prompts import EXACT, Manner
@@ -145,6 +147,21 @@ def test_an_address_that_is_none_is_refused(url: str, said: str) -> None:
         Target.at(url)
     assert said in str(error.value)
     assert "secret" not in str(error.value)
+
+
+def test_a_host_that_is_not_known_says_what_an_address_looks_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word alone is taken for a host, as people leave http:// out."""
+
+    async def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("dcpbench.servers.client._connected", unknown)
+    with pytest.raises(WorkerError) as error:
+        measure.look(Target.at("foo"))
+    assert str(error.value) == (
+        "http://foo:80 cannot be measured: foo is no host that is known here (Name or service not known); write for example "
+        "--url http://127.0.0.1:8000."
+    )
 
 
 @pytest.mark.parametrize(

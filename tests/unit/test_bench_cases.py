@@ -75,6 +75,18 @@ def test_rows_in_fp8_are_read_by_backends_that_can():
         attention_cases(Asked(cpu=False, typed=typed | {"backend": "flashinfer", "kv_dtype": "fp8", "layers": 2}))
 
 
+@pytest.mark.parametrize(
+    ("packages", "backends"),
+    [((), ["triton"]), (("flashinfer",), ["triton", "flashinfer"]), (("flash_mla",), ["triton", "flashmla"])],
+)
+def test_on_a_gpu_the_backends_that_are_installed_are_measured(packages, backends, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
+    names = ("heads", "requests", "context", "page")
+    typed = dict.fromkeys((*names, "kv_dtype", "lengths", "backend", "layers")) | dict.fromkeys(names, "1")
+    cases = attention_cases(Asked(cpu=False, typed=typed))
+    assert sorted({c.variant for c in cases}) == sorted(backends)
+
+
 def test_dp_slice_compares_both_variants_at_each_size():
     cases = dp_slice(tokens="16,32", dp="2", steps=3)
     assert [(c.variant, c.sizes["tokens"], c.sizes["dp"], c.calls) for c in cases] == [

@@ -107,6 +107,13 @@ class TestTable:
         text = shown(record(result("filter", syncs=None, outcome="failed", reason="OutOfMemory: [red]x[/nope]")))
         assert "failed: OutOfMemory: [red]x[/nope]" in text
 
+    def test_a_reason_is_told_of_the_first_case_that_has_it(self):
+        fails = {"syncs": None, "outcome": "failed"}
+        of = record(*(result(name, **fails, reason=why) for name, why in (("a", "no x"), ("b", "no y"), ("c", "no x"))))
+        text = shown(of)
+        assert [text.count(word) for word in ("failed: no x", "failed: no y", "failed, as above")] == [1, 1, 1]
+        assert text.index("failed: no y") < text.index("failed, as above")
+
     def test_a_wrong_result_stands_out(self):
         assert "WRONG" in shown(record(result("filter", syncs=2.0, correct=False)))
 

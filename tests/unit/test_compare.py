@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -51,6 +52,19 @@ class TestRealRecords:
         found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run1"]), Options())
         assert set(found.counts) <= {"SAME", "UNDECIDED"}
         assert any("with themselves" in note for note in found.notes)
+
+    def test_a_run_and_a_copy_of_it_are_called_that(self, tmp_path: Path) -> None:
+        """Else a table without differences would be taken for a change that did none."""
+        shutil.copytree(DECODE / "run2", tmp_path / "copy")
+        two, copy = read_side([DECODE / "run2"]), read_side([tmp_path / "copy"])
+        said = "as copies of one run do: they are compared with themselves, which says nothing about a change."
+        assert f"A and B hold the same records, {said}" in judge(two, copy, Options()).notes
+
+        (one,), measured = read_side([DECODE / "run1"]), [r for r in two[0].records if r.outcome == "ok"]
+        build.write(tmp_path / "both", [*one.records, *measured[:3]])
+        found = judge(read_side([tmp_path / "both"]), copy, Options())
+        assert f"A and B hold the same records of 3 of {len(found.points)} points, {said}" in found.notes
+        assert not any("same records" in note for note in judge([one], two, Options()).notes)
 
     @pytest.mark.parametrize("folder", RUNS, ids=lambda p: p.name)
     def test_every_run_that_is_kept_can_be_compared_with_itself(self, folder: Path) -> None:

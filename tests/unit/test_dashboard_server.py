@@ -312,6 +312,16 @@ class TestTheRealCommand:
             with pytest.raises(OutputError, match="give another folder with -o"):
                 dashboard.build(runs, out)
 
+    def test_build_says_what_it_did_in_a_sentence(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """One run of one point is no plural; two are."""
+        for count, said in (
+            (1, "1 run, 1 point with 1 result, 0 changes; "),
+            (2, "2 runs, 1 point with 2 results, 0 "),
+        ):
+            runs = dashboard_builder.history(tmp_path / f"runs-{count}", runs=count, count=1)
+            assert dashboard.build(runs, tmp_path / f"site-{count}") == 0
+            assert capsys.readouterr().out.startswith(said)
+
     def test_build_says_what_it_did_as_json(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], watcher: watching.Watcher
     ) -> None:

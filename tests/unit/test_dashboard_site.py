@@ -78,6 +78,7 @@ class TestWhichRuns:
         assert [run.date for run in found.runs] == ["2026-01-05T06:00:00Z", "2026-01-06T06:00:00Z"]
 
     def test_a_broken_run_is_left_out_with_a_sentence(self, tmp_path: Path) -> None:
+        root = tmp_path / "its builder's"
         good = dashboard_builder.record(record_builder.point(), 0)
         line = msgspec.json.encode(good)
         broken = {
@@ -92,10 +93,10 @@ class TestWhichRuns:
             "million": b"\n" * 1_000_000,
         }
         for name, content in broken.items():
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "records.jsonl").write_bytes(content)
-        record_builder.write(tmp_path / "good", [good])
-        found = finding.find(tmp_path, {}, print)
+            (root / name).mkdir(parents=True)
+            (root / name / "records.jsonl").write_bytes(content)
+        record_builder.write(root / "good", [good])
+        found = finding.find(root, {}, print)
         assert [run.name for run in found.runs] == ["good"]
         assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
         assert all(len(sentence) < 400 for sentence in found.skipped)

@@ -160,7 +160,7 @@ GPU_FAULTS = {
         "nvidia-smi -i 1 -pl 700",
     ),
     "MIG": ({"nvmlDeviceGetMigMode": of(1, [1, 1], [0, 0])}, "instances", "nvidia-smi -i 1 -mig 0"),
-    "ECC": ({"nvmlDeviceGetTotalEccErrors": of(1, 3, 0)}, "3 errors", "replaced"),
+    "ECC": ({"nvmlDeviceGetTotalEccErrors": of(1, 1, 0)}, "1 error of its", "replaced"),
     "memory rows": ({"nvmlDeviceGetRemappedRows": of(1, (0, 1, 1, 0), (0, 0, 0, 0))}, "wait to be", "reset the GPU"),
     "throttling": ({"nvmlDeviceGetCurrentClocksThrottleReasons": of(1, 0x40, 1)}, "hw_thermal", "cooling"),
     "compute mode": ({"nvmlDeviceGetComputeMode": of(1, 2, 0)}, "no process", "-c DEFAULT"),

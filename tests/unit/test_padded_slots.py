@@ -126,7 +126,7 @@ class TestReport:
         """1,000 / 1,010 = 0.99."""
         lost, kept, speed = findings(record())
         assert lost == (
-            "slot-0-live: in 1 of 1 cases padding rows wrote over a live request, up to 27 of its stored KV rows and 1 "
+            "slot-0-live: in 1 of 1 case padding rows wrote over a live request, up to 27 of its stored KV rows and 1 "
             "of its token ids; its logits are off by up to 12.5 % of their norm."
         )
         assert kept == (

@@ -253,6 +253,27 @@ class TestCommand:
         assert typed(capsys, *words[2:])[0] == 0
         assert read_records(folder) == RECORDS
 
+    @pytest.mark.parametrize("odd", [b"{damaged", b"hi", b'{"schema_version":1}'])
+    def test_the_command_that_the_error_of_a_reader_ends_with_is_one_that_repairs(
+        self, odd: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Damage, no JSON, and what is no record of this version, which needs --strange; in a folder with a blank."""
+        folder = tmp_path / "my run"
+        folder.mkdir()
+        put(folder, odd, *lines_of(folder))
+        with pytest.raises(RecordsError) as raised:
+            read_records(folder)
+        words = shlex.split(str(raised.value).rpartition(": ")[2])
+        assert words[:3] == ["dcpbench", "records", "repair"]
+        assert typed(capsys, *words[2:])[0] == 0
+        assert read_records(folder) == RECORDS
+
+    def test_a_line_of_another_version_is_not_called_one_to_take_out(self, tmp_path: Path) -> None:
+        """The version that wrote it reads it."""
+        put(tmp_path, b'{"schema_version":99}', *lines_of(tmp_path))
+        with pytest.raises(RecordsError, match=r"read it with the version that wrote it\.$"):
+            read_records(tmp_path)
+
     @pytest.mark.parametrize("data", [b"hi", b"", b"{damaged\n"])
     def test_a_file_of_no_record_is_refused_and_left_as_it_is(
         self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -247,6 +247,12 @@ class TestJumps:
         assert "96 requests are no multiple of 40: the last 16 run alone, on average 32 of 40 are in flight" in told
         assert "multiple of 48" not in told
 
+    def test_a_last_wave_of_one_request_is_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        points = self.read(tmp_path, 0.8).findings.points
+        waves = findings.last_waves(points).assign(load_requests=81, left=1)
+        monkeypatch.setattr(findings, "last_waves", lambda _: waves)
+        assert "81 requests are no multiple of 40: the last one runs alone, on average" in answer.jumps(points)
+
     def test_decode_fills_its_graphs_or_says_how_many_rows_they_have(self, tmp_path: Path) -> None:
         """A record of 8 requests in a graph of 12 rows."""
         for name, rows, told in (("full", 8, ""), ("padded", 12, "tp4 runs 8 as 12")):

@@ -107,7 +107,7 @@ class TestMetrics:
         assert (got.submitted, got.finished, got.rejected, got.input_tokens) == (2, 1, 1, 32)
 
     def test_a_run_without_any_token_has_no_metrics_and_says_why(self) -> None:
-        with pytest.raises(UsageError, match=r"1 requests were rejected.*--kv-memory"):
+        with pytest.raises(UsageError, match=r"1 request rejected and 0 cut off.*--kv-memory"):
             metrics(build.serve([build.request(0, inputs=2000)], concurrency=1))
         with pytest.raises(UsageError, match="longer --limit"):
             metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1))

@@ -316,10 +316,10 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
     ("failed", "cancelled", "rejected", "said"),
     [
         (2, 0, 0, "no output token came: 2 requests failed; the first one: f0"),
-        (2, 1, 0, "no output token came: 2 requests failed and 1 were cut off; the first one: f0"),
+        (2, 1, 0, "no output token came: 2 requests failed, 1 other cut off; the first one: f0"),
         (0, 0, 0, "no request was submitted, so there is nothing to report; give --num-requests 1 or more."),
-        (0, 3, 0, "no output token came: 0 requests were rejected and 3 were cut off; use a longer --limit."),
-        (0, 1, 2, "no output token came: 2 requests were rejected and 1 were cut off; the first one rejected: r0"),
+        (0, 3, 0, "no output token came: 0 requests rejected and 3 cut off; use a longer --limit."),
+        (0, 1, 2, "no output token came: 2 requests rejected and 1 cut off; the first one rejected: r0"),
     ],
 )
 def test_where_no_token_came_the_first_that_was_refused_says_why(

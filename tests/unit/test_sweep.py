@@ -307,6 +307,15 @@ def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -
     ]
 
 
+def test_a_reason_that_begins_with_its_layout_does_not_name_it_again() -> None:
+    """Of the record it is the whole reason; beside the points it would read `tp4 at 32 × 128,000: tp4: …`."""
+    probe, options = planned("H200", 8), {"tp": "4,8", "dp": "1", "dcp": "1", "kv_memory": "1MiB", "model": "kimi-k2"}
+    rows = grid.table(expand(probe, **options, concurrency=8))
+    assert {str(r["reason"]).partition(" holds")[0] for r in rows} == {"tp4: --kv-memory", "tp8: --kv-memory"}
+    lines = rejected_lines(rows)
+    assert [line.partition(" holds")[0].split(": ")[1:] for line in lines] == [["--kv-memory"]] * len(lines)
+
+
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
     found = expand(tp="4,8", concurrency=8)

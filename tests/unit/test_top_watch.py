@@ -119,7 +119,7 @@ def test_a_run_that_has_not_begun_is_waited_for_and_what_is_waited_for_is_said_o
     said = " ".join(err.split())
     assert said.count("Waiting for it to begin; Ctrl-C ends this.") == 2
     assert "run has not begun, as there is no such folder" in said
-    assert "holds no run of sweep, serve or verify yet." in said
+    assert "holds no run of sweep, serve or verify yet; `dcpbench sweep -o " in said
     assert "ended" in out
 
 

@@ -313,6 +313,24 @@ def test_calibrate_refuses_its_options_before_it_measures(
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of exchanges alone emulates no layout with tp; what is suggested is what the bench takes, and completes it."""
+    collectives, exchange = (next(b for b in BENCHES if (b / f"bench-{n}.json").exists()) for n in calibration.BENCHES)
+    code, printed, said = run(capsys, "calibrate", str(exchange), "-o", str(tmp_path / "m.toml"), "--json")
+    assert code == 0
+    lacks = ["all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm"]
+    assert json.loads(printed)["lacks"] == lacks
+    words = said.partition("GPUs: dcpbench ")[2].partition(", and name")[0].split()
+    assert words[:4] == ["bench", "collectives", "--variant", ",".join(lacks)]
+    assert words[-2:] == ["-o", "FOLDER"]
+    measured = machines.read(tmp_path / "m.toml").calls.values()
+    assert int(words[words.index("--ranks") + 1]) == max(sample.ranks for samples in measured for sample in samples)
+    _, _, said = run(capsys, "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
+    assert "all-gather" not in said
+
+
 def test_a_bench_that_is_named_twice_counts_once() -> None:
     """Its sizes would otherwise predict themselves, and the model of the wire be free of error."""
     assert calibration.records_in([BENCHES[0], BENCHES[0]]) == calibration.records_in([BENCHES[0]])

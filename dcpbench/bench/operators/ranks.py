@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch.distributed as dist
 
 from dcpbench.bench.operators.calls import first_line
+from dcpbench.errors import DcpbenchError
 from dcpbench.exchange.collectives import Group, gather_objects
 from dcpbench.launch.jobs import listen
 
@@ -92,7 +93,7 @@ def together(step: Callable[[], Value]) -> Value:
     try:
         value = step()
     except Exception as e:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
-        reason = f"{type(e).__name__}: {first_line(e)}"
+        reason = first_line(e) if isinstance(e, DcpbenchError) else f"{type(e).__name__}: {first_line(e)}"
     told = one_of(reason)
     if told:
         raise RankError(told)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench.bench.record import Overwritten
 from dcpbench.points.memory import GIB
 from dcpbench.show.numbers import with_unit
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,7 +161,7 @@ def _overwritten(variant: str, results: Sequence[Result]) -> str:
     error = f"{100 * most['logit_error']:.3g} % of their norm"
     if hurt:
         return (
-            f"{variant}: in {hurt} of {len(found)} cases padding rows wrote over a live request, up to "
+            f"{variant}: in {hurt} of {counted(len(found), 'case')} padding rows wrote over a live request, up to "
             f"{most['kv_rows']:,} of its stored KV rows and {most['token_ids']:,} of its token ids; its logits are off "
             f"by up to {error}."
         )
@@ -208,7 +209,7 @@ def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequenc
     if not many:
         return f"{', '.join(parts)}."
     faster = sum(ratio > 1 for _, ratio in ratios)
-    return f"{' to '.join(parts)}; faster in {faster} of {len(ratios)} cases."
+    return f"{' to '.join(parts)}; faster in {faster} of {counted(len(ratios), 'case')}."
 
 
 def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:

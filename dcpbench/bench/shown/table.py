@@ -12,7 +12,7 @@ from dcpbench.bench.shown.findings import baselines, corrupts, limit_notes, shar
 from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from dcpbench.bench.record import BenchRecord, Overwritten, Result, Timing
 
@@ -63,9 +63,11 @@ def table(record: BenchRecord, width: int = WIDE) -> Table:
     out.add_column("correct")
     if record.performance and wide:
         out.add_column("marks")
+    told: set[str] = set()
     for r in record.results:
         cells: list[str | Text] = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
-        cells += [*(cell(r) for cell in columns.values()), _verdict(r)]
+        cells += [*(cell(r) for cell in columns.values()), _verdict(r, told)]
+        told.add(r.reason)
         out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
     return out
 
@@ -136,9 +138,10 @@ def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     }
 
 
-def _verdict(r: Result) -> Text:
+def _verdict(r: Result, told: Container[str]) -> Text:
+    """In words; a reason that was told of a case above is not said again."""
     if r.outcome != "ok":
-        return Text.assemble(("failed", "red"), f": {r.reason}")
+        return Text.assemble(("failed", "red"), ", as above" if r.reason in told else f": {r.reason}")
     if r.correct and corrupts(r):
         return Text("corrupts, as said", "yellow")
     return Text("yes", "green") if r.correct else Text("WRONG", "red bold")

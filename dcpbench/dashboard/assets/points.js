@@ -271,7 +271,7 @@ globalThis.dash = (() => {
     sayShared(lines);
     fill(lines, state.page * ROWS, (state.page + 1) * ROWS);
     const hidden = state.cpu ? 0 : self.columns.cpu.reduce((sum, one) => sum + one, 0);
-    find("count").textContent = `${dcp.number(lines.length)} of ${dcp.number(self.columns.id.length)} points`
+    find("count").textContent = `${dcp.number(lines.length)} of ${dcp.number(self.columns.id.length)} ${self.columns.id.length === 1 ? "point" : "points"}`
       + (hidden ? `; ${dcp.number(hidden)} functional ones of CPU runs are hidden` : "");
     dcp.pager(find("pager"), pages, state.page, (page) => { state.page = page; self.show(); });
     self.save();

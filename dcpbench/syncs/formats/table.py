@@ -184,7 +184,7 @@ def _trace(trace: TraceSummary) -> Text:
     facts = [] if trace.rank is None else [f"rank {trace.rank}"]
     if seen.detector == "scan":
         facts += [
-            f"{trace.steps} steps ({seen.steps_from})" if trace.steps else "no steps",
+            f"{counted(trace.steps, 'step')} ({seen.steps_from})" if trace.steps else "no steps",
             f"{seen.gpu_events:,} GPU events",
             f"{seen.runtime_events:,} runtime calls",
             f"{seen.driver_events:,} driver calls",
@@ -192,7 +192,7 @@ def _trace(trace: TraceSummary) -> Text:
             f"stacks: {seen.stacks}",
         ]
     else:
-        facts += [seen.detector, *([f"{trace.steps} steps"] if trace.steps else [])]
+        facts += [seen.detector, *([counted(trace.steps, "step")] if trace.steps else [])]
     if trace.gpu_idle_us is not None:
         facts.append(f"GPU idle {microseconds(trace.gpu_idle_us)} of {microseconds(trace.span_us)}")
     if not seen.complete:
