@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.bench.cases import COLLECTIVES, REGISTERED_COLLECTIVES
+from dcpbench.points.names import EXCHANGES
 from dcpbench.records.runs import read_run
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def wire(folder: Path, ranks: int) -> list[Step]:
     variants = ",".join([*COLLECTIVES, *REGISTERED_COLLECTIVES])
     more = {
         "collectives": ["--variant", variants],
-        "exchange": ["--heads", "64,128", "--variant", "ag_rs,ag_rs_registered,a2a,symm"],
+        "exchange": ["--heads", "64,128", "--variant", ",".join(EXCHANGES)],
     }
     benches = [
         Step(
@@ -124,9 +125,9 @@ def measured(folders: Iterable[Path]) -> list[Record]:
 def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
     """(live, emulated) of each point that ran both ways."""
     its = {_key(r.point): r for r in emulated}
-    for mine in live:
-        if _key(mine.point) in its:
-            yield mine, its[_key(mine.point)]
+    for key, mine in {_key(r.point): r for r in live}.items():
+        if key in its:
+            yield mine, its[key]
 
 
 def table(found: Iterable[tuple[Record, Record]]) -> list[str]:

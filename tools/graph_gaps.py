@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPLAYS = 30
 LEFT_FREE = 4 << 30
 """Bytes that `full` leaves of a GPU's memory."""
-LARGE = 1 << 16
+LARGE = 1 << 22
 """Elements of a tensor whose kernels have more blocks than a GPU runs at once."""
 
 
@@ -118,6 +118,7 @@ def measure(name: str, graphs: int, nodes: int) -> Found:
     for _ in range(graphs):
         if not way.keeps:
             alive.clear()
+            graph = None
             gc.collect()
             torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -72,7 +72,7 @@ class How(Group):
 
     backend: str | None = HOW(
         "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs for verify alone), "
-        "or auto: each point takes the fastest. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed; "
+        "or auto: each point takes the fastest. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed, else triton; "
         "reference on the CPU.",
         metavar="NAME,…",
     )

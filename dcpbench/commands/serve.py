@@ -149,7 +149,7 @@ class How(opt.How):
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
-        "reference. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed; "
+        "reference. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed, else triton; "
         "reference on the CPU.",
         metavar="NAME,…",
     )

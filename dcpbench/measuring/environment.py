@@ -44,7 +44,7 @@ ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
 """ranks.environment's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
-    "flashinfer": f"--backend flashinfer, the default on GPUs; {how_to_install('flashinfer')}",
+    "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {how_to_install('flashinfer')}",
     "flash_mla": f"--backend flashmla, on Hopper GPUs; {how_to_install('flashmla')}",
     "pynvml": "clocks, power and throttling in records; pip install nvidia-ml-py",
     "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {how_to_install('test')}",

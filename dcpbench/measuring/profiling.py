@@ -142,12 +142,12 @@ def profile_step(
     steps: int = 3,
     *,
     enabled: bool,
-    agree: Callable[[bool], bool] = bool,
+    agree: Callable[[bool], bool],
 ) -> tuple[Phases, list[SyncSite]] | None:
     """(phases, where the host waited in a step) of this rank, or None where it is not `enabled`.
 
-    Stacks, which take longer to record than all else, are recorded only where the host waited: they name the line.
-    `agree` says to every rank whether one of them says yes.
+    Stacks, which take longer to record than all else, are recorded only where the host waited: they name the line, and tell
+    the profiler's own waits. `agree` says to every rank whether one of them says yes.
 
     The first profiled step of each pass is left out, as the profiler's own start-up falls into it, and so is the last
     replay for the phases, which no other follows: a step lasts until the next one's first kernel.
@@ -174,8 +174,7 @@ def profile_step(
         kernels=len(replayed.kernels.steps[-1]),
         steps=steps,
     )
-    waited = sync_sites(named.sites, "eager") or sync_sites(launched.sites, "eager")
-    return phases, waited + sync_sites(replayed.sites, "replay")
+    return phases, sync_sites(named.sites, "eager") + sync_sites(replayed.sites, "replay")
 
 
 def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:

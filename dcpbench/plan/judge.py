@@ -84,6 +84,8 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         known_times(settings.step_times).must_be_of(point, settings.step_times)
+        if machine.nnodes > 1:
+            raise UsageError("--step-times are replayed by one process on one machine; leave --nnodes out.")
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)

@@ -206,8 +206,8 @@ LATE, LATE_RANKS = 1.08, 4
 Between two GPUs it is none for exchanges, and up to 1.1 for the smallest reductions."""
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 """Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
-the error of the wire: the slowest GPU decides, and the busiest rank stands for all. 41 of 42 steps of two and four H200 lie within
-(docs/emulation.md)."""
+the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
+within both errors (docs/emulation.md)."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

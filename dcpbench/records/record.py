@@ -200,10 +200,12 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """What they were modelled as; in `step_ms`."""
     wire_low_us: float
     wire_high_us: float
-    """With the error of the model; the ends of the step's interval have these in place of `wire_us`."""
+    """With the error of the model."""
     ranks_low: float = 0.0
     ranks_high: float = 0.0
-    """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it."""
+    """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it. The ends
+    of the step's interval have both errors.
+    """
     output_tok_s_low: float | None = None
     output_tok_s_high: float | None = None
     """Of requests that were replayed: with all steps as much longer and shorter as these errors make the largest decode step."""

@@ -321,7 +321,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         paying = _first_ahead(panel)
         if paying is not None:
             ax.axvline(paying, color=GREY, linestyle=":", linewidth=1.4)
-            left = 2 * paying < rows["concurrency"].min() + rows["concurrency"].max()  # where what is said has room
+            left = paying**2 < rows["concurrency"].min() * rows["concurrency"].max()  # on an axis that is logarithmic
             ax.text(
                 paying,
                 0.99,

@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     import pandas as pd
 
 UNEQUAL = 0.01
-"""Of a step: by how much gaps may differ between two layouts."""
+"""Of a step: by how much gaps may differ between two points."""
 LONGEST_US = 1.0
 """Of a gap between kernels of a graph, on average; where it is longer the GPU waits for something else."""
 
 
 def words(points: pd.DataFrame) -> str:
-    """By how much unequal gaps set layouts apart at most, and where; empty where they do not."""
+    """Where unequal gaps set two points of a load apart most, and by how much of a step; empty where they do not."""
     if points.empty:
         return ""
     gaps_us = points["idle_us"] / points["kernels"]
     known = points.assign(gap_us=gaps_us)[(gaps_us < LONGEST_US) & ~points["cpu"].astype(bool)]
-    found = []
+    most, said = UNEQUAL, ""
     for _, rivals in known.groupby(RIVAL_OF, dropna=False, sort=False):
-        apart_ms = (rivals["idle_us"].max() - rivals["idle_us"].min()) / 1e3
-        found.append((apart_ms / rivals["step_ms"].min(), rivals))
-    most, where = max(found, default=(0.0, known), key=lambda load: load[0])
-    if most <= UNEQUAL:
-        return ""
-    return (
-        f"Gaps between kernels are {where['gap_us'].min():.2f} µs in one layout and {where['gap_us'].max():.2f} in another,"
-        f" which is up to {percent(most)} of a step ({load_words(where.iloc[0])}) and may be the order of measuring: the first"
-        " graphs of a process have the shortest (docs/methodology.md)."
-    )
+        least, longest = (rivals.loc[rivals["gap_us"].agg(which)] for which in ("idxmin", "idxmax"))
+        apart = (longest["gap_us"] - least["gap_us"]) * least["kernels"] / (least["step_ms"] * 1e3)
+        if apart > most:
+            most = apart
+            said = (
+                f"Gaps between kernels are {least['gap_us']:.2f} µs with {least['label']} and {longest['gap_us']:.2f} with"
+                f" {longest['label']} at {load_words(least)}: {percent(apart)} of a step, which may be the order of measuring, as"
+                " the first graphs of a process have the shortest (docs/methodology.md)."
+            )
+    return said

@@ -15,7 +15,7 @@ from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.record import Environment, Gpu, Phases, Rates, Record, SyncSite
+from dcpbench.records.record import Emulated, Environment, Gpu, Phases, Rates, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
 from dcpbench.workloads.attention_error import attention_error, limit_of
 from dcpbench.workloads.session import build
@@ -440,3 +440,22 @@ class TestAttentionError:
             backend.run = poisoned
 
         assert self.error(poison) == float("inf")
+
+
+def test_all_ranks_profile_with_stacks_where_one_of_them_waited(monkeypatch):
+    """What profile_step asks is answered by all of them."""
+    asked = {}
+    monkeypatch.setattr(decode, "profile_step", lambda *_, **how: asked.update(how))
+    monkeypatch.setattr(decode, "gather_objects", lambda mine: [False, mine, False])
+    decode._profile(SimpleNamespace(device=torch.device("cuda")), None)
+    assert [asked["agree"](mine) for mine in (True, False)] == [True, False]
+
+
+@pytest.mark.parametrize(("device", "unsure"), [("cuda", (0.03, 0.06)), ("cpu", (0.0, 0.0))])
+def test_a_forecast_is_as_unsure_as_its_wire_and_its_ranks(device, unsure):
+    """Of 10 ms: 0.2 and 0.4 for the wire, and 1 and 2 % of the step; a CPU waits for no wire."""
+    emulated = Emulated(
+        machine="H200", calls=1, wire_us=1000.0, wire_low_us=800.0, wire_high_us=1400.0, ranks_low=0.01, ranks_high=0.02
+    )
+    assert decode._unsure(emulated, torch.device(device), 10.0) == pytest.approx(unsure)
+    assert decode._unsure(None, torch.device(device), 10.0) == (0.0, 0.0)

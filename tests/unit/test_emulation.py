@@ -300,6 +300,10 @@ def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pyt
     monkeypatch.setattr(judge, "known_times", known)
     judge.check(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
     assert files == ["times.json"]
+    with pytest.raises(UsageError, match="leave --nnodes out"):
+        judge.check(
+            point, Settings(step_times="times.json"), SHAPES[point.model], dataclasses.replace(machine, nnodes=3)
+        )
 
 
 def test_two_hosts_with_a_link_can_be_emulated() -> None:

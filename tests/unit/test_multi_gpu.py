@@ -41,7 +41,7 @@ def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
     for command in planned(gpus, tmp_path):
         if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
             code = _typed([*command.words, "--dry-run", "--gpu", MACHINES[gpus], "--gpus", str(gpus)])
-            assert code == 0, f"{command.said}\n{capsys.readouterr().err}"
+            assert code == 0, f"{command.said()}\n{capsys.readouterr().err}"
 
 
 def _typed(words: list[str]) -> int:
@@ -73,7 +73,7 @@ def test_a_dry_run_prints_every_command_with_its_minutes(
     assert tool.main(["-o", str(there), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
     printed = capsys.readouterr().out
     for command in planned(gpus, there):
-        assert f"{command.minutes:5.1f}  {command.said}" in printed
+        assert f"{command.minutes:5.1f}  {command.said()}" in printed
     assert not there.exists()
 
 
@@ -142,6 +142,48 @@ def test_commands_of_one_gpu_run_side_by_side_each_on_its_own(tmp_path: Path) ->
     assert {(met / name).read_text() for name in ("a", "b")} == {"4", "6"}
     assert (met / "c").read_text() in ("4", "6")
     assert {ran.what for ran in Runner(tmp_path / "run", 5.0).state.values()} == {DONE}
+
+
+def test_where_one_of_them_cannot_be_begun_the_others_are_not_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that cannot be written ends the run, and leaves nothing running."""
+    begun = []
+
+    def one(_runner: Runner, key: str, *_rest: object) -> None:
+        begun.append(key)
+        raise PermissionError(key)
+
+    monkeypatch.setattr(Runner, "one", one)
+    commands = [Command("timeit", ("pass",), 1.0, name, only_one=True) for name in "abcd"]
+    with pytest.raises(PermissionError):
+        Runner(tmp_path, 5.0, ["0"]).run([Part("part", "what", tuple(commands))])
+    assert begun[0] == "part/a"
+    assert len(begun) < len(commands)
+
+
+def test_what_waits_for_files_is_no_attempt_where_there_are_none(tmp_path: Path) -> None:
+    """The run that makes them was cut off; the next call makes them."""
+    (tmp_path / "made").mkdir()
+    code = "-n1", "-r1", "pass", "-s", f"{tmp_path}/made/*.json"
+    part = Part("part", "what", (Command("timeit", code, 1.0, "one"),))
+    for _ in range(3):
+        runner = Runner(tmp_path, 5.0)
+        runner.run([part])
+    ran = runner.state["part/one"]
+    assert (ran.what, ran.attempts) == (SKIPPED, 0)
+    assert "there is no" in ran.note
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [("", ["0", "1"]), ("2,3", ["2", "3"]), ("0,1,2,3", ["0", "1"]), ("5", ["5"])]
+)
+def test_gpus_are_those_that_this_process_may_see(
+    visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many of them at most."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert tool.devices(2) == found
 
 
 def test_a_pattern_stands_for_the_files_that_are_there_when_a_command_runs(tmp_path: Path) -> None:

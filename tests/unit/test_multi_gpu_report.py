@@ -83,10 +83,33 @@ def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> 
     build.write(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
     build.write(tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)])
     rows = [row for row in report.served(tmp_path) if "| replay |" in row]
-    assert [row.split("|")[1].strip() for row in rows] == ["open, 2 requests/s", "open, 4 requests/s"]
+    assert [row.split("|")[1].rpartition(", ")[2].strip() for row in rows] == ["2 requests/s", "4 requests/s"]
     assert "(+4.0%)" in rows[0]
     assert rows[0].endswith("| within 5% |")
     assert rows[1].endswith("| NOT within: output tok/s |")
+
+
+def test_a_load_is_held_against_its_own_replay_alone(tmp_path: Path) -> None:
+    """Of two loads of different size under as many clients."""
+    small, large = (
+        [
+            serving.served(serving.point(DCP2, changed={"mode": mode, "requests": requests}))
+            for mode in ("live", "replay")
+        ]
+        for requests in (96, 480)
+    )
+    build.write(tmp_path / "live" / "dcp", small)
+    build.write(tmp_path / "seed" / "deepseek-v3", large)
+    rows = report.served(tmp_path)[2:]
+    assert [row.split(" × ")[0].removeprefix("| ") for row in rows] == ["96", "96", "480", "480"]
+
+
+def test_a_point_of_two_grids_is_one_forecast(tmp_path: Path) -> None:
+    """Grid and experts have it both."""
+    for part in ("grid", "experts"):
+        build.write(tmp_path / part / "v3", [step(DCP2, 40.0)])
+    build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
+    assert report.emulated(tmp_path)[-1] == "1 of 1 within 5%."
 
 
 def test_passes_over_the_same_load_are_beside_each_other(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def profiled(monkeypatch):
             return next(traces)
 
         monkeypatch.setattr(profiling, "record", record)
-        found = profile_step(lambda: None, lambda: None, steps, enabled=True)
+        found = profile_step(lambda: None, lambda: None, steps, enabled=True, agree=bool)
         again = [3] if named else []
         assert counts == [3, steps + 2, *again], "the first of each pass and the last replay are not used"
         return found
@@ -163,7 +163,10 @@ class TestPhases:
         """They take part in the collectives of 3 eager and 3 + 2 replayed steps and report nothing."""
         monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
         ran = []
-        assert profile_step(lambda: ran.append("eager"), lambda: ran.append("replay"), 3, enabled=False) is None
+        assert (
+            profile_step(lambda: ran.append("eager"), lambda: ran.append("replay"), 3, enabled=False, agree=bool)
+            is None
+        )
         assert ran == ["eager"] * 3 + ["replay"] * 5
 
 

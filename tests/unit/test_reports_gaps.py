@@ -44,8 +44,7 @@ def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> 
         step(DCP4, 44.0, 740.0, concurrency=32),
     )
     said = gaps.words(found.findings.points)
-    assert "0.07 µs in one layout and 0.37 in another" in said
-    assert "up to 3 % of a step (8 requests of 4,000 tokens)" in said
+    assert "0.07 µs with tp4 and 0.37 with tp4·dcp4 at 8 requests of 4,000 tokens: 3 % of a step" in said
     assert said in overview.short(found)[-1]
     assert said in answer.trust(found, [])
 
@@ -56,12 +55,19 @@ def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> 
         pytest.param(330.0, 2000, id="less than 1 % of a step"),
         pytest.param(5000.0, 2000, id="the GPU waits for something else"),
         pytest.param(740.0, 0, id="a profiled pass that saw no kernel"),
+        pytest.param(740.0, 10571, id="more kernels, with equal gaps"),
     ],
 )
 def test_what_is_no_such_difference_is_not_spoken_of(tmp_path: Path, idle_us: float, kernels: int) -> None:
     """Of two steps of 20 ms, the other with gaps of 0.07 µs."""
     found = loaded(tmp_path, step(TP4, 20.0, 140.0), step(DCP4, 20.0, idle_us, kernels))
     assert gaps.words(found.findings.points) == ""
+
+
+def test_two_exchanges_of_a_layout_are_told_apart(tmp_path: Path) -> None:
+    """They were measured one behind the other, too."""
+    found = loaded(tmp_path, step(DCP4, 20.0, 140.0), step(DCP4, 20.0, 740.0, exchange="symm"))
+    assert "0.07 µs with tp4·dcp4 (ag_rs) and 0.37 with tp4·dcp4 (symm)" in gaps.words(found.findings.points)
 
 
 def test_layouts_under_different_loads_are_not_set_against_each_other(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def gpu_here(gpus: int) -> str:
 def devices(gpus: int) -> list[str]:
     """The GPUs that this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(gpus)]
+    return named.split(",")[:gpus] if named else [str(i) for i in range(gpus)]
 
 
 def chosen(parts: list[Part], only: str) -> list[Part]:
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         for part in parts:
             say(f"# {part.name}: {part.what}, about {part.minutes:.1f} min")
             for command in part.commands:
-                say(f"{command.minutes:5.1f}  {command.said}")
+                say(f"{command.minutes:5.1f}  {command.said()}")
         say(f"# in all about {sum(part.minutes for part in parts):.0f} min")
         return 0
     runner = Runner(asked.output, asked.minutes, devices(asked.gpus))

@@ -47,12 +47,11 @@ class Command:
     only_one: bool = False
     """Whether it takes one GPU: neighbours of its kind run side by side, each on its own."""
 
-    @property
-    def said(self) -> str:
-        """As typed."""
+    def said(self, device: str = "0") -> str:
+        """As typed, on that GPU where it takes one."""
         program = self.program if self.program == "dcpbench" else f"python -m {self.program}"
-        words = " ".join(word if "*" in word else shlex.quote(word) for word in self.words)
-        return f"{'CUDA_VISIBLE_DEVICES=0 ' if self.only_one else ''}{program} {words}"
+        words = " ".join("*".join(part and shlex.quote(part) for part in word.split("*")) for word in self.words)
+        return f"{f'CUDA_VISIBLE_DEVICES={device} ' if self.only_one else ''}{program} {words}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Part:
 
     @property
     def minutes(self) -> float:
-        """Its share of the time."""
+        """Its share of the time, one behind the other."""
         return sum(command.minutes for command in self.commands)
 
 
@@ -94,7 +93,7 @@ class Plan:
             ],
             8: [
                 self.wire(), self.grid("grid", V3), self.seed("seed", V3), self.live(), self.again(),
-                self.grid("grid-k2", K2), self.seed("seed-k2", K2), self.emulated(), self.hangs(), self.replays(),
+                self.grid("grid-k2", K2), self.seed("seed-k2", K2), self.emulated(), self.hangs(),
             ],
         }  # fmt: skip
         return by_gpus[self.n]
@@ -275,7 +274,7 @@ class Plan:
 
 TINY = {
     "--model": "tiny", "--concurrency": "1,2", "--context": "16", "--seconds": "0.05", "--num-requests": "4",
-    "--input-tokens": "16", "--output-tokens": "4", "--turn-tokens": "4", "--think-time": "0.01",
+    "--input-tokens": "16", "--output-tokens": "4", "--turns": "", "--turn-tokens": "", "--think-time": "",
     "--request-rate": "20", "--kv-memory": "", "--weights-dtype": "", "--kv-dtype": "", "--backend": "",
     "--heads": "8", "--requests": "1,2",
 }  # fmt: skip

@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from dcpbench.records.runs import read_run
+from dcpbench.reports import words
 from tools import emulation_live
 from tools.multi_gpu.running import Ran
 
@@ -27,7 +28,6 @@ EMULATED_BAR = 0.07
 REPLAY_BAR, REPLAY_TAIL_BAR = 0.05, 0.10
 SERVED = ("output tok/s", "TTFT p50", "ITL p50", "TTFT p99", "ITL p99")
 TAILS = SERVED[3:]
-SEED = "480 × 4,000/1,500"
 GRIDS = ("grid*", "bf16*", "more", "experts")
 
 
@@ -90,7 +90,9 @@ def ran(parts: Sequence[Part], state: dict[str, Ran]) -> list[str]:
         for command in part.commands:
             of = state.get(f"{part.name}/{command.name}", Ran(what="not run"))
             note = f"{of.what}{f' (exit code {of.code})' if of.code else ''}{f': {of.note}' if of.note else ''}"
-            lines.append(f"| {part.name} | `{command.said}` | {command.minutes:.1f} | {of.seconds / 60:.1f} | {note} |")
+            lines.append(
+                f"| {part.name} | `{command.said(of.device or '0')}` | {command.minutes:.1f} | {of.seconds / 60:.1f} | {note} |"
+            )
     return lines
 
 
@@ -194,9 +196,9 @@ def served(folder: Path) -> list[str]:
     """All served loads; replay and emulation with what they are off by from live."""
     lines = [f"| load | point | how | {' | '.join(SERVED)} | |", "|---|---|---|---:|---:|---:|---:|---:|---|"]
     of: dict[tuple[str, ...], dict[str, Record]] = collections.defaultdict(dict)
-    for run, r in records(folder):
+    for _, r in records(folder):
         if r.outcome == "ok" and r.serve is not None and r.point.load is not None:
-            load = run.name.partition("-")[2] if run.parent.name in ("served", "replays") else SEED
+            load = f"{r.point.load.requests} × {words.shape(r.point.load)}"
             how = "emulated" if r.point.emulate else r.point.load.mode
             of[load, told(r), _arrival(r.point)][how] = r
     for (load, what, arrival), hows in of.items():

@@ -44,7 +44,9 @@ class Ran(msgspec.Struct, kw_only=True):
     attempts: int = 0
     note: str = ""
     cut: int = 0
-    """How often it ran out of time."""
+    """How often it was ended before it was done: its time was over, or Ctrl-C."""
+    device: str = ""
+    """Where it ran, if it takes one GPU."""
 
 
 @dataclasses.dataclass
@@ -97,7 +99,7 @@ class Runner:
             try:
                 for each in running:
                     each.result()
-            except KeyboardInterrupt:
+            except BaseException:  # Ctrl-C, or what is wrong here
                 self.stop.set()
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -109,6 +111,10 @@ class Runner:
             ran = self.state.setdefault(key, Ran(what=SKIPPED))
         if ran.what == DONE or ran.attempts >= ATTEMPTS:
             say(f"{key}: {ran.what}, {ran.attempts} times; not run again")
+            return
+        if missing := [word for word in command.words if "*" in word and not files(word)]:
+            ran.note = f"there is no {', '.join(missing)} yet"
+            say(f"{key}: skipped, {ran.note}")
             return
         left = min(self.left_s, ends - time.monotonic())
         if left < LEAST_SHARE * 60 * command.minutes:
@@ -124,13 +130,14 @@ class Runner:
         """Run a command, at most so long, on one GPU or on all."""
         log = self.folder / f"{key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        say(f"$ {command.said}    (about {command.minutes:.1f} min, {self.left_s / 60:.1f} left)")
+        said = command.said(device or "0")
+        say(f"$ {said}    (about {command.minutes:.1f} min, {self.left_s / 60:.1f} left)")
         start = time.monotonic()
         with log.open("a") as out:
-            out.write(f"$ {command.said}\n")
+            out.write(f"$ {said}\n")
             out.flush()
             code, cut = bounded(argv(command), out, limit_s, device, self.stop)
-        ran.seconds, ran.code, ran.note = round(time.monotonic() - start, 1), code, ""
+        ran.seconds, ran.code, ran.note, ran.device = round(time.monotonic() - start, 1), code, "", device or ""
         ran.attempts += not cut
         ran.cut += cut
         ran.what = CUT if cut else FAILED if code else DONE
@@ -146,14 +153,19 @@ class Runner:
 def argv(command: Command) -> list[str]:
     """Its words for this Python, with the files that patterns among them stand for, as in a shell."""
     module = "dcpbench.cli" if command.program == "dcpbench" else command.program
-    words = [sorted(map(str, Path(w).parent.glob(Path(w).name))) or [w] if "*" in w else [w] for w in command.words]
+    words = [files(w) or [w] if "*" in w else [w] for w in command.words]
     return [sys.executable, "-m", module, *itertools.chain.from_iterable(words)]
+
+
+def files(pattern: str) -> list[str]:
+    """That are there, in order."""
+    return sorted(map(str, Path(pattern).parent.glob(Path(pattern).name)))
 
 
 def bounded(
     words: list[str], out: object, limit_s: float, device: str | None, stop: threading.Event
 ) -> tuple[int, bool]:
-    """Exit code, and whether it was ended for the time; its own processes are ended, first as Ctrl-C does."""
+    """Exit code, and whether it was ended before it was done; its own processes are ended, first as Ctrl-C does."""
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)  # type: ignore[call-overload]
     until = time.monotonic() + limit_s
