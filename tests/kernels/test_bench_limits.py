@@ -28,8 +28,8 @@ def test_one_rank_has_no_peer_and_the_others_are_measured_all_the_same(device):
     found, without = limits.measure(("peer", "read", "barrier"), device)
     assert [limit.name for limit in found] == ["read"]
     assert without == [
-        "peer: CapacityError: there is no peer to read from.",
-        "barrier: CapacityError: there is no peer to read from.",
+        "peer: there is no peer to read from.",
+        "barrier: there is no peer to read from.",
     ]
 
 
