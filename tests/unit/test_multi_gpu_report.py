@@ -139,3 +139,17 @@ def test_what_is_missing_is_told_but_for_degrees_that_do_not_nest(tmp_path: Path
     )
     (line,) = report.failures(tmp_path)
     assert line.endswith("rejected: no room")
+
+
+def test_points_that_differ_in_anything_are_told_apart(tmp_path: Path) -> None:
+    """How experts are placed and sums reduced, where it is not the usual."""
+    build.write(
+        tmp_path / "experts" / "v3",
+        [step(TP2, 50.0, ep="1"), step(TP2, 51.0, ep="tp"), step(TP2, 49.0, ep="1", all_reduce="symm")],
+    )
+    told = [row.split(" | ")[0] for row in report.decode(tmp_path)[2:]]
+    assert [words.removeprefix("| kimi-k2 ").removesuffix(", bfloat16/bfloat16") for words in told] == [
+        "tp2",
+        "tp2 ep tp",
+        "tp2 all-reduce symm",
+    ]

@@ -84,11 +84,11 @@ class Plan:
         by_gpus = {
             2: [
                 self.wire(), self.grid("grid"), self.emulated(), self.seed("seed", V3), self.served(), self.steps(), self.hangs(),
-                self.tests(), self.grid("bf16", precision=BF16), self.experts(), self.more(), self.replays(),
+                self.tests(), self.grid("bf16", precision=BF16), self.experts(), self.reduce(), self.more(), self.replays(),
             ],
             4: [
                 self.wire(), self.grid("grid"), self.seed("seed", V3), self.served(), self.grid("bf16", V3, precision=BF16),
-                self.emulated(), self.experts(), self.grid("bf16-k2", K2, precision=BF16), self.seed("seed-k2", K2),
+                self.emulated(), self.experts(), self.reduce(), self.grid("bf16-k2", K2, precision=BF16), self.seed("seed-k2", K2),
                 self.hangs(), self.more(), self.replays(),
             ],
             8: [
@@ -209,6 +209,14 @@ class Plan:
             self.sweep("experts", model, f"--model {model} --tp {self.n} {layouts} {load}", 18) for model in (V3, K2)
         ]
         return Part("experts", "--ep 1 and tp at three loads", tuple(found))
+
+    def reduce(self) -> Part:
+        """Both ways to reduce the partial sums of tp."""
+        words = (
+            f"--model {V3} --tp {self.n} {FP8} {self.grid_kv} --dcp 1,{self.n} --exchange symm --all-reduce nccl,symm"
+        )
+        load = "--concurrency 8,32 --context 4000 --seconds 0.5"
+        return Part("reduce", "--all-reduce nccl and symm", (self.sweep("reduce", V3, f"{words} {load}", 8),))
 
     def tests(self) -> Part:
         """All tests that need a GPU: of the files that have any, as each worker would collect all of them first."""

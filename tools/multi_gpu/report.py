@@ -6,6 +6,8 @@ import collections
 import importlib.util
 from typing import TYPE_CHECKING
 
+from dcpbench.points.layout import experts_placed
+from dcpbench.points.names import ALL_REDUCES, BY_LAYOUT
 from dcpbench.records.runs import read_run
 from dcpbench.reports import words
 from tools import emulation_live
@@ -28,7 +30,8 @@ EMULATED_BAR = 0.07
 REPLAY_BAR, REPLAY_TAIL_BAR = 0.05, 0.10
 SERVED = ("output tok/s", "TTFT p50", "ITL p50", "TTFT p99", "ITL p99")
 TAILS = SERVED[3:]
-GRIDS = ("grid*", "bf16*", "more", "experts")
+LAYOUTS = ("grid*", "bf16*", "more")
+GRIDS = (*LAYOUTS, "experts", "reduce")
 
 
 def installed() -> str:
@@ -100,7 +103,9 @@ def told(record: Record) -> str:
     """A point in words, without its load."""
     p = record.point
     exchange = "" if p.exchange == "none" else f" {p.exchange}"
-    return f"{p.model} {p.layout_name}{exchange}, {p.weights_precision}/{p.kv_precision}"
+    experts = "" if p.ep == experts_placed(BY_LAYOUT, p.tp, p.dp) else f" ep {p.ep}"
+    reduced = "" if p.all_reduce == ALL_REDUCES[0] else f" all-reduce {p.all_reduce}"
+    return f"{p.model} {p.layout_name}{exchange}{experts}{reduced}, {p.weights_precision}/{p.kv_precision}"
 
 
 def ok(folder: Path, part: str = "*", *, workload: str = "decode") -> list[Record]:
@@ -155,7 +160,7 @@ def decode(folder: Path) -> list[str]:
 def pays(folder: Path) -> list[str]:
     """The best layout with DCP over the best one without, by load."""
     best: dict[tuple[str, str, int, int], dict[bool, Record]] = collections.defaultdict(dict)
-    for r in [r for part in GRIDS[:-1] for r in ok(folder, part)]:
+    for r in [r for part in LAYOUTS for r in ok(folder, part)]:
         p = r.point
         key = (p.model, f"{p.weights_precision}/{p.kv_precision}", p.context, p.concurrency)
         old = best[key].get(p.dcp > 1)
