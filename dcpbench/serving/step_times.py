@@ -22,7 +22,7 @@ from dcpbench.points.older import OFF
 from dcpbench.points.point import load_axes, point_axes
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.record import CPU, Emulated, Environment, Honesty
+from dcpbench.records.record import CPU, Emulated, Environment, Gpu, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.step_model import HotStep, Slowed, StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file
@@ -170,6 +170,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """As records have them: `cpu`, `throttled`, …"""
     emulated: Emulated | None = None
     """Of a rank that stood for a layout: what was modelled in its largest decode step."""
+    gpu: Gpu | None = None
+    """Clocks, power and temperature meanwhile, each of the rank that was worst off; None on the CPU, and in older files."""
 
     def scaled(self, factor: float) -> StepTimes:
         """All steps as many times as long."""

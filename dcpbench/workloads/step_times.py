@@ -143,6 +143,7 @@ def measure(
         environment=environment,
         marks=device_marks(points[0], engine.device) + marks(throttled=throttled(gpu), emulated=emulated is not None),
         emulated=emulated,
+        gpu=gpu,
     )
 
 

@@ -18,6 +18,7 @@ from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.emulated import Emulation
 from dcpbench.kernels.moe.busiest import busiest_first
 from dcpbench.measuring.environment import environment
+from dcpbench.measuring.gpu_state import GpuSampler
 from dcpbench.plan import grid, judge
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_spec, planned
@@ -30,7 +31,7 @@ from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.wire import Seconds
-from dcpbench.records.record import Kv
+from dcpbench.records.record import Gpu, Kv
 from dcpbench.workloads import decode, replay, serve
 from dcpbench.workloads.session import build
 from tests.unit import serve_record_builder as served
@@ -262,9 +263,13 @@ def test_served_loads_are_forecast_in_replay_alone() -> None:
     ids=str,
 )
 def test_a_served_load_is_replayed_by_one_ranks_step_times(
-    layout: Layout, exchange: str, ep: str, tmp_path: Path
+    layout: Layout, exchange: str, ep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks behind stored prefixes included; the record says what was modelled, and tokens are those asked for."""
+    """Prompts in chunks behind stored prefixes included; the record says what was modelled, and tokens are those asked for.
+    Step times keep how their GPU was.
+    """
+    gpu = Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61)
+    monkeypatch.setattr(GpuSampler, "state", lambda _: gpu)
     load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=16)
     asked = point(layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1)
     settings = Settings(profile=False)
@@ -283,6 +288,7 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
     assert (record.serve.finished, record.serve.output_tokens) == (3, 9)
     assert {m.floor_ms for m in times.cases} == {None}
     assert times.path["emulate"] == "H200"
+    assert times.gpu == gpu
 
 
 def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
