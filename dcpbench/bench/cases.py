@@ -16,7 +16,7 @@ from dcpbench.plan.options import parse_bytes
 from dcpbench.points.batches import padded_batch
 from dcpbench.points.layout import Layout, Prefix, local_length
 from dcpbench.points.memory import attention_products, mlp_products
-from dcpbench.points.names import BACKENDS, EXCHANGES, OVER_FP8
+from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
 from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ SHORTEST_PADDED = 3
 """Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
-ATTENTION_PACKAGES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
 LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
 LAYERS_BY_NAME = ("qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
@@ -117,7 +116,7 @@ class Asked:
 
 def attention_cases(asked: Asked) -> list[Case]:
     """Every backend at every size; those of one pool follow each other, so that they can share it."""
-    installed = [name for name, package in ATTENTION_PACKAGES.items() if importlib.util.find_spec(package)]
+    installed = [name for name, package in LIBRARIES.items() if importlib.util.find_spec(package)]
     usual = ("reference", "triton") if asked.cpu else (*installed, "triton")
     backends = asked.names("backend", BACKENDS, usual)
     grid = itertools.product(

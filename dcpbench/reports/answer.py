@@ -328,9 +328,14 @@ def replay(found: pd.DataFrame) -> str:
     return f"Replay against live, largest errors over {many} run both ways: {', '.join(parts)}."
 
 
+def agreement(frames: Frames, apart: list[float]) -> str:
+    """How well repeats agree, and whether gaps between kernels do where it matters."""
+    return " ".join(text for text in (findings.repeats_sentence(apart), gaps.words(frames.findings.points)) if text)
+
+
 def trust(frames: Frames, apart: list[float]) -> str:
     """How well repeats agree, whether gaps between kernels do, what did not run, and how many points carry a mark."""
-    said = [text for text in (findings.repeats_sentence(apart), gaps.words(frames.findings.points)) if text]
+    said = [agreement(frames, apart)]
     if len(frames.others):
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
     marked = frames.findings.points

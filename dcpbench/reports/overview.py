@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, floors, gaps, marks, rule, slo, words
+from dcpbench.reports import answer, findings, floors, marks, rule, slo, words
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -290,6 +290,4 @@ def _room(frames: Frames) -> str:
 
 
 def _trust(frames: Frames) -> str:
-    tables = (frames.findings.repeats, findings.served_repeats(frames.served))
-    repeats = findings.repeats_sentence([float(value) for table in tables if len(table) for value in table["apart"]])
-    return " ".join(text for text in (repeats, gaps.words(frames.findings.points)) if text)
+    return answer.agreement(frames, answer.apart(frames))

@@ -185,7 +185,7 @@ def _output(record: Record) -> float:
 
 def emulated(folder: Path) -> list[str]:
     """Steps, as tools/emulation_live.py compares them."""
-    forecasts = [r for _, r in records(folder, "emulated") if r.outcome == "ok" and r.metrics is not None]
+    forecasts = emulation_live.measured(sorted(folder.glob("emulated/*")))
     found = list(emulation_live.pairs([r for part in GRIDS for r in ok(folder, part)], forecasts))
     return emulation_live.table(found) if found else []
 
