@@ -10,6 +10,7 @@ of FILE is a way, with µs per kernel. docs/methodology.md says what sweeps saw.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import gc
 import os
@@ -58,6 +59,12 @@ class Way:
     shares: bool = False
     """Whether graphs allocate from one pool."""
     one_kernel: bool = True
+    streams_at: int | None = None
+    """Behind so many graphs kernels run on two streams, one after the other."""
+    primed: int = 0
+    """Nodes of a graph that is captured before all others and kept."""
+    flags: int = 0
+    """Of cudaGraphInstantiate: 2 uploads at once, 4 makes what kernels could launch, which is in the GPU's memory."""
     queues: str = ""
     """CUDA_SCALE_LAUNCH_QUEUES, by which CUDA's queues for launches are larger or smaller."""
 
@@ -69,6 +76,11 @@ WAYS = {
     "freed-full": Way("each is dropped, memory nearly full", keeps=False, full=True),
     "pool": Way("all live, allocate from one pool", shares=True),
     "kinds": Way("all live, of eight kinds of kernels", one_kernel=False),
+    "streams": Way("all live, kernels ran on two streams before", streams_at=0),
+    "streams-later": Way("all live, kernels ran on two streams behind the fourth", streams_at=4),
+    "primed": Way("all live, behind a graph of 20,000 nodes", primed=20000),
+    "uploaded": Way("all live, cudaGraphInstantiateFlagUpload", flags=2),
+    "device": Way("all live, cudaGraphInstantiateFlagDeviceLaunch", flags=4),
     "queues-4x": Way("all live, CUDA_SCALE_LAUNCH_QUEUES=4x", queues="4x"),
     "queues-0.25x": Way("all live, CUDA_SCALE_LAUNCH_QUEUES=0.25x", queues="0.25x"),
 }
@@ -97,9 +109,35 @@ def chain(way: Way, nodes: int) -> Callable[[], None]:
     return run
 
 
-def us_per_kernel(graph: torch.cuda.CUDAGraph, nodes: int) -> float:
+def on_two_streams(run: Callable[[], None]) -> None:
+    """Kernels on this stream, then on another."""
+    run()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        run()
+    torch.cuda.synchronize()
+
+
+def captured(
+    run: Callable[[], None], pool: torch.cuda._POOL_HANDLE | None = None, flags: int = 0
+) -> tuple[object, Callable[[], object]]:
+    """A graph, to be kept, and what replays it."""
+    graph = torch.cuda.CUDAGraph(keep_graph=bool(flags))
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    if not flags:
+        return graph, graph.replay
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    instance = ctypes.c_void_p()
+    raw = ctypes.c_void_p(graph.raw_cuda_graph())
+    if code := runtime.cudaGraphInstantiate(ctypes.byref(instance), raw, ctypes.c_ulonglong(flags)):
+        sys.exit(f"cudaGraphInstantiate with flags {flags} returned {code}")
+    return graph, lambda: runtime.cudaGraphLaunch(instance, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+
+def us_per_kernel(replay: Callable[[], object], nodes: int) -> float:
     """Median over replays back to back."""
-    samples_ms, _ = Timer(graph.replay, torch.device("cuda")).chunk(REPLAYS)
+    samples_ms, _ = Timer(replay, torch.device("cuda")).chunk(REPLAYS)
     return round(statistics.median(samples_ms) * 1e3 / nodes, 4)
 
 
@@ -113,20 +151,20 @@ def measure(name: str, graphs: int, nodes: int) -> Found:
     if way.full:
         taken = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_FREE, dtype=torch.uint8, device="cuda")
     pool = torch.cuda.graph_pool_handle() if way.shares else None
-    alive: list[torch.cuda.CUDAGraph] = []
+    primer = captured(chain(way, way.primed)) if way.primed else None
+    alive: list[tuple[object, Callable[[], object]]] = []
     first = []
-    for _ in range(graphs):
+    for i in range(graphs):
+        if i == way.streams_at:
+            on_two_streams(run)
         if not way.keeps:
             alive.clear()
-            graph = None
             gc.collect()
             torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            run()
-        first.append(us_per_kernel(graph, nodes))
-        alive.append(graph)
-    again = [us_per_kernel(graph, nodes) for graph in alive]
+        alive.append(captured(run, pool, way.flags))
+        first.append(us_per_kernel(alive[-1][1], nodes))
+    again = [us_per_kernel(replay, nodes) for _, replay in alive]
+    del primer
     del taken
     return Found(way=name, device=torch.cuda.get_device_name(), nodes=nodes, first_us=first, again_us=again)
 
