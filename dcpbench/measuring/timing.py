@@ -33,6 +33,8 @@ CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
 LEAST_MEDIANS = 2
 """Medians that warm-up compares at the least, however slow a step is."""
+KERNELS = 100
+"""That use a stream."""
 WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
@@ -43,6 +45,20 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
+
+
+def use_two_streams(device: torch.device) -> None:
+    """Run a kernel in a second stream: from then on kernels of graphs follow each other as in a server, which has several.
+
+    Until a process has used a second stream, which capturing does by itself sooner or later, they follow each other 0.2 µs
+    sooner: the first points of a sweep would look faster than the rest by that (docs/methodology.md).
+    """
+    for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            numbers = torch.zeros(1, device=device)
+            for _ in range(KERNELS):
+                numbers.add_(1)
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
