@@ -125,10 +125,8 @@ class Worker:
                 self.tell("build")
                 old.follow(point)
             return old
-        if old is not None:
-            gc.unfreeze()  # what settle_heap has frozen, with what was the old engine's
-        self.session = old = None
-        free_memory(self.device)
+        old = None
+        self.drop_session()
         self.tell("build")
         self.session = build(
             point,
@@ -141,6 +139,13 @@ class Worker:
         )
         self.session.engine.model.marks = self.marks
         return self.session
+
+    def drop_session(self) -> None:
+        """Take down the engine, with all of its graphs: a communicator does not end while one lives that holds its kernels."""
+        if self.session is not None:
+            gc.unfreeze()  # what settle_heap has frozen, cycles of the engine among it
+        self.session = None
+        free_memory(self.device)
 
     def verify(self, point: Point) -> None:
         """One point's comparisons."""
@@ -209,8 +214,7 @@ def main(path: str) -> int:
             sys.stderr.flush()
         os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang
     if worker is not None:
-        worker.session = None
-        free_memory(device)  # a communicator does not end while graphs live that hold its kernels
+        worker.drop_session()
     registered_memory.close_all()
     dist.destroy_process_group()
     return 0

@@ -49,6 +49,8 @@ AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
 """Stages that --timeout is about."""
 PATIENCE_S = 300.0
 """The least limit of all other stages: starting, building and warming up take as long as they take."""
+ENDING_S = 60.0
+"""The limit of ranks that have measured all of their points: nothing is lost with them."""
 POLL_S = 0.1
 GRACE_S = 5.0
 """How long the remaining ranks may take to end by themselves once one has failed."""
@@ -72,6 +74,8 @@ class Work(jobs.Command, frozen=True, kw_only=True):
 
     def limit_s(self, stage: str) -> float:
         """Seconds without a sign of life after which a job in this stage counts as hung."""
+        if stage == ENDED:
+            return ENDING_S
         timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
         return self.timeout if stage in timed else max(self.timeout, PATIENCE_S)
 
@@ -349,6 +353,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if silent or end.past(work.point_limit):
             end.hung_s, end.over_s = (work.limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
             end.evidence, end.stacks = hung.take_down(running)
+            _tell_of_lingering(end, watch)
             break
         time.sleep(POLL_S)
     end.exits = running.exits()  # before kill, which is none of the ranks' doing
@@ -360,6 +365,13 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         end.exits += other.exits
         end.stacks |= other.stacks
     return end
+
+
+def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:
+    """Say why a job is ended of which all is measured."""
+    if end.stage == ENDED:
+        note = f"all is measured, but its ranks had not ended {ENDING_S:.0f} s later; dcpbench ends them"
+        watch(Progress(stage=STOPPED, note=f"{note}. Where they stood: {end.evidence}"))
 
 
 @contextlib.contextmanager

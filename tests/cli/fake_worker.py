@@ -3,7 +3,7 @@
 Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it,
 131 wait for one and go on waiting.
 
-Contexts: 13 rank 1 raises · 44 the same, the first time only · 45 it never ends, and shows progress · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
+Contexts: 13 rank 1 raises · 44 the same, the first time only · 45 it never ends, and shows progress · 46 measured, and the job never ends behind its last point · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
 28 the disk is full when rank 0 records it ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
 800 + n by signal n, and rank 0 loses its connection · 300 measured, and nothing comes after it ·
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
-FLAKY, ENDLESS = 44, 45
+FLAKY, ENDLESS, LINGERS = 44, 45, 46
 CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
 POINT_S = "DCPBENCH_FAKE_POINT_S"
 """Environment variable: how long a point takes to measure, in seconds."""
@@ -111,8 +111,10 @@ def wait_for(job: jobs.Job, point: Point, stage: str) -> None:
 
 
 def wait_for_the_end(job: jobs.Job) -> None:
-    """As at the real worker's last barrier: no rank ends before rank 0 has said that all is done."""
+    """As at the real worker's last barrier: no rank ends before rank 0 has said that all is done, or ever."""
     while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.progress_path()):
+        time.sleep(0.05)
+    while any(point.context == LINGERS for point in job.points):
         time.sleep(0.05)
 
 

@@ -119,6 +119,28 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
 
 
 @pytest.mark.long
+def test_ranks_that_do_not_end_behind_their_last_point_are_ended_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """46 is measured, then both ranks stay: a minute later the launcher says so, names where they stood, and goes on."""
+    seen: list[Progress] = []
+    clock = Clock()
+    monkeypatch.setattr(launcher, "time", clock)
+
+    def watch(event: Progress) -> None:
+        seen.append(event)
+        clock.fast = [e.stage for e in seen].count("end") == 1 and event.stage == "end"
+
+    launcher.run([point(2, 46), point(1, 100)], work(tmp_path), Machines(), watch)
+
+    assert outcomes(read_records(tmp_path)) == [(2, 46, "ok"), (1, 100, "ok")]
+    (note,) = (e.note for e in seen if e.stage == "stopped")
+    assert "all is measured, but its ranks had not ended 60 s later; dcpbench ends them. Where they stood: " in note
+    kept = Path(note.rpartition(": ")[2])
+    assert any("wait_for_the_end" in f.read_text() for f in kept.glob("stacks*"))
+
+
+@pytest.mark.long
 def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(tmp_path: Path) -> None:
     """44 fails the first time, 13 always: with one retry both come again behind 100, and 13 is said to need more."""
     seen: list[str] = []

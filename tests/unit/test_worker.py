@@ -1,5 +1,7 @@
-"""When a job measures its machine: once, on GPUs, before its first point."""
+"""What a rank does around its points: it measures its machine once, and lets go of an engine whole."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from dcpbench import worker
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Rates
+from dcpbench.workloads.serving_loop import settle_heap
 from tests.unit import record_builder as build
 
 
@@ -40,3 +43,24 @@ def test_rates_are_measured_once_before_the_points_of_a_job_that_times_steps(
     one.run()
     assert asked == measured
     assert seen == [Rates(read_bytes_s=1.0) if measured else None] * 2
+
+
+class Cut:
+    """Knows the pieces that hold it."""
+
+    pieces: SimpleNamespace
+
+
+def test_an_engine_goes_whole_although_the_heap_was_settled_while_it_lived():
+    """Its cycles too, which are frozen then: a communicator would wait for their graphs forever."""
+    cut = Cut()
+    cut.pieces = SimpleNamespace(cuts=[cut])
+    one = worker.Worker.__new__(worker.Worker)
+    one.device, one.session = SimpleNamespace(type="cpu"), SimpleNamespace(pieces=cut.pieces)
+    lives = weakref.ref(cut)
+    del cut
+    settle_heap()
+    one.drop_session()
+    assert one.session is None
+    assert lives() is None
+    assert gc.get_freeze_count() == 0
