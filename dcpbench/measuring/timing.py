@@ -53,7 +53,7 @@ def use_two_streams(device: torch.device) -> None:
     Until a process has used a second stream, which capturing does by itself sooner or later, they follow each other 0.2 µs
     sooner: the first points of a sweep would look faster than the rest by that (docs/methodology.md).
     """
-    for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):
         with torch.cuda.stream(stream):
             numbers = torch.zeros(1, device=device)
             for _ in range(KERNELS):
