@@ -67,7 +67,7 @@ class Worker:
         """All points of the job, in order."""
         self.tell("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
-            fp8 = any(point.weights_precision == FP8 for point in self.job.points)
+            fp8 = any(FP8 in (point.weights_precision, point.kv_precision) for point in self.job.points)
             self.rates = limits.rates(self.device, dist.get_world_size(), fp8=fp8)  # before an engine takes all memory
         for point in self.job.points:
             self.point = point

@@ -69,7 +69,7 @@ class Bench:
 
 
 BENCHES = {
-    "attention": Bench(workload=Attention, limits=("read", "matmul"), turns=True),
+    "attention": Bench(workload=Attention, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul"), turns=True),
     "linear": Bench(workload=Linear, limits=("read", "matmul", "matmul_fp8"), turns=True),
