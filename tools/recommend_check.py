@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from dcpbench.plan.spec import planned
-from dcpbench.points.floors import Sharding
-from dcpbench.points.layout import Layout
+from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.machines import MEASURED_ON, described
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
@@ -25,16 +25,31 @@ from dcpbench.recommend.score import score
 from dcpbench.records.runs import read_run
 from dcpbench.serving.step_times import read_step_times
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
 ROOT = Path(__file__).parents[1]
-SERVED = ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21"
-DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
+ONE = ROOT / "results" / "fp8_H200_2026-11-23"
+PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
+STEPPED = [
+    *(FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")),
+    FOUR / "bf16" / "deepseek-v3-bf16",
+    FOUR / "bf16-k2" / "kimi-k2-bf16",
+    FOUR / "experts" / "deepseek-v3",
+    *(ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")),
+]
+"""Decode, a step a record."""
+TIMED = [FOUR / "seed" / "deepseek-v3", FOUR / "seed-k2" / "kimi-k2", PROMPTS / "build-deepseek-v3"]
+"""Of which there are step times, of steps with prompts among them."""
 SETS = {
-    "decode steps, measured": [DECODED / "run1"],
-    "served at 8 GiB of KV, replayed: 4,000 + 1,500 tokens": [SERVED / "v3-seed-8gib", SERVED / "k2-seed-8gib"],
-    "served at 8 GiB of KV, replayed: 1,000 to 32,000 + 500 tokens": [
-        SERVED / "v3-break-even-8gib",
-        SERVED / "k2-break-even-8gib",
-    ],
+    "decode in fp8, measured": STEPPED[:2],
+    "decode in bf16, measured": STEPPED[2:4],
+    "decode in fp8 with experts whole and cut, measured": STEPPED[4:5],
+    "served in fp8, replayed: 4,000 + 1,500 tokens": [*TIMED[:2], *sorted((FOUR / "seed-4gib").iterdir())],
 }
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
 Case = tuple[str, dict[str, float], float]
@@ -42,22 +57,36 @@ Case = tuple[str, dict[str, float], float]
 
 
 def cases() -> tuple[list[Case], list[str]]:
-    """Of all published step times, and the runs that they lie in."""
+    """Of all published steps, and the runs that they lie in."""
+    found: list[Case] = []
+    for run in TIMED:
+        for file in sorted(run.glob("step-times/*.json")):
+            times = read_step_times(file)
+            point = point_of(times.path, read_run(run).records)
+            found += [case(point, measured.case.rows(point.dp), measured.median_ms) for measured in times.cases]
+    for run in STEPPED:
+        for r in read_run(run).records:
+            if r.metrics is not None:
+                each = -(-r.point.concurrency // r.point.dp)
+                rows = StepRows(decodes=(r.point.context,) * each, sampled=each, tokens=r.point.concurrency)
+                found.append(case(r.point, rows, r.metrics.step_ms.median))
+    return found, [str(run.relative_to(ROOT)) for run in (*TIMED, *STEPPED)]
+
+
+def point_of(path: Mapping[str, object], records: list[Record]) -> Point:
+    """One that was replayed by step times of that path: it is of the same layout."""
+    same = ("tp", "dp", "dcp", "exchange")
+    return next(r.point for r in records if all(getattr(r.point, name) == path[name] for name in same))
+
+
+def case(point: Point, rows: StepRows, ms: float) -> Case:
+    """A step that took so long."""
     machine = described(MEASURED_ON)
-    rates, wire = estimate.limits(machine), machine.wire
-    found, sources = [], []
-    for file in sorted(SERVED.glob("*/step-times/*.json")):
-        times = read_step_times(file)
-        path = times.path
-        layout = Layout(tp=int(path["tp"]), dp=int(path["dp"]), dcp=int(path["dcp"]))
-        sharding = Sharding(shape=load_shape(str(path["model"])), layout=layout, itemsize=2)
-        sources.append(str(file.parents[1].relative_to(ROOT)))
-        for measured in times.cases:
-            rows = estimate.padded(measured.case.rows(layout.dp), layout.dp)
-            terms = estimate.terms(sharding, rows, rates, wire, str(path["exchange"]))
-            assert terms is not None
-            found.append((str(path["model"]), terms, measured.median_ms * 1e3))
-    return found, list(dict.fromkeys(sources))
+    sharding = Sharding.of(point, load_shape(point.model))
+    padded = estimate.padded(rows, point.dp)
+    terms = estimate.terms(sharding, padded, estimate.limits(machine), machine.wire, point.exchange)
+    assert terms is not None
+    return point.model, terms, ms * 1e3
 
 
 def fitted() -> estimate.Steps:
@@ -95,10 +124,15 @@ def main() -> int:
     asked = parser.parse_args()
     steps = fitted()
     for name, factor in steps.terms.items():
+        plain = (*estimate.PER_LAYER, *estimate.CALLED)
         unit = (
-            "µs a layer" if name == estimate.LAUNCH else "× alone" if name == estimate.WIRE else "of the floor's rate"
+            "µs a layer"
+            if name in estimate.PER_LAYER
+            else "× alone"
+            if name in estimate.CALLED
+            else "of the floor's rate"
         )
-        share = factor if name in (estimate.LAUNCH, estimate.WIRE) or not factor else 1 / factor
+        share = factor if name in plain or not factor else 1 / factor
         say(f"  {name}: {share:.3g} {unit}" if factor else f"  {name}: not told apart from others")
     machine, probe = described(MEASURED_ON), planned(MEASURED_ON, 4)
     ratios: list[float] = []
