@@ -18,11 +18,13 @@ from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import beats
 from dcpbench.kernels import moe
+from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
+from dcpbench.kernels.latent import split_latent
 from dcpbench.kernels.linear import linear
 from dcpbench.kernels.moe.busiest import busiest_first
-from dcpbench.kernels.norm import Mark, add_rms_norm, rms_norm
+from dcpbench.kernels.norm import Mark, add_rms_norm, norm_for
 from dcpbench.kernels.rope import rope, rope_table
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.measuring.ranges import phase
@@ -154,17 +156,18 @@ class Model:
         if y_BhV is not None:
             before = self.weights.layer(index - 1)
             with phase("o_proj"):
-                x_BD = linear(y_BhV.flatten(1), before.attention.o)
+                y_BD = linear(y_BhV.flatten(1), before.attention.o)
             with phase("attn_reduce"):
-                x_BD = self.reduce(x_BD)
-            x_BD = self.norm(x_BD, residual_BD, before.attention.post_norm, 2 * index)
-            x_BD = self.mlp(x_BD, before.mlp, self.router_input(batch, index - 1))
+                y_BD = self.reduce(y_BD)
+            feeds, routed = None if self.layout.dp > 1 else before.mlp.gate_up, isinstance(before.mlp, Moe)
+            normed = self.norm(y_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
+            x_BD = self.mlp(normed, before.mlp, self.router_input(batch, index - 1))
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
         w = self.weights.layer(index).attention
-        x_BD = self.norm(x_BD, residual_BD, w.input_norm, 2 * index + 1)
+        normed = self.norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.qkv_a, keep=False)
         with phase("qkv_proj"):
-            q_Bh, row_BQ = self.project(x_BD, w, batch.positions, out)
+            q_Bh, row_BQ = self.project(normed, w, batch.positions, out)
         with phase("kv_write"):
             write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
         return q_Bh, row_BQ
@@ -185,13 +188,24 @@ class Model:
             return self.reduce(x_BD)
 
     def norm(
-        self, x_BD: torch.Tensor | None, residual_BD: torch.Tensor, weight_D: torch.Tensor, number: int
-    ) -> torch.Tensor:
-        """Add the last block's output to the residual, if there was one, and normalise; norms are numbered from 1 on."""
+        self,
+        x_BD: torch.Tensor | None,
+        residual_BD: torch.Tensor,
+        weight_D: torch.Tensor,
+        number: int,
+        feeds: torch.Tensor | Scaled | None,
+        *,
+        keep: bool,
+    ) -> torch.Tensor | Rows:
+        """Add the last block's output to the residual, if there was one, and normalise; norms are numbered from 1 on.
+
+        For a product with `feeds`, and with `keep` for others, too, if that one takes quantised rows.
+        """
         with phase("norm"):
+            eps, mark = self.shape.rms_eps, self.mark(number)
             if x_BD is None:
-                return rms_norm(residual_BD, weight_D, self.shape.rms_eps, self.mark(number))
-            return add_rms_norm(x_BD, residual_BD, weight_D, self.shape.rms_eps, self.mark(number))
+                return norm_for(feeds, residual_BD, None, weight_D, eps, mark, keep=keep)
+            return norm_for(feeds, x_BD, residual_BD, weight_D, eps, mark, keep=keep)
 
     def mark(self, number: int) -> Mark | None:
         """What norm `number` of a step leaves; see hangs/evidence.py."""
@@ -259,24 +273,25 @@ class Model:
             return project_values(o_hBR, w.w_uv, self.dtype)
 
     def project(
-        self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor, out: Room | None = None
+        self, x_BD: torch.Tensor | Rows, w: Attention, positions_B: torch.Tensor, out: Room | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, h, nope + P], not yet absorbed, of the heads whose projection is here, and the new KV row [B, Q]."""
         s = self.shape
-        q_out, row_BQ = (None, x_BD.new_empty(len(x_BD), s.kv_width)) if out is None else (out.q, out.kv)
-        low_rank = w.q_norm is not None and w.q_b is not None
-        qkv = linear(x_BD, w.qkv_a, None if low_rank else q_out)
-        q, kv_BQ = qkv.split((qkv.shape[1] - s.kv_width, s.kv_width), dim=-1)
-        if w.q_norm is not None and w.q_b is not None:
-            q = linear(rms_norm(q, w.q_norm, LATENT_EPS), w.q_b, q_out)
-        row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, LATENT_EPS)
-        rope(
-            kv_BQ[:, None, s.latent :],
+        q_out = None if out is None else out.q
+        qkv = linear(x_BD, w.qkv_a, None if w.q_b is not None else q_out)
+        row_BQ = qkv.new_empty(len(qkv), s.kv_width) if out is None else out.kv
+        latent = split_latent(
+            qkv,
+            w.q_norm,
+            w.kv_norm,
             positions_B,
             self.rope_table,
-            row_BQ[:, None, s.latent :],
+            row_BQ,
+            eps=LATENT_EPS,
             interleaved=s.rope_interleaved,
+            feeds=w.q_b,
         )
+        q = qkv if latent is None or w.q_b is None else linear(latent, w.q_b, q_out)
         return self.heads_of(q), row_BQ
 
     def heads_of(self, q_BN: torch.Tensor) -> torch.Tensor:
@@ -318,10 +333,11 @@ class Model:
         layers_LTD = batch.router_inputs
         return layers_LTD[moe_index % len(layers_LTD), : len(batch.positions) * self.layout.dp]
 
-    def mlp(self, x_BD: torch.Tensor, w: Mlp | Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
+    def mlp(self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
         x_TD = x_BD
         if self.layout.dp > 1:
+            assert isinstance(x_BD, torch.Tensor)
             with phase("dp_gather"):
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
         y_TD = self.experts(x_TD, w, router_TD) if isinstance(w, Moe) else self.dense(x_TD, w)
@@ -329,19 +345,23 @@ class Model:
             # Without attention DP a replica is all ranks; with it, each replica keeps its own tokens first.
             return self.reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
 
-    def dense(self, x_TD: torch.Tensor, w: Mlp) -> torch.Tensor:
+    def dense(self, x_TD: torch.Tensor | Rows, w: Mlp) -> torch.Tensor:
         """This rank's slice of a dense MLP."""
         with phase("dense_mlp"):
-            return linear(moe.silu_mul(linear(x_TD, w.gate_up)), w.down)
+            return linear(moe.silu_mul(linear(x_TD, w.gate_up), w.down), w.down)
 
-    def experts(self, x_TD: torch.Tensor, w: Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
+    def experts(self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """This rank's experts, or its slice of all of them, and its slice of the shared expert."""
+        plain_TD = x_TD.plain if isinstance(x_TD, Rows) else x_TD
+        assert plain_TD is not None
         with phase("moe"):
+            if isinstance(w.gate_up, Scaled) and plain_TD.is_cuda and not isinstance(x_TD, Rows):
+                x_TD = Rows(quantise_rows(plain_TD), plain_TD.dtype, plain_TD)  # once for both kinds of experts
             if w.shared is None:
-                shared_TD = torch.zeros_like(x_TD)
+                shared_TD = torch.zeros_like(plain_TD)
             else:
-                shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
-            logits_TE = moe.router_logits(x_TD if router_TD is None else router_TD, w.router)
+                shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up), w.shared.down), w.shared.down)
+            logits_TE = moe.router_logits(plain_TD if router_TD is None else router_TD, w.router)
             weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))

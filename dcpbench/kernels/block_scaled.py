@@ -38,6 +38,84 @@ class Scaled:
         return self.data.nbytes + self.scale.nbytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Activations [T, K], quantised by the kernel that made them, for products with e4m3 weights."""
+
+    scaled: Scaled
+    dtype: torch.dtype
+    """That they were rounded to before, and that products are."""
+    plain: torch.Tensor | None = None
+    """As they were before, where somebody wants them so."""
+
+
+def quantised_for(weight: torch.Tensor | Scaled | None) -> bool:
+    """Whether kernels that make activations for a product with it quantise them, too."""
+    return isinstance(weight, Scaled) and weight.data.is_cuda
+
+
+def empty_rows(rows: int, depth: int, device: torch.device) -> Scaled:
+    """Room for rows in groups of 128 columns; `depth` must be a multiple of that."""
+    assert depth % SCALE_BLOCK == 0
+    data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=device)
+    return Scaled(data, torch.empty(rows, depth // SCALE_BLOCK, device=device), (1, SCALE_BLOCK))
+
+
+@triton.jit
+def quantised(x_GK, LEAST: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of e4m3 and scales of groups in fp32. Rounded as IEEE says: a quotient that is an ulp off may lie on the
+    other side of the middle of two numbers of e4m3.
+    """
+    scale_G = tl.div_rn(tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST), LARGEST)
+    return e4m3_byte(tl.div_rn(x_GK, scale_G[:, None]), NATIVE), scale_G
+
+
+@triton.jit
+def store_quantised(
+    x,
+    data,
+    scale,
+    row,
+    first,
+    width,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """BLOCK numbers of a row in fp32, from column `first` on, which begins a group: 0 past the row's `width`."""
+    g = tl.arange(0, BLOCK // 128)
+    byte_GK, scale_G = quantised(tl.reshape(x, [BLOCK // 128, 128]), LEAST, LARGEST, NATIVE)
+    live = first + g * 128 < width
+    tl.store(scale + row * (width // 128) + first // 128 + g, scale_G, mask=live)
+    at = row * width + first + g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(data + at, byte_GK, mask=live[:, None])
+
+
+def into(rows: Scaled | None) -> dict[str, object]:
+    """Arguments of a kernel that stores quantised rows, or does not."""
+    if rows is None:
+        return {
+            "data": None,
+            "scale": None,
+            "QUANTISED": False,
+            "LEAST": LEAST,
+            "LARGEST": LARGEST,
+            "NATIVE": False,
+            "EARLY": False,
+        }
+    device = rows.data.device
+    return {
+        "data": rows.data.view(torch.uint8),
+        "scale": rows.scale,
+        "QUANTISED": True,
+        "LEAST": LEAST,
+        "LARGEST": LARGEST,
+        "NATIVE": has_cast(device),
+        **early(device),
+    }
+
+
 @triton.jit
 def _rows_kernel(
     x,
@@ -58,10 +136,9 @@ def _rows_kernel(
     live = g < count
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x_GK = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
-    # Rounded as IEEE says: a quotient that is an ulp off may lie on the other side of the middle of two numbers of e4m3.
-    scale_G = tl.div_rn(tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST), LARGEST)
+    byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
     tl.store(scale + g, scale_G, mask=live)
-    tl.store(data + at, e4m3_byte(tl.div_rn(x_GK, scale_G[:, None]), NATIVE), mask=live[:, None])
+    tl.store(data + at, byte_GK, mask=live[:, None])
 
 
 def early(device: torch.device) -> dict[str, bool]:
@@ -74,16 +151,13 @@ def early(device: torch.device) -> dict[str, bool]:
 
 def quantise_rows(x_TK: torch.Tensor) -> Scaled:
     """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128."""
-    rows, depth = x_TK.shape
-    groups = depth // SCALE_BLOCK
-    data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=x_TK.device)
-    scale = torch.empty(rows, groups, dtype=torch.float32, device=x_TK.device)
-    count = rows * groups
+    rows = empty_rows(len(x_TK), x_TK.shape[1], x_TK.device)
+    count = rows.scale.numel()
     block = MORE_GROUPS if count > MANY else GROUPS
     _rows_kernel[(triton.cdiv(count, block),)](
         x_TK,
-        data.view(torch.uint8),
-        scale,
+        rows.data.view(torch.uint8),
+        rows.scale,
         count,
         LEAST=LEAST,
         LARGEST=LARGEST,
@@ -92,7 +166,7 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         num_warps=4,
         **early(x_TK.device),
     )
-    return Scaled(data, scale, (1, SCALE_BLOCK))
+    return rows
 
 
 def quantise_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:

@@ -3,7 +3,7 @@
 Over scales a row is quantised in groups as wide as a block of the weight; products of a group are added up as tensor
 cores do it, then multiplied with both scales and added in fp32 (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
 
-    quantise   rows in groups of 128 numbers; block_scaled.py
+    quantise   rows in groups of 128 numbers, unless the kernel that made them has (Rows); block_scaled.py
     product    a tile of rows times a block of columns; of narrow layers a stretch of the depth, so that there are
                programs for the whole machine
     add up     partial sums of the stretches, always in the same order
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from dcpbench.kernels.block_scaled import (
+    Rows,
     Scaled,
     dequantise_rows,
     dequantise_weight,
@@ -40,8 +41,13 @@ HOPPER = 9
 """Major compute capability."""
 
 
-def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x_TK: torch.Tensor | Rows, weight_NK: torch.Tensor | Scaled, out_TN: torch.Tensor | None = None
+) -> torch.Tensor:
     """x · weightᵀ in x's dtype, [T, N], in `out` if given. On a GPU, scales are of blocks of 128 × 128, K a multiple of 128."""
+    if isinstance(x_TK, Rows):
+        assert isinstance(weight_NK, Scaled)
+        return product(x_TK.scaled, weight_NK, x_TK.dtype, out=out_TN)
     if not isinstance(weight_NK, Scaled):
         return functional.linear(x_TK, weight_NK) if out_TN is None else torch.mm(x_TK, weight_NK.t(), out=out_TN)
     if not x_TK.is_cuda:

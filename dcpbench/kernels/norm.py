@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.kernels.block_scaled import Rows, Scaled, empty_rows, into, quantised_for, store_quantised
+
 
 class Mark(NamedTuple):
     """What a norm leaves when it begins, so that the host sees how far a step has come, also one of a graph."""
@@ -26,6 +28,22 @@ def add_rms_norm(
     x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None
 ) -> torch.Tensor:
     """residual += x in place, then rms_norm(residual)."""
+    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
+
+
+def norm_for(
+    feeds: torch.Tensor | Scaled | None,
+    x_BD: torch.Tensor,
+    residual_BD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    mark: Mark | None = None,
+    *,
+    keep: bool = True,
+) -> torch.Tensor | Rows:
+    """The same for a product with the weight `feeds`: quantised as well where that is done; `keep`: and also plain."""
+    if quantised_for(feeds):
+        return norm_rows(x_BD, residual_BD, weight_D, eps, mark, keep=keep)
     return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
@@ -57,10 +75,21 @@ def _norm_kernel(
     eps,
     mark,
     number,
+    data,
+    scale,
     ADD: tl.constexpr,
     MARK: tl.constexpr,
+    KEEP: tl.constexpr,
+    QUANTISED: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     if MARK:  # noqa: SIM102 -- the first is known when it is compiled
         if b == 0:
@@ -74,9 +103,12 @@ def _norm_kernel(
         )
         tl.store(residual + b * width + d, value, mask=inside)
     wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    normed = (wide * scale).to(x.dtype.element_ty) * tl.load(weight + d, mask=inside, other=0.0)
-    tl.store(out + b * width + d, normed, mask=inside)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = (wide * factor).to(x.dtype.element_ty) * tl.load(weight + d, mask=inside, other=0.0)
+    if KEEP:
+        tl.store(out + b * width + d, normed, mask=inside)
+    if QUANTISED:
+        store_quantised(normed.to(tl.float32), data, scale, b, 0, width, BLOCK, LEAST, LARGEST, NATIVE)
 
 
 def norm_fused(
@@ -87,8 +119,37 @@ def norm_fused(
     mark: Mark | None = None,
 ) -> torch.Tensor:
     """One kernel, a program for each row; the first one leaves the mark."""
+    out_BD = torch.empty(x_BD.shape, dtype=x_BD.dtype, device=x_BD.device)
+    _launch(x_BD, residual_BD, weight_D, eps, mark, out_BD, None)
+    return out_BD
+
+
+def norm_rows(
+    x_BD: torch.Tensor,
+    residual_BD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    mark: Mark | None = None,
+    *,
+    keep: bool = True,
+) -> Rows:
+    """norm_fused and quantise_rows in one kernel, bit by bit; D must be a multiple of 128. `keep`: with what is plain."""
+    out_BD = torch.empty(x_BD.shape, dtype=x_BD.dtype, device=x_BD.device) if keep else None
+    rows = empty_rows(len(x_BD), x_BD.shape[1], x_BD.device)
+    _launch(x_BD, residual_BD, weight_D, eps, mark, out_BD, rows)
+    return Rows(rows, x_BD.dtype, out_BD)
+
+
+def _launch(
+    x_BD: torch.Tensor,
+    residual_BD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    mark: Mark | None,
+    out_BD: torch.Tensor | None,
+    rows: Scaled | None,
+) -> None:
     batch, width = x_BD.shape
-    out_BD = torch.empty(batch, width, dtype=x_BD.dtype, device=x_BD.device)
     block = triton.next_power_of_2(width)
     _norm_kernel[(batch,)](
         x_BD,
@@ -102,7 +163,8 @@ def norm_fused(
         mark.number if mark else 0,
         ADD=residual_BD is not None,
         MARK=mark is not None,
+        KEEP=out_BD is not None,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
+        **into(rows),
     )
-    return out_BD

@@ -42,6 +42,23 @@ def rope_reference(
 
 
 @triton.jit
+def turn(x, out, cos, sin, live, HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotate the pairs of HEADS vectors; `x` and `out` are where each begins, `cos` and `sin` [1, HALF]."""
+    if INTERLEAVED:  # pairs are loaded and stored whole: alternate columns alone are 12 times as slow
+        p = tl.arange(0, 2 * HALF)[None, :]
+        pairs = tl.load(x + p, mask=live, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(pairs, [HEADS, HALF, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        tl.store(out + p, tl.reshape(turned, [HEADS, 2 * HALF]).to(out.dtype.element_ty), mask=live)
+    else:
+        i = tl.arange(0, HALF)[None, :]
+        first = tl.load(x + i, mask=live, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF + i, mask=live, other=0.0).to(tl.float32)
+        tl.store(out + i, (first * cos - second * sin).to(out.dtype.element_ty), mask=live)
+        tl.store(out + HALF + i, (second * cos + first * sin).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
 def _rope_kernel(
     x,
     positions,
@@ -65,17 +82,7 @@ def _rope_kernel(
     live = (h < heads)[:, None]
     x += b * x_b + h[:, None] * x_h
     out += b * out_b + h[:, None] * out_h
-    if INTERLEAVED:  # pairs are loaded and stored whole: alternate columns alone are 12 times as slow
-        p = tl.arange(0, 2 * HALF)[None, :]
-        pairs = tl.load(x + p, mask=live, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(pairs, [BLOCK_H, HALF, 2]))
-        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
-        tl.store(out + p, tl.reshape(turned, [BLOCK_H, 2 * HALF]).to(out.dtype.element_ty), mask=live)
-    else:
-        first = tl.load(x + i[None, :], mask=live, other=0.0).to(tl.float32)
-        second = tl.load(x + HALF + i[None, :], mask=live, other=0.0).to(tl.float32)
-        tl.store(out + i[None, :], (first * cos - second * sin).to(out.dtype.element_ty), mask=live)
-        tl.store(out + HALF + i[None, :], (second * cos + first * sin).to(out.dtype.element_ty), mask=live)
+    turn(x, out, cos, sin, live, BLOCK_H, HALF, INTERLEAVED)
 
 
 def rope_fused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.block_scaled import Rows, Scaled, quantised_for
 from dcpbench.kernels.linear import linear_reference
 from dcpbench.kernels.moe import decode, prompts, scaled
 from dcpbench.kernels.moe.routing import route
@@ -29,7 +29,7 @@ def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
 
 
 def experts(
-    x_TD: torch.Tensor,
+    x_TD: torch.Tensor | Rows,
     gate_up: torch.Tensor | Scaled,
     down: torch.Tensor | Scaled,
     weights_Tk: torch.Tensor,
@@ -46,10 +46,11 @@ def experts(
     """
     if isinstance(gate_up, Scaled):
         assert isinstance(down, Scaled)
-        if x_TD.is_cuda:
+        if isinstance(x_TD, Rows) or x_TD.is_cuda:
             return scaled.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
         return scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     assert not isinstance(down, Scaled)
+    assert not isinstance(x_TD, Rows)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
         fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else prompts
         return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
@@ -98,8 +99,10 @@ def scaled_experts_reference(
     return total_TD.to(x_TD.dtype)
 
 
-def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
-    """silu(first half) · second half of the columns, of dense layers and shared experts."""
+def silu_mul(gate_up_TI: torch.Tensor, feeds: torch.Tensor | Scaled | None = None) -> torch.Tensor | Rows:
+    """silu(first half) · second half of the columns, of dense layers and shared experts, for a product with `feeds`."""
+    if quantised_for(feeds):
+        return prompts.silu_mul_rows(gate_up_TI)
     if gate_up_TI.is_cuda:
         return prompts.silu_mul(gate_up_TI)
     gate, up = gate_up_TI.chunk(2, dim=-1)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dcpbench.kernels.block_scaled import Rows, Scaled, empty_rows, into, store_quantised
+
 BLOCK_K = 64
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
 """Rows of an expert, on average, up to which a tile has 64; up to which `down` is cut finely; from which on an expert
@@ -57,13 +59,34 @@ def _scatter_kernel(x, ids, place, out, first, width, TOP_K: tl.constexpr, LOCAL
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    x,
+    out,
+    width,
+    data,
+    scale,
+    QUANTISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """QUANTISED: results are stored so, and not as they are."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    i = first + tl.arange(0, BLOCK)
     inside = i < width
     gate = tl.load(x + t * 2 * width + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + t * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + t * width + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    y = (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
+    if QUANTISED:
+        store_quantised(y.to(tl.float32), data, scale, t, first, width, BLOCK, LEAST, LARGEST, NATIVE)
+    else:
+        tl.store(out + t * width + i, y, mask=inside)
 
 
 @triton.jit
@@ -214,9 +237,24 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up, of dense layers and shared experts."""
     tokens, both = gate_up_TI.shape
     out = torch.empty(tokens, both // 2, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
-    block = min(1024, triton.next_power_of_2(both // 2))
-    _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](gate_up_TI, out, both // 2, BLOCK=block, num_warps=4)
+    _launch_silu_mul(gate_up_TI, out, None)
     return out
+
+
+def silu_mul_rows(gate_up_TI: torch.Tensor) -> Rows:
+    """silu_mul and quantise_rows in one kernel, bit by bit; there must be a multiple of 128 columns."""
+    tokens, both = gate_up_TI.shape
+    rows = empty_rows(tokens, both // 2, gate_up_TI.device)
+    _launch_silu_mul(gate_up_TI, None, rows)
+    return Rows(rows, gate_up_TI.dtype)
+
+
+def _launch_silu_mul(gate_up_TI: torch.Tensor, out: torch.Tensor | None, rows: Scaled | None) -> None:
+    tokens, width = len(gate_up_TI), gate_up_TI.shape[1] // 2
+    block = min(1024, triton.next_power_of_2(width))
+    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](
+        gate_up_TI, out, width, BLOCK=block, num_warps=4, **into(rows)
+    )
 
 
 @triton.jit

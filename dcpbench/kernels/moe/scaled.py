@@ -1,6 +1,6 @@
 """The experts of one rank over e4m3 weights with scales (block_scaled.py), for decode batches and for prompts.
 
-Both products are decode.py's kernel; tokens are quantised once, in front of it, and hidden rows by the product that makes
+Both products are decode.py's kernel; tokens are quantised once, in front of it or by the norm that made them, and hidden rows by the product that makes
 them. A decode batch is planned by one kernel, the many assignments of prompts are sorted by three.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.kernels.block_scaled import Scaled, quantise_rows
+from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows
 from dcpbench.kernels.e4m3 import capability
 from dcpbench.kernels.moe import decode
 from dcpbench.kernels.moe.prompts import combine, cut, sort_by_expert
@@ -72,7 +72,7 @@ def shape_of(rows: int, depth: int, *, gated: bool) -> Shape:
 
 
 def experts(
-    x_TD: torch.Tensor,
+    x_TD: torch.Tensor | Rows,
     gate_up_weight: Scaled,
     down_weight: Scaled,
     weights_Tk: torch.Tensor,
@@ -83,6 +83,7 @@ def experts(
     """See kernels.moe.experts."""
     local, top_k = len(gate_up_weight.data), ids_Tk.shape[1]
     found = plan(ids_Tk, first, local)
-    hidden = gate_up(quantise_rows(x_TD), gate_up_weight, found, top_k)
+    rows = x_TD.scaled if isinstance(x_TD, Rows) else quantise_rows(x_TD)
+    hidden = gate_up(rows, gate_up_weight, found, top_k)
     y_ID = down(hidden, down_weight, found, top_k)
     return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

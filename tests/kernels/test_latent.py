@@ -1,0 +1,116 @@
+"""What kernels do in one go is what several do one behind the other."""
+
+import pytest
+import torch
+
+from dcpbench.kernels.block_scaled import dequantise_rows, quantise_rows
+from dcpbench.kernels.latent import split_latent_fused, split_latent_reference
+from dcpbench.kernels.moe import prompts
+from dcpbench.kernels.norm import Mark, norm_fused, norm_rows
+from dcpbench.kernels.rope import rope_fused, rope_table
+from dcpbench.points.shapes import SHAPES
+
+
+def rows(count, width, device, seed=0):
+    """Of sizes that differ by factors of up to 1,000, with a group of zeros."""
+    random = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(count, width, generator=random, device=device)
+    x = x * 10 ** (3 * torch.rand(count, width, generator=random, device=device))
+    x[0, :128] = 0
+    return x.to(half(device))
+
+
+def half(device):
+    """bf16; fp16 in Triton's interpreter, which has no bf16."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+def same(found, wanted):
+    """Bytes and scales."""
+    assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
+    assert torch.equal(found.scale, wanted.scale)
+
+
+def near(found, wanted):
+    """Equal, or neighbours: sums of squares may be added up in another order."""
+    torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(found.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("width", [128, 384, 1536, 7168])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_norm_quantises_what_it_gives(width, adds, device):
+    """With its residual, its mark, and rows that are a part of wider ones."""
+    x, weight = rows(3, width + 64, device)[:, :width], torch.rand(width, device=device).to(half(device))
+    residuals = [rows(3, width, device, 1) if adds else None for _ in range(2)]
+    marks = torch.zeros(1, dtype=torch.int32, pin_memory=device.type != "cpu")
+    wanted = norm_fused(x, residuals[0], weight, 1e-6)
+    found = norm_rows(x, residuals[1], weight, 1e-6, Mark(marks, 5))
+    near(found.plain, wanted)
+    same(found.scaled, quantise_rows(found.plain))
+    if adds:
+        assert torch.equal(*residuals)
+    if device.type != "cpu":
+        torch.cuda.synchronize()
+    assert marks.tolist() == [5]
+    alone = norm_rows(x, rows(3, width, device, 1) if adds else None, weight, 1e-6, keep=False)
+    near(alone.scaled.scale.to(half(device)), found.scaled.scale.to(half(device)))
+    torch.testing.assert_close(
+        dequantise_rows(alone.scaled),
+        dequantise_rows(found.scaled),
+        rtol=2.0**-3,
+        atol=2.0**-9 * float(found.scaled.scale.max()),
+    )
+    assert alone.plain is None
+
+
+@pytest.mark.parametrize("width", [128, 256, 1408, 2048])
+def test_silu_quantises_what_it_gives(width, device):
+    """Blocks of columns that end in the middle of what a program takes, too."""
+    both = rows(5, 2 * width, device) / 100
+    found = prompts.silu_mul_rows(both)
+    same(found.scaled, quantise_rows(prompts.silu_mul(both)))
+    assert found.plain is None
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("q_width", "norms"), [(1536, True), (384, True), (768, False)], ids=str)
+def test_the_latents_are_what_norms_and_rope_give(q_width, norms, interleaved, device):
+    """KV rows into a part of wider ones, all of whose other columns stay; the query's columns, too, where they have no norm."""
+    latent, rope = 512, 64
+    table = rope_table(SHAPES["deepseek-v3"], 128, device)
+    positions = torch.tensor([0, 127, 1, 64], device=device)
+    qkv = rows(4, q_width + latent + rope, device)
+    kept = qkv.clone()
+    q_norm, kv_norm = (torch.rand(n, device=device).to(half(device)) for n in (q_width, latent))
+    room = torch.full((4, latent + rope + 8), 7.0, device=device, dtype=half(device))
+    row = room[:, : latent + rope]
+    given = (qkv, q_norm if norms else None, kv_norm, positions, table, row, 1e-6)
+
+    wanted = torch.empty(4, latent + rope, device=device, dtype=half(device))
+    wanted[:, :latent] = norm_fused(qkv[:, q_width : q_width + latent], None, kv_norm, 1e-6)
+    rope_fused(qkv[:, None, q_width + latent :], positions, table, wanted[:, None, latent:], interleaved)
+    found = split_latent_fused(*given, interleaved=interleaved)
+    near(row, wanted)
+    assert (room[:, latent + rope :] == 7).all()
+    assert torch.equal(qkv, kept)
+    if not norms:
+        assert found is None
+        return
+    q = norm_fused(qkv[:, :q_width], None, q_norm, 1e-6)
+    near(found, q)
+    row.zero_()
+    same(split_latent_fused(*given, interleaved=interleaved, quantise=True).scaled, quantise_rows(found))
+    near(row, wanted)
+
+
+def test_the_fused_latents_agree_with_the_reference(device):
+    """In fp32, of sizes that are no powers of two."""
+    table = rope_table(SHAPES["tiny"], 10, device)
+    rope = 2 * table.shape[1] // 2
+    x, positions = torch.randn(3, 40 + 24 + rope, device=device), torch.tensor([0, 9, 4], device=device)
+    q_norm, kv_norm = torch.rand(40, device=device), torch.rand(24, device=device)
+    found, wanted = (torch.empty(3, 24 + rope, device=device) for _ in range(2))
+    q = split_latent_fused(x, q_norm, kv_norm, positions, table, found, 1e-6, interleaved=True)
+    expected = split_latent_reference(x, q_norm, kv_norm, positions, table, wanted, 1e-6, interleaved=True)
+    assert torch.allclose(q, expected, atol=2e-6)
+    assert torch.allclose(found, wanted, atol=2e-6)
