@@ -27,7 +27,6 @@ from dcpbench.launch import hung, jobs
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import environment, probe
-from dcpbench.measuring.timing import use_two_streams
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
 from dcpbench.points.shapes import load_shape
@@ -67,7 +66,7 @@ class Worker:
         """All points of the job, in order."""
         self.tell("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
-            fp8 = any(point.weights_precision == FP8 for point in self.job.points)
+            fp8 = any(FP8 in (point.weights_precision, point.kv_precision) for point in self.job.points)
             self.rates = limits.rates(self.device, dist.get_world_size(), fp8=fp8)  # before an engine takes all memory
         for point in self.job.points:
             self.point = point
@@ -180,7 +179,6 @@ def main(path: str) -> int:
     if job.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        use_two_streams(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)

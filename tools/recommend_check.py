@@ -11,58 +11,95 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from dcpbench.plan.spec import planned
-from dcpbench.points.floors import Sharding
-from dcpbench.points.layout import Layout
+from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.machines import MEASURED_ON, described
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
-from dcpbench.recommend.score import score
+from dcpbench.recommend.score import Score, score
 from dcpbench.records.runs import read_run
 from dcpbench.serving.step_times import read_step_times
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
 ROOT = Path(__file__).parents[1]
-SERVED = ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21"
-DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
+ONE = ROOT / "results" / "fp8_H200_2026-11-23"
+PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
+STEPPED = [
+    *(FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")),
+    FOUR / "bf16" / "deepseek-v3-bf16",
+    FOUR / "bf16-k2" / "kimi-k2-bf16",
+    FOUR / "experts" / "deepseek-v3",
+    *(ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")),
+]
+"""Decode, a step a record."""
+TIMED = [FOUR / "seed" / "deepseek-v3", FOUR / "seed-k2" / "kimi-k2", PROMPTS / "build-deepseek-v3"]
+"""Of which there are step times, of steps with prompts among them."""
+FIRST = ([TIMED[0]], [*STEPPED[:2], STEPPED[-1]])
+"""What was measured before all else of these: step times, and decode."""
 SETS = {
-    "decode steps, measured": [DECODED / "run1"],
-    "served at 8 GiB of KV, replayed: 4,000 + 1,500 tokens": [SERVED / "v3-seed-8gib", SERVED / "k2-seed-8gib"],
-    "served at 8 GiB of KV, replayed: 1,000 to 32,000 + 500 tokens": [
-        SERVED / "v3-break-even-8gib",
-        SERVED / "k2-break-even-8gib",
-    ],
+    "decode in fp8, measured": STEPPED[:2],
+    "decode in bf16, measured": STEPPED[2:4],
+    "decode in fp8 with experts whole and cut, measured": STEPPED[4:5],
+    "served in fp8, replayed: 4,000 + 1,500 tokens": [*TIMED[:2], *sorted((FOUR / "seed-4gib").iterdir())],
 }
+AFTERWARDS = {
+    "decode in bf16": STEPPED[2:4],
+    "decode in fp8 with experts whole and cut": STEPPED[4:5],
+    "served in fp8, Kimi-K2": TIMED[1:2],
+}
+"""Loads measured after FIRST, hours later on another machine."""
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
 Case = tuple[str, dict[str, float], float]
 """Model, terms, measured µs."""
 
 
-def cases() -> tuple[list[Case], list[str]]:
-    """Of all published step times, and the runs that they lie in."""
+def cases(timed: list[Path], stepped: list[Path]) -> tuple[list[Case], list[str]]:
+    """Of the steps of runs, and the runs that they lie in."""
+    found: list[Case] = []
+    for run in timed:
+        for file in sorted(run.glob("step-times/*.json")):
+            times = read_step_times(file)
+            point = point_of(times.path, read_run(run).records)
+            found += [case(point, measured.case.rows(point.dp), measured.median_ms) for measured in times.cases]
+    for run in stepped:
+        for r in read_run(run).records:
+            if r.metrics is not None:
+                each = -(-r.point.concurrency // r.point.dp)
+                rows = StepRows(decodes=(r.point.context,) * each, sampled=each, tokens=r.point.concurrency)
+                found.append(case(r.point, rows, r.metrics.step_ms.median))
+    return found, [str(run.relative_to(ROOT)) for run in (*timed, *stepped)]
+
+
+def point_of(path: Mapping[str, object], records: list[Record]) -> Point:
+    """One that was replayed by step times of that path: it is of the same layout."""
+    same = ("tp", "dp", "dcp", "exchange")
+    return next(r.point for r in records if all(getattr(r.point, name) == path[name] for name in same))
+
+
+def case(point: Point, rows: StepRows, ms: float) -> Case:
+    """A step that took so long."""
     machine = described(MEASURED_ON)
-    rates, wire = estimate.limits(machine), machine.wire
-    found, sources = [], []
-    for file in sorted(SERVED.glob("*/step-times/*.json")):
-        times = read_step_times(file)
-        path = times.path
-        layout = Layout(tp=int(path["tp"]), dp=int(path["dp"]), dcp=int(path["dcp"]))
-        sharding = Sharding(shape=load_shape(str(path["model"])), layout=layout, itemsize=2)
-        sources.append(str(file.parents[1].relative_to(ROOT)))
-        for measured in times.cases:
-            rows = estimate.padded(measured.case.rows(layout.dp), layout.dp)
-            terms = estimate.terms(sharding, rows, rates, wire, str(path["exchange"]))
-            assert terms is not None
-            found.append((str(path["model"]), terms, measured.median_ms * 1e3))
-    return found, list(dict.fromkeys(sources))
+    sharding = Sharding.of(point, load_shape(point.model))
+    padded = estimate.padded(rows, point.dp)
+    terms = estimate.terms(sharding, padded, estimate.limits(machine), machine.wire, point.exchange)
+    assert terms is not None
+    return point.model, terms, ms * 1e3
 
 
-def fitted() -> estimate.Steps:
+def fitted(timed: list[Path], stepped: list[Path]) -> estimate.Steps:
     """Everything but the bands, which scores say."""
-    found, sources = cases()
+    found, sources = cases(timed, stepped)
     models = list(dict.fromkeys(model for model, _, _ in found))
     without = {left: estimate.fit([(t, us) for model, t, us in found if model != left]) for left in models}
     errors = [abs(estimate.us(t, without[model]) / us - 1) for model, t, us in found]
@@ -80,6 +117,28 @@ def fitted() -> estimate.Steps:
     )
 
 
+def scored(name: str, folders: list[Path], steps: estimate.Steps, every: int) -> Score:
+    """How estimates did at a set of loads, which is said."""
+    records = [record for folder in folders for record in read_run(folder).records]
+    found = score(records, described(MEASURED_ON), planned(MEASURED_ON, 4), steps, every=every)
+    errors, apart = np.abs(found.errors), np.abs(found.ratio_errors)
+    say(f"{name}: {found.words()}")
+    say(f"  winners: {', '.join(f'{who} {n}' for who, n in found.winners.most_common())}")
+    say(
+        f"  error of tok/s p50 {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}; of the ratio of two layouts "
+        f"p50 {np.median(apart):.1%}, p90 {np.quantile(apart, 0.9):.1%}"
+    )
+    for metric in ("itl", "ttft"):
+        off = np.abs([error for load in found.loads for error in load.latency_errors[metric]])
+        if len(off):
+            say(f"  error of {metric.upper()} p50: p50 {np.median(off):.1%}, p90 {np.quantile(off, 0.9):.1%}")
+    for load in found.loads:
+        if not load.right(load.picked):
+            behind = 1 - load.measured[load.picked] / load.measured[load.best]
+            say(f"  wrong: {load.name}: {load.picked} for {load.best}, {behind:.1%} behind")
+    return found
+
+
 def say(text: str) -> None:
     """A line."""
     sys.stdout.write(text + "\n")
@@ -93,39 +152,31 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--every", type=int, default=1)
     asked = parser.parse_args()
-    steps = fitted()
+    steps = fitted(TIMED, STEPPED)
     for name, factor in steps.terms.items():
+        plain = (*estimate.PER_LAYER, *estimate.CALLED)
         unit = (
-            "µs a layer" if name == estimate.LAUNCH else "× alone" if name == estimate.WIRE else "of the floor's rate"
+            "µs a layer"
+            if name in estimate.PER_LAYER
+            else "× alone"
+            if name in estimate.CALLED
+            else "of the floor's rate"
         )
-        share = factor if name in (estimate.LAUNCH, estimate.WIRE) or not factor else 1 / factor
+        share = factor if name in plain or not factor else 1 / factor
         say(f"  {name}: {share:.3g} {unit}" if factor else f"  {name}: not told apart from others")
-    machine, probe = described(MEASURED_ON), planned(MEASURED_ON, 4)
+    errors: list[float] = []
     ratios: list[float] = []
-    all_errors: list[float] = []
     for name, folders in list(SETS.items())[: 1 if asked.quick else None]:
-        records = [record for folder in folders for record in read_run(folder).records]
-        found = score(records, machine, probe, steps, every=1 if name.startswith("decode") else asked.every)
-        errors = np.abs(found.errors)
-        say(f"{name}: {found.words()}")
-        say(f"  winners: {', '.join(f'{who} {n}' for who, n in found.winners.most_common())}")
-        apart = np.abs(found.ratio_errors)
-        say(
-            f"  error of tok/s p50 {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}; of the ratio of two layouts "
-            f"p50 {np.median(apart):.1%}, p90 {np.quantile(apart, 0.9):.1%}"
-        )
-        for metric in ("itl", "ttft"):
-            off = np.abs([error for load in found.loads for error in load.latency_errors[metric]])
-            if len(off):
-                say(f"  error of {metric.upper()} p50: p50 {np.median(off):.1%}, p90 {np.quantile(off, 0.9):.1%}")
-        all_errors += list(errors)
-        for load in found.loads:
-            if not load.right(load.picked):
-                behind = 1 - load.measured[load.picked] / load.measured[load.best]
-                say(f"  wrong: {load.name}: {load.picked} for {load.best}, {behind:.1%} behind")
-        ratios += list(apart)
+        found = scored(name, folders, steps, 1 if name.startswith("decode") else asked.every)
+        errors += list(np.abs(found.errors))
+        ratios += list(np.abs(found.ratio_errors))
+    if not asked.quick:
+        say("Loads measured after the steps that are fitted here:")
+        first = fitted(*FIRST)
+        for name, folders in AFTERWARDS.items():
+            scored(name, folders, first, 1 if name.startswith("decode") else asked.every)
     steps = msgspec.structs.replace(
-        steps, band=float(np.quantile(all_errors, 0.9)), ratio_band=float(np.quantile(ratios, 0.9))
+        steps, band=float(np.quantile(errors, 0.9)), ratio_band=float(np.quantile(ratios, 0.9))
     )
     say(f"band {steps.band:.1%}, of ratios {steps.ratio_band:.1%}")
     if asked.write:

@@ -38,7 +38,7 @@ from dcpbench.bench.record import BenchJob, Event, Graph, Result
 from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.measuring.environment import environment
 from dcpbench.measuring.gpu_state import worst
-from dcpbench.measuring.timing import capture, use_two_streams
+from dcpbench.measuring.timing import capture
 from dcpbench.points.floors import floor_us
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Bench:
 
 
 BENCHES = {
-    "attention": Bench(workload=Attention, limits=("read", "matmul"), turns=True),
+    "attention": Bench(workload=Attention, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul"), turns=True),
     "linear": Bench(workload=Linear, limits=("read", "matmul", "matmul_fp8"), turns=True),
@@ -281,7 +281,6 @@ def main(path: str) -> None:
     if job.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        use_two_streams(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)

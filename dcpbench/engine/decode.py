@@ -17,6 +17,7 @@ from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.kv_indices import fill_pages
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
+from dcpbench.measuring.timing import capture
 from dcpbench.points import layout as arithmetic
 from dcpbench.points.batches import PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.serving.allocator import DcpAllocator
@@ -227,9 +228,7 @@ class DecodeEngine:
         for _ in range(2):
             self.run(batch)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(batch)
+        graph = capture(lambda: self.run(batch))
         assert batch.logits is not None
         assert batch.next_tokens is not None
         batch.captured = Captured(graph, batch.logits, batch.next_tokens)

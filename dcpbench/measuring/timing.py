@@ -40,25 +40,26 @@ WARM_UP_SHARE = 0.5
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `run`, which has run before."""
+    """A CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    use_two_streams()
     return graph
 
 
-def use_two_streams(device: torch.device) -> None:
-    """Run a kernel in a second stream: from then on kernels of graphs follow each other as in a server, which has several.
+def use_two_streams() -> None:
+    """Run kernels in this stream, then in another: from then on kernels of graphs follow each other as in a server.
 
-    Until a process has used a second stream, which capturing does by itself sooner or later, they follow each other 0.2 µs
-    sooner: the first points of a sweep would look faster than the rest by that (docs/methodology.md).
+    As long as one stream alone has been used they follow each other 0.2 µs sooner, until about the fourth capture of a
+    process: its first points would look faster than the rest by that (docs/methodology.md).
     """
-    for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
-            numbers = torch.zeros(1, device=device)
+            numbers = torch.zeros(1, device="cuda")
             for _ in range(KERNELS):
                 numbers.add_(1)
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager

@@ -94,14 +94,15 @@ def attention_work(
     """MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R) operations.
 
     Every KV row, q and o once; per row and head Q multiplications for the score, R for the output, and as many additions.
-    Rows of `kv_itemsize` bytes a number, q and o of `itemsize`. Operations are held against the rate of bf16 also where
-    KV is fp8: what is computed with is the dtype of q.
+    Rows of `kv_itemsize` bytes a number, q and o of `itemsize`. Over rows in fp8 operations are held against the rate of
+    fp8: kernels quantise q and scores on their way.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
         memory_bytes=rows * width * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
+        flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
     )
 
 

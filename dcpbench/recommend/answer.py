@@ -133,10 +133,12 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
     if any(f.source == ESTIMATED for f in used):
         said.append(
             f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
-            f"{listed([Path(source).name for source in steps.sources])} of results/ ({Path(steps.sources[0]).parent.name}). They are not measured."
+            f"{listed(list(dict.fromkeys(Path(source).parts[1] for source in steps.sources)))} of results/. They are not measured."
         )
-        if ask.weights_dtype != "bf16" or ask.kv_dtype != "bf16":
-            said.append("Those steps were in bf16: that fp8 reaches the same shares of its floors was not checked.")
+        if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
+            said.append(
+                "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
+            )
         if ask.machine.gpu != steps.machine:
             said.append(f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}.")
         if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'

@@ -1,9 +1,11 @@
 """What a step takes where nobody has measured it: floors of its parts, each by the share of it that published steps reach.
 
-    seconds(step) = layers · launch + Σ over parts (floor of the part / share) + more · calls of the wire
+    seconds(step) = layers · launch + Σ over parts (floor of the part / share) + Σ over kinds of calls (more · calls of the wire)
 
 Parts are groups of the phases of points/floors.py, without what ranks send each other: of that points/wire.py has measurements,
-not floors. Launch, shares and `more` are fitted to published step times, none negative, by least squares of relative errors
+not floors. What reads as long as its floor has a share of its own, and so has what multiplies as long. To launch a layer with fp8
+weights takes more, as rows are quantised, and so do layers of which ranks hold whole experts, as they wait for the busiest.
+Launch, shares and `more` are fitted to published step times, none negative, by least squares of relative errors
 (`fit`); `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
 a machine, shares do not: a band beside the estimate says how far it was off for a model that the fit had not seen.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from dcpbench.points import memory, names
 from dcpbench.points.batches import batch_rows
 from dcpbench.points.floors import LSE_BYTES, floor_us, phase_works
 from dcpbench.points.machines import MEASURED_ON, RATES
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from dcpbench.points.machines import Machine
     from dcpbench.points.wire import Wire
 
-LAUNCH, WIRE = "launch", "wire"
+LAUNCH, QUANTISING, WAITING = "launch", "quantising", "waiting"
+"""µs of every layer, more of one with fp8 weights, and of one with whole experts on several ranks."""
+EXCHANGES, COLLECTIVES = "exchanges", "collectives"
+"""Calls between ranks: inside steps over alone. DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("moe",),
     "attention": ("attention",),
@@ -41,8 +46,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefill": ("prefill",),
 }
 """Phases of points/floors.py, by the part that they belong to; all others are calls between ranks."""
-TERMS = (LAUNCH, *PARTS, WIRE)
+MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", "attention", "linear")}
+"""Of what multiplies as long as its floor; a part alone is read so long."""
+TERMS = (LAUNCH, QUANTISING, WAITING, *PARTS, *MULTIPLIED.values(), EXCHANGES, COLLECTIVES)
+PER_LAYER, CALLED = (LAUNCH, QUANTISING, WAITING), (EXCHANGES, COLLECTIVES)
 EXCHANGED_IN_FP32 = "ag_rs"
+ENOUGH = 1e-10
+"""Less than this is nothing, of scaled terms."""
 """The exchange whose partial outputs travel in fp32."""
 
 
@@ -50,7 +60,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What published steps say of steps that nobody ran; a file of its own."""
 
     terms: dict[str, float]
-    """Of LAUNCH µs a layer, of a part 1 / share, of WIRE what calls take inside steps over what they take alone."""
+    """Of PER_LAYER µs, of a part 1 / share, of CALLED what calls take inside steps over what they take alone."""
     without: dict[str, dict[str, float]]
     """The same without the steps of a model, by its name: for scores, which must not have seen what they judge."""
     band: float
@@ -97,10 +107,21 @@ def terms(
         us = floor_us(work, rates)
         if us is None:
             return None
-        found[part_of[phase]] += times * us
+        part = part_of[phase]
+        multiplies = work.flops and work.flops / rates[work.flops_limit] * 1e6 >= us
+        found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
+    layers = memory.all_layers(sharding.shape)
     found[LAUNCH] = float(sharding.shape.layers)
-    found[WIRE] = sum(each.mean for each in calls(sharding, rows, known, exchange).values()) * 1e6
+    found[QUANTISING] = float(sharding.shape.layers if sharding.scaled else 0)
+    found[WAITING] = float(layers.moe if sharding.expert_ranks > 1 else 0)
+    for what, each in calls(sharding, rows, known, exchange).items():
+        found[called(what)] += each.mean * 1e6
     return found
+
+
+def called(what: str) -> str:
+    """The term of a kind of calls."""
+    return EXCHANGES if what in names.EXCHANGES else COLLECTIVES
 
 
 def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
@@ -142,20 +163,41 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
 
 
 def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Least squares of relative errors over (terms, measured µs); a term that would be negative is 0."""
+    """Least squares of relative errors over (terms, measured µs), none negative (Lawson and Hanson 1974, chapter 23).
+
+    A part that no step multiplied as long as its floor has the share with which it was read, and the reverse.
+    """
     table = np.array([[terms[name] for name in TERMS] for terms, _ in found])
     table /= np.array([[us] for _, us in found])
-    best, solved = math.inf, np.zeros(len(TERMS))
-    present = [i for i in range(len(TERMS)) if table[:, i].any()]
-    for count in range(1, len(present) + 1):
-        for kept in map(list, itertools.combinations(present, count)):
-            scale = np.abs(table[:, kept]).max(axis=0)
-            numbers = np.linalg.lstsq(table[:, kept] / scale, np.ones(len(found)), rcond=None)[0] / scale
-            error = float(((table[:, kept] @ numbers - 1) ** 2).sum())
-            if (numbers >= 0).all() and error < best * (1 - 1e-9):
-                best, solved = error, np.zeros(len(TERMS))
-                solved[kept] = numbers
-    return dict(zip(TERMS, map(float, solved), strict=True))
+    present = np.abs(table).sum(axis=0) > 0
+    scale = np.where(present, np.abs(table).max(axis=0), 1.0)
+    solved = dict(zip(TERMS, map(float, _not_negative(table / scale) / scale), strict=True))
+    known = dict(zip(TERMS, present, strict=True))
+    for read, multiplied in MULTIPLIED.items():
+        for one, other in ((read, multiplied), (multiplied, read)):
+            if known[other] and not known[one]:
+                solved[one] = solved[other]
+    return solved
+
+
+def _not_negative(table: np.ndarray) -> np.ndarray:
+    """The numbers ≥ 0 that bring the sums of rows nearest to 1."""
+    numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
+    while True:
+        gain = np.where(free, 0.0, table.T @ (1 - table @ numbers))
+        if gain.max() <= ENOUGH:
+            return numbers
+        free[gain.argmax()] = True
+        while True:
+            wanted = np.zeros(len(numbers))
+            wanted[free] = np.linalg.lstsq(table[:, free], np.ones(len(table)), rcond=None)[0]
+            if (wanted[free] > 0).all():
+                numbers = wanted
+                break
+            below = free & (wanted <= 0)
+            numbers = numbers + (numbers[below] / (numbers[below] - wanted[below])).min() * (wanted - numbers)
+            free &= numbers > ENOUGH
+            numbers[~free] = 0.0
 
 
 def us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:

@@ -285,7 +285,8 @@ class Estimator:
         calls = estimate.calls(self.sharding, padded, self.wire, self.point.exchange)
         step_us = self.ms(rows) * 1e3
         return {
-            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.WIRE] / step_us for what, each in calls.items()
+            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.called(what)] / step_us
+            for what, each in calls.items()
         }
 
 

@@ -126,7 +126,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     matmul_flop_s: float | None = None
     """A large matrix product in bf16."""
     matmul_fp8_flop_s: float | None = None
-    """The same in fp8; null also where no point of the job has fp8 weights."""
+    """The same in fp8; null also where no point of the job has fp8 weights or KV."""
     peer_bytes_s: float | None = None
     """Every rank reads its neighbour's memory."""
     barrier_us: float | None = None

@@ -1,5 +1,5 @@
-"""Whether the layouts of a load were measured with equal gaps between kernels: later graphs of a process have longer ones,
-whatever they hold (docs/methodology.md), so that the order of measuring looks like a difference between layouts.
+"""Whether the layouts of a load were measured with equal gaps between kernels: graphs have longer ones once a process has used
+two streams, whatever they hold (docs/methodology.md), so that the order of measuring looks like a difference between layouts.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from dcpbench.cli import main
@@ -64,14 +65,36 @@ def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | Non
 
 
 def test_the_fit_finds_what_steps_were_made_of() -> None:
-    """Steps of 3 µs a layer, a share of 0.5 of experts and 0.8 of attention: 3 · n, times 2 and 1.25."""
+    """Steps of 3 µs a layer, a share of 0.5 of experts and 0.8 of attention: 3 · n, times 2 and 1.25.
+
+    None of them multiplied as long as its floor, so those that do have the same shares.
+    """
     true = {"launch": 3.0, "experts": 2.0, "attention": 1.25}
     seen = [
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "attention": attention}
         for experts, attention in ((100.0, 10.0), (500.0, 40.0), (900.0, 800.0), (50.0, 300.0))
     ]
     fitted = estimate.fit([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
-    assert {name: round(value, 6) for name, value in fitted.items() if value} == true
+    others = {"experts, multiplied": 2.0, "attention, multiplied": 1.25}
+    assert {name: round(value, 6) for name, value in fitted.items() if value} == true | others
+
+
+def test_a_fit_has_nothing_negative_and_is_the_best_of_all_such() -> None:
+    """Two terms that go together, of which one alone would be negative: it is 0, and the other takes the least squares."""
+    seen = [
+        (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 10.0, "experts": 10.0 + more}, 30.0 - 2 * more)
+        for more in (0.0, 1.0, 3.0)
+    ]
+    fitted = estimate.fit(seen)
+    table = np.array([[terms["launch"] / us, terms["experts"] / us] for terms, us in seen])
+
+    def error(numbers: tuple[float, float]) -> float:
+        return float(((table @ np.array(numbers) - 1) ** 2).sum())
+
+    grid = itertools.product(np.linspace(0, 6, 121), repeat=2)
+    found = fitted["launch"], fitted["experts"]
+    assert min(found) == 0.0
+    assert error(found) <= min(map(error, grid))
 
 
 def test_padding_rows_go_through_the_experts() -> None:

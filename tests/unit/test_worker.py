@@ -14,21 +14,22 @@ from tests.unit import record_builder as build
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "weights", "measured"),
+    ("device", "kind", "stored", "measured"),
     [
-        ("cuda", "sweep", "", [(4, False)]),
-        ("cuda", "sweep", "fp8", [(4, True)]),
-        ("cuda", "verify", "", []),
-        ("cpu", "sweep", "", []),
+        ("cuda", "sweep", {}, [(4, False)]),
+        ("cuda", "sweep", {"weights_dtype": "fp8"}, [(4, True)]),
+        ("cuda", "sweep", {"kv_dtype": "fp8"}, [(4, True)]),
+        ("cuda", "verify", {}, []),
+        ("cpu", "sweep", {}, []),
     ],
-    ids=["gpus", "fp8", "verify", "cpu"],
+    ids=["gpus", "fp8 weights", "fp8 KV", "verify", "cpu"],
 )
 def test_rates_are_measured_once_before_the_points_of_a_job_that_times_steps(
-    monkeypatch, device, kind, weights, measured
+    monkeypatch, device, kind, stored, measured
 ):
-    """By all 4 ranks together, when no engine has taken the memory yet; the rate of fp8 where one point has such weights."""
+    """By all 4 ranks together, when no engine has taken the memory yet; the rate of fp8 where one point has such weights or KV."""
     asked, seen = [], []
-    points = [build.point(Layout(4)), build.point(Layout(4), weights_dtype=weights)]
+    points = [build.point(Layout(4)), build.point(Layout(4), **stored)]
 
     def rates(_, ranks, *, fp8):
         asked.append((ranks, fp8))

@@ -45,7 +45,7 @@ REPEATS = 32
 ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")
 """What every rank has, and what it has with others."""
 FP8_ALONE = ("matmul_fp8",)
-"""What every rank has where weights are fp8."""
+"""What every rank has where weights or KV are fp8."""
 WARM_UP, SAMPLES = 5, 30
 REST_S = 0.1
 
