@@ -221,8 +221,9 @@ class Plan:
     def tests(self) -> Part:
         """All tests that need a GPU: of the files that have any, as each worker would collect all of them first."""
         files = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in f.read_text()]
-        words = ("-m", "gpu", "-n", "6", "--dist", "worksteal", "--durations=15", "-q", *files)
-        return Part("tests", "all tests that need a GPU", (Command("pytest", words, 6.0, "gpu"),))
+        how = ("-n", "12", "--dist", "worksteal", "-p", "no:benchmark")  # a plugin that warns beside workers
+        words = ("-m", "gpu", *how, "--durations=15", "-q", *files)
+        return Part("tests", "all tests that need a GPU", (Command("pytest", words, 1.5, "gpu"),))
 
     def seed(self, part: str, *models: str) -> Part:
         """The load with which DCP was first measured: 480 × 4,000/1,500 at 8, 32 and 48, in replay."""
