@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result
+from dcpbench.bench.shown import pictures
 from dcpbench.bench.shown.findings import amount, baselines, findings, limit_notes, share, speed_up
 from dcpbench.bench.shown.pictures import spaced, write_picture
 from dcpbench.bench.shown.table import legend, table
@@ -202,6 +203,24 @@ class TestPictures:
         ]
         write_picture(record("attention", *results), tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(("limit", "said"), [("matmul", "800"), ("matmul_fp8", "1500")])
+    def test_the_roof_of_products_is_that_of_what_is_multiplied(self, limit, said, tmp_path, monkeypatch):
+        """Over rows in fp8 it is another one than over bf16."""
+        work = Work(memory_bytes=4_000_000, memory_limit="read", flops=400_000_000, flops_limit=limit)
+        of = record(
+            "attention", *(result("triton", 5 + b, work, heads=h, requests=b) for h in (16, 64) for b in (1, 8))
+        )
+        of.limits = [
+            *of.limits,
+            Limit(name="matmul_fp8", unit="FLOP/s", median=1.5e15, low=1.5e15, high=1.5e15, samples=9),
+        ]
+        seen = []
+        monkeypatch.setattr(pictures, "save", lambda figure, *_: seen.append(figure))
+        write_picture(of, tmp_path / "x.png")
+        words = [text.get_text() for ax in seen[0].axes for text in ax.texts]
+        assert "read 4 TB/s" in words
+        assert f"product {said} TFLOP/s" in words
 
     @pytest.mark.parametrize("limits", [True, False])
     def test_exchanges_are_curves_above_the_limit(self, limits, tmp_path):

@@ -236,14 +236,16 @@ def _roofline(record: BenchRecord) -> Figure:
     """Operations per second against operations per byte, a point for each result that was timed."""
     timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and gpu_time(r)]
     limits = {limit.name: limit.median for limit in record.limits}
+    read = limits.get("read", 0.0)
+    product = max((limits.get(r.work.flops_limit, 0.0) for r in timed if r.work), default=0.0)
     handles: list[Line2D] = []
 
     def draw(ax: Axes, _name: str, results: list[Result]) -> None:
         handles.extend(_points(ax, results))
         if results:
-            _axes(ax, results, limits)
-        if results and {"read", "matmul"} <= limits.keys():
-            handles.append(_roofs(ax, limits["read"], limits["matmul"]))
+            _axes(ax, results, product, product / read if read else 0.0)
+        if results and read and product:
+            handles.append(_roofs(ax, read, product))
 
     figure = _panels({"": timed}, ROOFLINE, draw)
     _title(figure, record, " under the roofs measured in the same run")
@@ -274,16 +276,16 @@ def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
     ]
 
 
-def _axes(ax: Axes, timed: Sequence[Result], limits: dict[str, float]) -> None:
-    """Both logarithmic; a tick for each number of heads, whose intensities differ by little."""
+def _axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> None:
+    """Both logarithmic; a tick for each number of heads, whose intensities differ by little. Of roofs 0 where there are none."""
     of_heads: dict[int, list[float]] = {}
     for r in timed:
         of_heads.setdefault(int(r.case.sizes["heads"]), []).append(_intensity(r))
     ticks = [statistics.median(found) for _, found in sorted(of_heads.items())]
-    rates = [*(r.flop_s / 1e12 for r in timed if r.flop_s), *(limits[n] / 1e12 for n in ("matmul",) if n in limits)]
+    rates = [*(r.flop_s / 1e12 for r in timed if r.flop_s), *([product / 1e12] if product else [])]
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_xlim(min(ticks) / 2, max([*ticks, limits.get("matmul", 0) / limits.get("read", 1)]) * 2)
+    ax.set_xlim(min(ticks) / 2, max([*ticks, ridge]) * 2)
     ax.set_ylim(min(rates) / 1.5, max(rates) * 1.4)
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}"))
