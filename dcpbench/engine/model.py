@@ -156,11 +156,12 @@ class Model:
         if y_BhV is not None:
             before = self.weights.layer(index - 1)
             with phase("o_proj"):
-                y_BD = linear(y_BhV.flatten(1), before.attention.o)
+                x_BD = linear(y_BhV.flatten(1), before.attention.o)
             with phase("attn_reduce"):
-                y_BD = self.reduce(y_BD)
+                x_BD = self.reduce(x_BD)
             feeds, routed = None if self.layout.dp > 1 else before.mlp.gate_up, isinstance(before.mlp, Moe)
-            normed = self.norm(y_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
+            normed = self.norm(x_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
+            del x_BD  # its memory is the MLP's
             x_BD = self.mlp(normed, before.mlp, self.router_input(batch, index - 1))
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
@@ -202,10 +203,8 @@ class Model:
         For a product with `feeds`, and with `keep` for others, too, if that one takes quantised rows.
         """
         with phase("norm"):
-            eps, mark = self.shape.rms_eps, self.mark(number)
-            if x_BD is None:
-                return norm_for(feeds, residual_BD, None, weight_D, eps, mark, keep=keep)
-            return norm_for(feeds, x_BD, residual_BD, weight_D, eps, mark, keep=keep)
+            x_BD, added_to = (residual_BD, None) if x_BD is None else (x_BD, residual_BD)
+            return norm_for(feeds, x_BD, added_to, weight_D, self.shape.rms_eps, self.mark(number), keep=keep)
 
     def mark(self, number: int) -> Mark | None:
         """What norm `number` of a step leaves; see hangs/evidence.py."""

@@ -58,7 +58,8 @@ def empty_rows(rows: int, depth: int, device: torch.device) -> Scaled:
     """Room for rows in groups of 128 columns; `depth` must be a multiple of that."""
     assert depth % SCALE_BLOCK == 0
     data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=device)
-    return Scaled(data, torch.empty(rows, depth // SCALE_BLOCK, device=device), (1, SCALE_BLOCK))
+    scale = torch.empty(rows, depth // SCALE_BLOCK, dtype=torch.float32, device=device)
+    return Scaled(data, scale, (1, SCALE_BLOCK))
 
 
 @triton.jit

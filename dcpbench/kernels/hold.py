@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from dcpbench.measuring.timing import capture
+
 BLOCK = 4096
 MOST_BLOCKS = 32
 """About as many as NCCL takes for a large message."""
@@ -54,11 +56,13 @@ def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
 def overhead_s(device: torch.device) -> float:
     """What a kernel that holds nothing takes in a row of them in a CUDA graph: the wait is shorter by as much."""
     _launch(device)
-    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
+
+    def calls() -> None:
         for _ in range(CALLS):
             _launch(device)
+
+    graph = capture(calls)
     times = []
     for _ in range(PASSES):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.block_scaled import Rows, Scaled, empty_rows, into, quantised_for, store_quantised
-from dcpbench.kernels.norm import norm_reference
+from dcpbench.kernels.norm import norm_reference, normalised
 from dcpbench.kernels.rope import rope_reference, turn
 
 
@@ -68,10 +68,8 @@ def split_latent_reference(
 def _normalised(x, weight, width, eps, BLOCK: tl.constexpr):
     d = tl.arange(0, BLOCK)
     inside = d < width
-    value = tl.load(x + d, mask=inside, other=0.0)
-    wide = value.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    return (wide * factor).to(value.dtype) * tl.load(weight + d, mask=inside, other=0.0)
+    value, factors = tl.load(x + d, mask=inside, other=0.0), tl.load(weight + d, mask=inside, other=0.0)
+    return normalised(value, factors, width, eps)
 
 
 @triton.jit

@@ -19,15 +19,10 @@ class Mark(NamedTuple):
     number: int
 
 
-def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None) -> torch.Tensor:
-    """weight · x / sqrt(mean(x²) + eps), mean in fp32, result in x's dtype. Rows of x may be strided."""
-    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, None, weight_D, eps, mark)
-
-
 def add_rms_norm(
     x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float, mark: Mark | None = None
 ) -> torch.Tensor:
-    """residual += x in place, then rms_norm(residual)."""
+    """residual += x in place, then weight · residual / sqrt(mean(residual²) + eps), mean in fp32, result in x's dtype."""
     return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
 
 
@@ -41,7 +36,9 @@ def norm_for(
     *,
     keep: bool = True,
 ) -> torch.Tensor | Rows:
-    """The same for a product with the weight `feeds`: quantised as well where that is done; `keep`: and also plain."""
+    """The same, of x alone without a residual, for a product with the weight `feeds`: quantised where that is done, and with
+    `keep` as it is, too. Rows of x may be strided.
+    """
     if quantised_for(feeds):
         return norm_rows(x_BD, residual_BD, weight_D, eps, mark, keep=keep)
     return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps, mark)
@@ -62,6 +59,14 @@ def norm_reference(
         x_BD = residual_BD
     wide = x_BD.to(torch.promote_types(x_BD.dtype, torch.float32))
     return weight_D * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x_BD.dtype)
+
+
+@triton.jit
+def normalised(value, weight, width, eps):
+    """A row, 0 past its `width`, times `weight` over its root mean square."""
+    wide = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    return (wide * factor).to(value.dtype) * weight
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -102,9 +107,7 @@ def _norm_kernel(
             x.dtype.element_ty
         )
         tl.store(residual + b * width + d, value, mask=inside)
-    wide = value.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    normed = (wide * factor).to(x.dtype.element_ty) * tl.load(weight + d, mask=inside, other=0.0)
+    normed = normalised(value, tl.load(weight + d, mask=inside, other=0.0), width, eps)
     if KEEP:
         tl.store(out + b * width + d, normed, mask=inside)
     if QUANTISED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import statistics
@@ -34,22 +35,23 @@ CHUNK_STEPS = (5, 100)
 LEAST_MEDIANS = 2
 """Medians that warm-up compares at the least, however slow a step is."""
 KERNELS = 100
-"""That use a stream."""
+"""Run in a stream, so that it has been used."""
 WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
+    use_two_streams()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    use_two_streams()
     return graph
 
 
+@functools.cache
 def use_two_streams() -> None:
-    """Run kernels in this stream, then in another: from then on kernels of graphs follow each other as in a server.
+    """Run kernels in this stream, then in another, once: from then on kernels of graphs follow each other as in a server.
 
     As long as one stream alone has been used they follow each other 0.2 µs sooner, until about the fourth capture of a
     process: its first points would look faster than the rest by that (docs/methodology.md).

@@ -55,6 +55,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     flops: int = 0
     flops_limit: str = "matmul"
     """The limit that they are held against: `matmul_fp8` where both operands are fp8."""
+    otherwise: str = ""
+    """The limit where a GPU has none of that name, as operands can be widened; empty: there is no other."""
     received_bytes: int = 0
     """From other ranks, by one rank."""
     wire_bytes: int = 0
@@ -68,19 +70,25 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.memory_bytes or self.flops or self.received_bytes or self.barriers)
 
 
+def flops_limit(work: Work, limits: Mapping[str, float]) -> str:
+    """The limit that its operations are held against on a GPU with these, whether they have it or not."""
+    return work.otherwise if work.otherwise and work.flops_limit not in limits else work.flops_limit
+
+
 def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
     """The time below which a call cannot be, or None where a limit that it takes is not known, or it does nothing.
 
     max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
     or `copy` and `peer` in bytes/s, `matmul` or `matmul_fp8` in operations/s, `barrier` in s.
     """
-    needs = {work.memory_limit: work.memory_bytes, work.flops_limit: work.flops}
+    multiplied = flops_limit(work, limits)
+    needs = {work.memory_limit: work.memory_bytes, multiplied: work.flops}
     needs |= {"peer": work.received_bytes, "barrier": work.barriers}
     if any(amount and name not in limits for name, amount in needs.items()):
         return None
     seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
     waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
-    return max(seconds[work.memory_limit], seconds[work.flops_limit], waiting + seconds["peer"]) * 1e6 or None
+    return max(seconds[work.memory_limit], seconds[multiplied], waiting + seconds["peer"]) * 1e6 or None
 
 
 def attention_work(
@@ -95,7 +103,7 @@ def attention_work(
 
     Every KV row, q and o once; per row and head Q multiplications for the score, R for the output, and as many additions.
     Rows of `kv_itemsize` bytes a number, q and o of `itemsize`. Over rows in fp8 operations are held against the rate of
-    fp8: kernels quantise q and scores on their way.
+    fp8, where the GPU has one: a kernel can quantise q and scores on its way, and one that widens rows takes longer.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
@@ -103,6 +111,7 @@ def attention_work(
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
+        otherwise="matmul" if kv_itemsize == 1 else "",
     )
 
 
@@ -295,10 +304,12 @@ def step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float
 
     Those of all its linear layers, its experts and its attention. None where a rate is not known.
     """
-    works = [(times, work) for _, times, work in phase_works(sharding, step) if work.flops]
-    if any(work.flops_limit not in limits for _, work in works):
+    works = [
+        (times * work.flops, flops_limit(work, limits)) for _, times, work in phase_works(sharding, step) if work.flops
+    ]
+    if any(limit not in limits for _, limit in works):
         return None
-    return sum(times * work.flops / limits[work.flops_limit] for times, work in works)
+    return sum(flops / limits[limit] for flops, limit in works)
 
 
 def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:

@@ -17,7 +17,7 @@ from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -111,7 +111,7 @@ def pays(choices: Sequence[Choice]) -> str:
         c for c in choices if c.forecasts and (f := c.forecasts[0].point.load) is not None and f.arrival == CLOSED
     ]
     steps = [c for c in choices if c.forecasts and c.forecasts[0].point.load is None]
-    said = []
+    said: list[str] = []
     groups: dict[str, list[Choice]] = {}
     for choice in (*steps, *closed):
         groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
@@ -126,27 +126,30 @@ def pays(choices: Sequence[Choice]) -> str:
     return f"A layout with DCP is clearly ahead of all without, {'; '.join(said)}." if said else ""
 
 
+def _of_estimates(ask: Ask, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
+    """What estimates rest on, and what they were not checked for."""
+    folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
+    yield (
+        f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
+        f"{listed(folders)} of results/. They are not measured."
+    )
+    if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
+        yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
+    if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
+        yield "None of them had bf16 weights beside an fp8 cache."
+    if ask.machine.gpu != steps.machine:
+        yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
+    if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
+        yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
+    yield f"Measured steps replace estimates: {emulate_command(ask, choices)}, then name its run here."
+
+
 def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
     """What the answer does not know, in sentences."""
     used = [f for choice in choices for f in choice.forecasts]
-    said = []
+    said: list[str] = []
     if any(f.source == ESTIMATED for f in used):
-        said.append(
-            f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
-            f"{listed(list(dict.fromkeys(Path(source).parts[1] for source in steps.sources)))} of results/. They are not measured."
-        )
-        if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
-            said.append(
-                "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
-            )
-        if ask.machine.gpu != steps.machine:
-            said.append(f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}.")
-        if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
-            said.append(
-                "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
-            )
-        if any(f.source == ESTIMATED for f in used):
-            said.append(f"Measured steps replace estimates: {emulate_command(ask, choices)}, then name its run here.")
+        said += _of_estimates(ask, choices, steps)
     if right := [f"{times(c.factor)} at {c.name}" for c in choices if c.factor]:
         said.append(
             "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "

@@ -5,7 +5,7 @@
 Parts are groups of the phases of points/floors.py, without what ranks send each other: of that points/wire.py has measurements,
 not floors. What reads as long as its floor has a share of its own, and so has what multiplies as long. To launch a layer with fp8
 weights takes more, as rows are quantised, and so do layers of which ranks hold whole experts, as they wait for the busiest.
-Launch, shares and `more` are fitted to published step times, none negative, by least squares of relative errors
+Launch, shares, of which none is above 1, and `more` are fitted to published step times by least squares of relative errors
 (`fit`); `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
 a machine, shares do not: a band beside the estimate says how far it was off for a model that the fit had not seen.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from dcpbench.points import memory, names
 from dcpbench.points.batches import batch_rows
-from dcpbench.points.floors import LSE_BYTES, floor_us, phase_works
+from dcpbench.points.floors import LSE_BYTES, floor_us, flops_limit, phase_works
 from dcpbench.points.machines import MEASURED_ON, RATES
 from dcpbench.points.wire import Seconds
 
@@ -50,9 +50,9 @@ MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", "attention", "
 """Of what multiplies as long as its floor; a part alone is read so long."""
 TERMS = (LAUNCH, QUANTISING, WAITING, *PARTS, *MULTIPLIED.values(), EXCHANGES, COLLECTIVES)
 PER_LAYER, CALLED = (LAUNCH, QUANTISING, WAITING), (EXCHANGES, COLLECTIVES)
-EXCHANGED_IN_FP32 = "ag_rs"
 ENOUGH = 1e-10
 """Less than this is nothing, of scaled terms."""
+EXCHANGED_IN_FP32 = "ag_rs"
 """The exchange whose partial outputs travel in fp32."""
 
 
@@ -108,7 +108,7 @@ def terms(
         if us is None:
             return None
         part = part_of[phase]
-        multiplies = work.flops and work.flops / rates[work.flops_limit] * 1e6 >= us
+        multiplies = work.flops and work.flops / rates[flops_limit(work, rates)] * 1e6 >= us
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
     layers = memory.all_layers(sharding.shape)
     found[LAUNCH] = float(sharding.shape.layers)
@@ -163,15 +163,18 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
 
 
 def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Least squares of relative errors over (terms, measured µs), none negative (Lawson and Hanson 1974, chapter 23).
+    """Least squares of relative errors over (terms, measured µs): no part takes less than its floor, nothing is negative.
 
-    A part that no step multiplied as long as its floor has the share with which it was read, and the reverse.
+    Solved for what parts take beyond their floors (Lawson and Hanson 1974, chapter 23). A part that no step multiplied as
+    long as its floor has the share with which it was read, and the reverse.
     """
     table = np.array([[terms[name] for name in TERMS] for terms, _ in found])
     table /= np.array([[us] for _, us in found])
+    floors = np.array([name not in (*PER_LAYER, *CALLED) for name in TERMS])
     present = np.abs(table).sum(axis=0) > 0
     scale = np.where(present, np.abs(table).max(axis=0), 1.0)
-    solved = dict(zip(TERMS, map(float, _not_negative(table / scale) / scale), strict=True))
+    more = _not_negative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
+    solved = dict(zip(TERMS, map(float, np.where(present, floors + more, 0.0)), strict=True))
     known = dict(zip(TERMS, present, strict=True))
     for read, multiplied in MULTIPLIED.items():
         for one, other in ((read, multiplied), (multiplied, read)):
@@ -180,17 +183,17 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     return solved
 
 
-def _not_negative(table: np.ndarray) -> np.ndarray:
-    """The numbers ≥ 0 that bring the sums of rows nearest to 1."""
+def _not_negative(table: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """The numbers ≥ 0 by which sums over rows come nearest to `sums`."""
     numbers, free = np.zeros(table.shape[1]), np.zeros(table.shape[1], dtype=bool)
     while True:
-        gain = np.where(free, 0.0, table.T @ (1 - table @ numbers))
+        gain = np.where(free, 0.0, table.T @ (sums - table @ numbers))
         if gain.max() <= ENOUGH:
             return numbers
         free[gain.argmax()] = True
         while True:
             wanted = np.zeros(len(numbers))
-            wanted[free] = np.linalg.lstsq(table[:, free], np.ones(len(table)), rcond=None)[0]
+            wanted[free] = np.linalg.lstsq(table[:, free], sums, rcond=None)[0]
             if (wanted[free] > 0).all():
                 numbers = wanted
                 break

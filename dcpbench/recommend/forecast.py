@@ -241,7 +241,8 @@ def _scaled(machine: Machine, steps: Steps) -> float:
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0
-    return max(machine.scale(rate, there)[1] for rate in ("read", "matmul"))
+    known = estimate.limits(machine)
+    return max(machine.scale(rate, there)[1] for rate in ("read", "matmul", "matmul_fp8") if rate in known)
 
 
 class Estimator:

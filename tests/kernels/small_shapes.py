@@ -21,8 +21,11 @@ from dcpbench.kernels.kv_gather import in_token_order, request_table
 from dcpbench.kernels.kv_gather import pack as pack_rows
 from dcpbench.kernels.kv_indices import Share, fill_pages
 from dcpbench.kernels.kv_write import write_kv, write_rows
+from dcpbench.kernels.latent import split_latent_fused
 from dcpbench.kernels.merge import correct
 from dcpbench.kernels.moe import experts
+from dcpbench.kernels.moe.prompts import silu_mul_rows
+from dcpbench.kernels.norm import norm_rows
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.kernels.peers.add_up import one_shot, two_shot
 from dcpbench.kernels.peers.gather import gather
@@ -139,7 +142,20 @@ def moe() -> None:
         experts(x, gate_up, down, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
 
 
-FAMILIES = {"attention": attention, "exchange": exchange, "kv": kv, "moe": moe, "peers": peers}
+def rows() -> None:
+    """Norms, latents and silu that quantise what they give, of rows that are a part of wider ones."""
+    x, weight = _normal(3, 448), _normal(384)
+    norm_rows(x[:, :384], _normal(3, 384), weight, 1e-6)
+    norm_rows(x[:, :384], None, weight, 1e-6, keep=False)
+    qkv, positions = _normal(3, 384 + 576), torch.arange(3, device="cuda")
+    table = torch.rand(8, 64, device="cuda")
+    for quantise in (True, False):
+        row = torch.zeros(3, 600, dtype=torch.bfloat16, device="cuda")[:, :576]
+        split_latent_fused(qkv, weight, _normal(512), positions, table, row, 1e-6, interleaved=True, quantise=quantise)
+    silu_mul_rows(_normal(5, 2 * 1408))
+
+
+FAMILIES = {"attention": attention, "exchange": exchange, "kv": kv, "moe": moe, "peers": peers, "rows": rows}
 
 
 def _normal(*shape: int) -> torch.Tensor:

@@ -492,11 +492,11 @@ def test_a_point_that_verify_cannot_check_is_in_no_sweeps_records(launched: Laun
 def test_a_check_has_the_timeout_and_a_sweeps_measuring_and_profiling_do() -> None:
     def limits(kind: str, timeout: float) -> list[float]:
         work = launcher.Work(folder=Path(), settings=Settings(), device="cpu", kind=kind, timeout=timeout)
-        return [work.limit_s(stage) for stage in ("build", "check", "measure", "profile")]
+        return [work.limit_s(stage) for stage in ("build", "check", "measure", "profile", "end")]
 
-    assert limits("sweep", 60) == [300, 300, 60, 60]
-    assert limits("verify", 60) == [300, 60, 300, 300]
-    assert limits("sweep", 900) == [900, 900, 900, 900]
+    assert limits("sweep", 60) == [300, 300, 60, 60, 60]
+    assert limits("verify", 60) == [300, 60, 300, 300, 60]
+    assert limits("sweep", 900) == [900, 900, 900, 900, 60]
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["requests", "decode"])

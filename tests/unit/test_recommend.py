@@ -79,8 +79,8 @@ def test_the_fit_finds_what_steps_were_made_of() -> None:
     assert {name: round(value, 6) for name, value in fitted.items() if value} == true | others
 
 
-def test_a_fit_has_nothing_negative_and_is_the_best_of_all_such() -> None:
-    """Two terms that go together, of which one alone would be negative: it is 0, and the other takes the least squares."""
+def test_a_fit_takes_no_less_than_floors_and_is_the_best_of_all_such() -> None:
+    """Two terms that go together, of which one alone would be −2: it is 1, and the other takes the least squares."""
     seen = [
         (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 10.0, "experts": 10.0 + more}, 30.0 - 2 * more)
         for more in (0.0, 1.0, 3.0)
@@ -91,10 +91,68 @@ def test_a_fit_has_nothing_negative_and_is_the_best_of_all_such() -> None:
     def error(numbers: tuple[float, float]) -> float:
         return float(((table @ np.array(numbers) - 1) ** 2).sum())
 
-    grid = itertools.product(np.linspace(0, 6, 121), repeat=2)
+    grid = itertools.product(np.linspace(0, 6, 121), np.linspace(1, 6, 101))
     found = fitted["launch"], fitted["experts"]
-    assert min(found) == 0.0
+    assert found[1] == 1.0
     assert error(found) <= min(map(error, grid))
+
+
+def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
+    """The reverse of above; no part takes less than its floor, whatever would fit better."""
+    terms = dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 1.0, "linear, multiplied": 10.0}
+    fitted = estimate.fit([(terms, 26.0), (terms | {"linear, multiplied": 20.0}, 51.0)])
+    assert (fitted["launch"], fitted["linear, multiplied"]) == (pytest.approx(1.0), pytest.approx(2.5))
+    assert fitted["linear"] == fitted["linear, multiplied"]
+    faster = estimate.fit([(terms, 6.0), (terms | {"linear, multiplied": 20.0}, 11.0)])
+    assert faster["linear, multiplied"] == 1.0
+
+
+def of_steps(prompt: int = 0, exchange: str = "none", context: int = 4000, **of: object) -> dict[str, float]:
+    """Terms of a step of 8 requests of so many tokens, or of a prompt, of DeepSeek-V3 on H200."""
+    estimator = Estimator(point(**of, exchange=exchange), described("H200"), estimate.published().terms)
+    rows = StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.decode_rows(8, context)
+    found = estimate.terms(estimator.sharding, rows, estimator.rates, estimator.wire, exchange)
+    assert found is not None
+    return found
+
+
+def test_what_is_read_and_what_is_multiplied_are_told_apart() -> None:
+    """A decode step reads its experts and projections, a prompt of 8,192 tokens multiplies them; of 128 heads over fp8
+    attention multiplies, of 32 it reads.
+    """
+    decode, prompt = of_steps(weights_dtype="fp8"), of_steps(8192, weights_dtype="fp8")
+    for part in ("experts", "linear"):
+        assert decode[part] > 0 == decode[f"{part}, multiplied"]
+        assert prompt[f"{part}, multiplied"] > 0
+    few, many = (of_steps(kv_dtype="fp8", context=128000, **more) for more in ({}, {"dcp": 4, "exchange": "symm"}))
+    assert few["attention"] > 0 == few["attention, multiplied"]
+    assert many["attention, multiplied"] > 0 == many["attention"]
+
+
+def test_launches_waits_and_calls_have_terms_of_their_own() -> None:
+    """61 layers, 58 of them with experts; whole ones wait, fp8 takes more launches, exchanges are no other collectives."""
+    plain, fp8, whole = of_steps(ep="1"), of_steps(ep="1", weights_dtype="fp8"), of_steps(ep="tp")
+    assert [each["launch"] for each in (plain, fp8, whole)] == [61, 61, 61]
+    assert [each["quantising"] for each in (plain, fp8, whole)] == [0, 61, 0]
+    assert [each["waiting"] for each in (plain, fp8, whole)] == [0, 0, 58]
+    with_dcp = of_steps(dcp=4, exchange="symm")
+    assert plain["exchanges"] == 0 < with_dcp["exchanges"]
+    assert plain["collectives"] == pytest.approx(with_dcp["collectives"])
+    assert plain["collectives"] > 0
+
+
+def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() -> None:
+    """An A100 with an fp8 cache has floors, and estimates; with fp8 weights neither."""
+    machine = described("A100")
+    of = Estimator(point(kv_dtype="fp8"), machine, estimate.published().terms)
+    rows = of.decode_rows(8, 4000)
+    found = estimate.terms(of.sharding, rows, of.rates, of.wire, "none")
+    assert found is not None
+    slower = estimate.terms(of.sharding, rows, of.rates | {"matmul_fp8": 2 * of.rates["matmul"]}, of.wire, "none")
+    assert slower is not None
+    assert found["attention"] + found["attention, multiplied"] >= slower["attention"] + slower["attention, multiplied"]
+    fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.published().terms)
+    assert estimate.terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
 
 def test_padding_rows_go_through_the_experts() -> None:
@@ -481,7 +539,7 @@ def test_the_shares_in_the_package_say_what_they_are_of() -> None:
     assert steps.sources
     assert all((ROOT / source).is_dir() for source in steps.sources)
     assert steps.without.keys() == {"deepseek-v3", "kimi-k2"}
-    assert 0 < steps.ratio_band < steps.band < 1
+    assert all(0 < band < 0.2 for band in (steps.band, steps.ratio_band))
     assert msgspec.json.decode(msgspec.json.encode(steps), type=estimate.Steps) == steps
 
 

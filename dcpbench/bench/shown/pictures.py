@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from dcpbench.bench.shown.findings import gpu_time, grouped
+from dcpbench.points.floors import flops_limit
 from dcpbench.show.figures import (
     GREY,
     LINES,
@@ -237,7 +238,7 @@ def _roofline(record: BenchRecord) -> Figure:
     timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and gpu_time(r)]
     limits = {limit.name: limit.median for limit in record.limits}
     read = limits.get("read", 0.0)
-    product = max((limits.get(r.work.flops_limit, 0.0) for r in timed if r.work), default=0.0)
+    product = max((limits.get(flops_limit(r.work, limits), 0.0) for r in timed if r.work), default=0.0)
     handles: list[Line2D] = []
 
     def draw(ax: Axes, _name: str, results: list[Result]) -> None:
