@@ -1,10 +1,11 @@
-"""Clocks, power, temperature and throttling of this rank's GPU while something is measured (NVML)."""
+"""Clocks, power, energy, temperature and throttling of this rank's GPU while something is measured (NVML)."""
 
 from __future__ import annotations
 
 import functools
 import operator
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 PERIOD_S = 0.05
+LEAST_S = 0.25
+"""Between two changes of the energy counter, which is brought up to date every 20 to 100 ms: what says the power on average."""
+ENERGY = "energy"
 MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")
 """Fields of which the largest of all ranks is kept; of the lowest clock it is the smallest."""
 
@@ -25,6 +29,8 @@ class GpuSampler:
     def __init__(self, device: torch.device) -> None:
         self.queries = _queries(device)
         self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
+        self.energy: list[tuple[float, int]] = []
+        """(seconds, mJ since the driver was loaded) at each change of the counter."""
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -40,10 +46,22 @@ class GpuSampler:
         while self.queries and not self.stop.is_set():
             for name, query in list(self.queries.items()):
                 try:
-                    self.seen[name].append(query())
+                    self._see(name, query())
                 except Exception:  # noqa: BLE001 - a quantity that this GPU does not report is not known
                     del self.queries[name]
             self.stop.wait(PERIOD_S)
+
+    def _see(self, name: str, value: int) -> None:
+        self.seen[name].append(value)
+        if name == ENERGY and (not self.energy or value != self.energy[-1][1]):
+            self.energy.append((time.perf_counter(), value))
+
+    def power_w(self) -> float | None:
+        """On average, between the counter's first change that was seen and its last."""
+        if len(self.energy) < 3:  # noqa: PLR2004 - when the first value came is not known
+            return None
+        (begin, first), (end, last) = self.energy[1], self.energy[-1]
+        return (last - first) / 1e3 / (end - begin) if end - begin >= LEAST_S else None
 
     def state(self) -> Gpu | None:
         """What was seen, or None without NVML."""
@@ -54,13 +72,15 @@ class GpuSampler:
             sm_clock_mhz_min=min(clock, default=None),
             sm_clock_mhz_max=max(clock, default=None),
             power_w_max=None if power is None else power / 1e3,
+            power_w_all=self.power_w(),
             temperature_c_max=max(self.seen["temperature"], default=None),
             throttle_reasons=throttle_reasons(functools.reduce(operator.or_, self.seen["reasons"], 0)),
         )
 
 
 def worst(states: Iterable[Gpu | None]) -> Gpu | None:
-    """The worst of all ranks' states, field by field."""
+    """The worst of all ranks' states, field by field; what all of them take together."""
+    states = list(states)
     seen = [s for s in states if s is not None]
     if not seen:
         return None
@@ -69,7 +89,13 @@ def worst(states: Iterable[Gpu | None]) -> Gpu | None:
         field: pick((value for s in seen if (value := getattr(s, field)) is not None), default=None)
         for field, pick in picks.items()
     }
-    return Gpu(**over_ranks, throttle_reasons=sorted({reason for s in seen for reason in s.throttle_reasons}))
+    powers = [s.power_w_all for s in seen]
+    known = [power for power in powers if power is not None]
+    return Gpu(
+        **over_ranks,
+        power_w_all=sum(known) if len(known) == len(states) else None,
+        throttle_reasons=sorted({reason for s in seen for reason in s.throttle_reasons}),
+    )
 
 
 def throttled(gpu: Gpu | None) -> bool:
@@ -91,6 +117,7 @@ def _queries(device: torch.device) -> dict[str, Callable[[], int]]:
     return {
         "clock": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
         "power": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu),
+        ENERGY: lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu),
         "temperature": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
         "reasons": lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,9 +164,22 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
         said.append(
             "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
         )
-    said.append("Joules a token: no record that was given has energy from NVML.")
+    said.append(_energy(choices))
     said.append("SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine.")
     return said
+
+
+def _energy(choices: Sequence[Choice]) -> str:
+    """J a token of what was measured so, best load by load, or that nothing was."""
+    known = [
+        f"{f.who} {number(f.joules_per_token)} at {choice.name}"
+        for choice in choices
+        for f in sorted(choice.forecasts, key=lambda f: f.joules_per_token or math.inf)
+        if f.joules_per_token
+    ]
+    if not known:
+        return "Joules a token: no record that was given has energy from NVML."
+    return f"Joules a token, of all GPUs, where records have energy from NVML: {'; '.join(known)}. Of the others it is not known."
 
 
 def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
@@ -295,6 +309,7 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
         "output_tok_s_per_gpu": per_gpu(f),
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
         "misses": choice.misses.get(f.who, []),
+        "joules_per_token": f.joules_per_token,
         "dollars_per_million_output_tokens": None
         if cost is None
         else dict(zip(("mean", "low", "high"), cost, strict=True)),

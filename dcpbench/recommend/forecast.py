@@ -13,6 +13,7 @@ from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
+from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles
 from dcpbench.serving import step_cases
 from dcpbench.serving.loads import requests_of
@@ -72,6 +73,8 @@ class Forecast:
     tpot_ms: Percentiles = NONE
     e2el_ms: Percentiles = NONE
     preemptions: int | None = None
+    joules_per_token: float | None = None
+    """Of a record that has energy."""
 
     @property
     def origin(self) -> str:
@@ -107,11 +110,18 @@ def of_record(record: Record, run: str) -> Forecast:
     """A point that ran. Raises UsageError for one without a rate of output."""
     point, metrics, serve = record.point, record.metrics, record.serve
     source = EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED
+    joules = METRIC["joules_per_token"].value(record)
     if metrics is not None:
         rate = metrics.output_tok_s
-        itl = metrics.itl_ms
         return Forecast(
-            point=point, source=source, whence=run, tok_s=rate.median, low=rate.low, high=rate.high, itl_ms=itl
+            point=point,
+            source=source,
+            whence=run,
+            tok_s=rate.median,
+            low=rate.low,
+            high=rate.high,
+            itl_ms=metrics.itl_ms,
+            joules_per_token=joules,
         )
     if serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
@@ -125,6 +135,7 @@ def of_record(record: Record, run: str) -> Forecast:
         high=tok_s,
         **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
+        joules_per_token=joules,
     )
 
 

@@ -286,6 +286,13 @@ def _floor_share(record: Record) -> float | None:
     return floor.floor_ms / measured.step_ms.median if measured and floor and floor.floor_ms else None
 
 
+def _joules_per_token(record: Record) -> float | None:
+    """What all GPUs take over the output they give; of a rank that stands for others, and of a replay, nothing is known."""
+    power_w = record.gpu.power_w_all if record.gpu and not record.point.emulate else None
+    found = record.metrics.output_tok_s.median if record.metrics else record.serve and record.serve.output_tok_s
+    return power_w / found if power_w and found else None
+
+
 IN_GIB: dict[str, Any] = {"shown_unit": "GiB", "scale": 1 / GIB}
 IN_PERCENT: dict[str, Any] = {"shown_unit": "%", "scale": 100.0}
 METRICS: tuple[Metric, ...] = (
@@ -398,6 +405,18 @@ METRICS: tuple[Metric, ...] = (
         defined={
             DECODE: "sum over a step's operators of max(bytes / read rate, operations / matrix rate, what ranks send)"
         },
+    ),
+    Metric(
+        "joules_per_token",
+        "J/token",
+        "energy of all GPUs for an output token: their mean power while measured, by NVML's counters, over the output throughput",
+        "lower",
+        of=_joules_per_token,
+        label="energy",
+        brief="J/token",
+        defined=_both(
+            "mean power of all GPUs while the point was measured (NVML's energy counters) / output throughput"
+        ),
     ),
     Metric(
         "floor_share",
@@ -675,7 +694,7 @@ PAGE = _listed(
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
     request_s goodput_s preemptions cached_share decode_batch
     prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms
-    kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
+    kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes joules_per_token
     prefill_floor_share prefill_matmul_share decode_floor_share
     idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
     """
@@ -720,7 +739,7 @@ DASHBOARD = _listed(
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
     step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
-    host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes attention_error
+    host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes joules_per_token attention_error
     """
 )
 """What the dashboard follows over runs; the first is what it shows before another is chosen."""

@@ -279,6 +279,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_mhz_min: int | None = None
     sm_clock_mhz_max: int | None = None
     power_w_max: float | None = None
+    power_w_all: float | None = None
+    """Of all ranks' GPUs together, on average, by their energy counters; null where one of them tells none."""
     temperature_c_max: int | None = None
     throttle_reasons: list[str] = []
 
