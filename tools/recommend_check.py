@@ -159,6 +159,8 @@ def main() -> int:
             if name in estimate.PER_LAYER
             else "× alone"
             if name in estimate.CALLED
+            else "× what drawing experts makes of it"
+            if name == estimate.WAITING
             else "of the floor's rate"
         )
         share = 1 / factor if factor and unit == "of the floor's rate" else factor

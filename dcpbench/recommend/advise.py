@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import NoRoomError, UsageError
+from dcpbench.errors import LayoutError, NoRoomError, UsageError
 from dcpbench.plan.judge import check_positions
 from dcpbench.plan.spec import planned
 from dcpbench.points.budget import plan_engine, room_of
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BY_LAYOUT, CLOSED, NO_EXCHANGE, REPLAY
+from dcpbench.points.names import BY_LAYOUT, CLOSED, CUT, NO_EXCHANGE, REPLAY
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
@@ -212,13 +213,17 @@ def _choice(
 
         found: list[Forecast] = []
         exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
-        points = [_point(ask, layout, exchange, concurrency, context, load) for exchange in exchanges]
+        points = [
+            _point(ask, layout, exchange, ep, concurrency, context, load)
+            for exchange in exchanges
+            for ep in _placements(ask, layout)
+        ]
         reason = _no_room(ask, points[0])
         if reason:
             refused[str(layout)] = reason
             without_room.add(str(layout))
             continue
-        found += [forecast.of_record(r, run) for r, run in records if _same(r.point, points[0])]
+        found += [forecast.of_record(r, run) for r, run in records if any(_same(r.point, point) for point in points)]
         found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
         if found:
             short.pop(str(layout), None)
@@ -249,7 +254,10 @@ def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: No
 
 
 def _quickest(ask: Ask, points: Sequence[Point], steps: Steps) -> Point:
-    """Of a layout's exchanges that with the shortest decode step. Raises UsageError where nothing is known of any."""
+    """Of a layout's exchanges and places of experts those with the shortest decode step.
+
+    Raises UsageError where nothing is known of any.
+    """
     known: dict[float, Point] = {}
     said = ""
     for point in points:
@@ -288,13 +296,27 @@ def _name(concurrency: int, context: int, load: Load | None) -> str:
     return f"{concurrency} × {what}" if load.arrival == CLOSED else f"{load.request_rate:g} req/s × {what}"
 
 
-def _point(ask: Ask, layout: Layout, exchange: str, concurrency: int, context: int, load: Load | None) -> Point:
+def _placements(ask: Ask, layout: Layout) -> list[str]:
+    """How experts can lie in a layout, as is usual there first: with attention DP whole, or cut over all ranks as well."""
+    usual = experts_placed(BY_LAYOUT, layout.tp, layout.dp)
+    if layout.dp == 1:
+        return [usual]
+    found = [usual]
+    with contextlib.suppress(LayoutError):
+        layout.check_model(load_shape(ask.model), CUT)
+        found.append(CUT)
+    return found
+
+
+def _point(
+    ask: Ask, layout: Layout, exchange: str, ep: str, concurrency: int, context: int, load: Load | None
+) -> Point:
     return Point(
         model=ask.model,
         tp=layout.tp,
         dp=layout.dp,
         dcp=layout.dcp,
-        ep=experts_placed(BY_LAYOUT, layout.tp, layout.dp),
+        ep=ep,
         workload="decode" if load is None else "serve",
         concurrency=concurrency,
         context=context,
@@ -441,7 +463,7 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
     """Files of step times that say something of what is asked, and in sentences why the others do not."""
     found, notes = {}, []
     for file, times in known.times.items():
-        of, device = _by(times, _point(ask, Layout(1), NO_EXCHANGE, 1, 1, None)), times.environment.device
+        of, device = _by(times, _point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None)), times.environment.device
         if times.blocking:
             why = f"step times {_on_a_cpu(ask)}"
         elif of.model != ask.model:

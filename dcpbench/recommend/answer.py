@@ -190,7 +190,7 @@ def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
     def values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
         return f"--{name.replace('_', '-')} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
 
-    names = ["model", "tp", "dp", "dcp"]
+    names = ["model", "tp", "dp", "dcp", *(["ep"] if any(point.ep_label for point in points) else [])]
     if not loads:
         words = ["sweep", *map(values, [*names, "concurrency", "context"])]
     else:

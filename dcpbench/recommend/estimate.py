@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 from importlib import resources
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from dcpbench.points.machines import Machine
     from dcpbench.points.wire import Wire
 
-LAUNCH, QUANTISING, WAITING = "launch", "quantising", "waiting"
-"""µs of every layer, more of one with fp8 weights, and of one with whole experts on several ranks."""
+LAUNCH, QUANTISING = "launch", "quantising"
+"""µs of every layer, and more of one with fp8 weights."""
+WAITING = "waiting"
+"""For the rank whose share of whole experts has most to read: over what drawing experts makes of it."""
 EXCHANGES, COLLECTIVES = "exchanges", "collectives"
 """Calls between ranks: inside steps over alone. DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
@@ -49,7 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", "attention", "linear")}
 """Of what multiplies as long as its floor; a part alone is read so long."""
 TERMS = (LAUNCH, QUANTISING, WAITING, *PARTS, *MULTIPLIED.values(), EXCHANGES, COLLECTIVES)
-PER_LAYER, CALLED = (LAUNCH, QUANTISING, WAITING), (EXCHANGES, COLLECTIVES)
+PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)
 ENOUGH = 1e-10
 """Less than this is nothing, of scaled terms."""
 EXCHANGED_IN_FP32 = "ag_rs"
@@ -60,7 +63,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What published steps say of steps that nobody ran; a file of its own."""
 
     terms: dict[str, float]
-    """Of PER_LAYER µs, of a part 1 / share, of CALLED what calls take inside steps over what they take alone."""
+    """Of PER_LAYER µs, of a part 1 / share, of WAITING and CALLED what they are over what is reckoned, or takes alone."""
     without: dict[str, dict[str, float]]
     """The same without the steps of a model, by its name: for scores, which must not have seen what they judge."""
     band: float
@@ -110,13 +113,28 @@ def terms(
         part = part_of[phase]
         multiplies = work.flops and work.flops / rates[flops_limit(work, rates)] * 1e6 >= us
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
-    layers = memory.all_layers(sharding.shape)
     found[LAUNCH] = float(sharding.shape.layers)
     found[QUANTISING] = float(sharding.shape.layers if sharding.scaled else 0)
-    found[WAITING] = float(layers.moe if sharding.expert_ranks > 1 else 0)
+    found[WAITING] = waiting_us(sharding, rows.tokens, rates)
     for what, each in calls(sharding, rows, known, exchange).items():
         found[called(what)] += each.mean * 1e6
     return found
+
+
+def waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> float:
+    """What ranks with whole experts wait in a step for the one that reads most of them, if tokens draw them at random.
+
+    An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with E / n each reads √(E / n · p (1 − p)) times
+    the largest of n normal numbers more than the mean (Blom 1958: that of rank n is Φ⁻¹((n − 3/8) / (n + 1/4))).
+    """
+    s, ranks = sharding.shape, sharding.expert_ranks
+    if ranks == 1 or not s.experts or "read" not in rates:
+        return 0.0
+    hit = 1 - (1 - s.top_k / s.experts) ** tokens
+    spread = math.sqrt(s.experts / ranks * hit * (1 - hit))
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    expert_bytes = 3 * s.hidden * s.moe_inter * (1 if sharding.scaled else sharding.itemsize)
+    return memory.all_layers(s).moe * largest * spread * expert_bytes / rates["read"] * 1e6
 
 
 def called(what: str) -> str:
@@ -170,7 +188,7 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """
     table = np.array([[terms[name] for name in TERMS] for terms, _ in found])
     table /= np.array([[us] for _, us in found])
-    floors = np.array([name not in (*PER_LAYER, *CALLED) for name in TERMS])
+    floors = np.array([name not in (*PER_LAYER, WAITING, *CALLED) for name in TERMS])
     present = np.abs(table).sum(axis=0) > 0
     scale = np.where(present, np.abs(table).max(axis=0), 1.0)
     more = _not_negative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale

@@ -83,9 +83,10 @@ class Forecast:
 
     @property
     def who(self) -> str:
-        """`tp8·dcp8 (a2a)`."""
-        exchange = self.point.exchange_label()
-        return self.point.layout_name + (f" ({exchange})" if self.point.dcp > 1 else "")
+        """`tp8·dcp8 (a2a)`; `tp8·dp8 (ep 1)` where experts lie otherwise than is usual there."""
+        exchange = self.point.exchange_label() if self.point.dcp > 1 else ""
+        beside = ", ".join(filter(None, (exchange, self.point.ep_label)))
+        return self.point.layout_name + (f" ({beside})" if beside else "")
 
     def objective(self, name: str) -> tuple[str, float] | None:
         """(percentile, ms) that an objective is held against: p99 where there are samples enough, else the next."""

@@ -15,7 +15,7 @@ import pytest
 
 from dcpbench.cli import main
 from dcpbench.plan.spec import planned
-from dcpbench.points.floors import StepRows
+from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.layout import Layout
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load as PointLoad
@@ -130,15 +130,30 @@ def test_what_is_read_and_what_is_multiplied_are_told_apart() -> None:
 
 
 def test_launches_waits_and_calls_have_terms_of_their_own() -> None:
-    """61 layers, 58 of them with experts; whole ones wait, fp8 takes more launches, exchanges are no other collectives."""
+    """61 layers; whole experts wait, fp8 takes more launches, exchanges are no other collectives."""
     plain, fp8, whole = of_steps(ep="1"), of_steps(ep="1", weights_dtype="fp8"), of_steps(ep="tp")
     assert [each["launch"] for each in (plain, fp8, whole)] == [61, 61, 61]
     assert [each["quantising"] for each in (plain, fp8, whole)] == [0, 61, 0]
-    assert [each["waiting"] for each in (plain, fp8, whole)] == [0, 0, 58]
+    assert [each["waiting"] > 0 for each in (plain, fp8, whole)] == [False, False, True]
     with_dcp = of_steps(dcp=4, exchange="symm")
     assert plain["exchanges"] == 0 < with_dcp["exchanges"]
     assert plain["collectives"] == pytest.approx(with_dcp["collectives"])
     assert plain["collectives"] > 0
+
+
+def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> None:
+    """8 tokens of 8 experts hit 57 of 256, a rank 14.3 ± 3.3 of its 64: the largest of four ranks 3.5 more, in 58 layers.
+
+    An expert of V3 in bf16 is 88 MB, which 4.8 TB/s read in 18.4 µs. 1,024 tokens hit all of them, and nobody waits.
+    """
+    shape, rates = load_shape("deepseek-v3"), {"read": 4.8e12}
+    whole = Sharding(shape=shape, layout=Layout(4), itemsize=2)
+    assert estimate.waiting_us(whole, 8, rates) == pytest.approx(58 * 3.5 * 18.35, rel=0.01)
+    assert estimate.waiting_us(dataclasses.replace(whole, scaled=True), 8, rates) == pytest.approx(
+        29 * 3.5 * 18.35, rel=0.01
+    )
+    assert estimate.waiting_us(whole, 1024, rates) < 1
+    assert estimate.waiting_us(dataclasses.replace(whole, ep=1), 8, rates) == 0
 
 
 def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() -> None:
@@ -153,6 +168,21 @@ def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() ->
     assert found["attention"] + found["attention, multiplied"] >= slower["attention"] + slower["attention, multiplied"]
     fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.published().terms)
     assert estimate.terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
+
+
+def test_attention_dp_stands_with_experts_cut_or_whole_by_the_shorter_step() -> None:
+    """At 8 requests whole ones wait for the busiest rank; where a width cannot be cut there is no choice."""
+    asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    names = [f.who for f in choice.forecasts]
+    assert "tp4·dp4 (ep 1)" in names
+    assert "tp4·dp4" not in names
+    assert "tp4" in names
+    assert advise._placements(asked, Layout(4, 4)) == ["tp", "1"]
+    assert advise._placements(asked, Layout(4)) == ["1"]
+    odd = dataclasses.replace(asked, model="deepseek-v2-lite")
+    assert load_shape("deepseek-v2-lite").moe_inter % 256
+    assert advise._placements(odd, Layout(256, 256)) == ["tp"]
 
 
 def test_padding_rows_go_through_the_experts() -> None:
@@ -331,7 +361,8 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     """tp4 as measured, tp4·dp2, which nobody ran, as an estimate; records of another GPU are left out and named."""
     asked = ["--gpus", "4", "--weights-dtype", "bf16", "--cycled", "--context", "4000", "--concurrency", "32", "--json"]
     code, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
-    layouts = {layout["layout"]: layout for layout in json.loads(out)["loads"][0]["layouts"]}
+    layouts = {layout["layout"].partition(" ")[0]: layout for layout in json.loads(out)["loads"][0]["layouts"]}
+    assert layouts["tp4"]["layout"] == "tp4 (ep 4)", "those records have whole experts"
     tp4 = next(
         r
         for r in read_run(DECODED).records
