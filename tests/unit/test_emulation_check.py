@@ -1,0 +1,57 @@
+"""tools/emulation_check.py: what a rank on one GPU is held against, and when that is enough."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from tests.unit import record_builder as build
+from tools import emulation_check as check
+
+if TYPE_CHECKING:
+    from dcpbench.records.record import Record
+
+
+def step(layout: Layout, **phase_us: float) -> Record:
+    """A point with these phases."""
+    record = build.ok(build.point(layout, ep="tp" if layout.dp > 1 else "1"))
+    assert record.phases is not None
+    phases = msgspec.structs.replace(record.phases, phase_us=phase_us, step_us=sum(phase_us.values()))
+    return msgspec.structs.replace(record, phases=phases)
+
+
+def test_a_step_is_that_of_one_gpu_with_what_runs_other_kernels_since_as_it_was() -> None:
+    """2 ms of projections then and 1 today: the rest is 3 % longer, and so is the step but for them."""
+    then = step(Layout(4, 1, 4), qkv_proj=2000, attention=1000, moe=9000, q_gather=100, merge=300, embed=10)
+    now = step(Layout(4, 1, 4), qkv_proj=1000, attention=1030, moe=9270, q_gather=130, merge=290, embed=10)
+    found = check.compare(then, now)
+    assert found["step"] == pytest.approx((2000 + 1030 + 9270 + 420 + 10) / 12_410)
+    assert found["exchange"] == pytest.approx(420 / 400)
+    assert found["phases"]["moe"] == pytest.approx(1.03)
+    assert "embed" not in found["phases"], "0.1 % of a step is not judged"
+
+
+def test_of_whole_experts_the_sum_with_the_wait_is_judged() -> None:
+    """The emulated rank has most of them: 3 ms more, which the others of the four waited."""
+    then, now = (
+        step(Layout(4, 4), moe=moe, mlp_reduce=wait, attention=1000) for moe, wait in ((11_000, 3200), (14_100, 400))
+    )
+    found = check.compare(then, now)
+    assert found["phases"].keys() == {"experts", "attention", "mlp_reduce"}
+    assert found["phases"]["experts"] == pytest.approx(14_500 / 14_200)
+    lines, held = check.told([found])
+    assert not held, "there is no exchange to judge"
+    assert lines[0] == "phases without calls: 100% of 2 within 5%; not: none"
+
+
+@pytest.mark.parametrize(("wrong", "holds"), [(1, True), (2, False)])
+def test_nine_points_of_ten_have_to_be_within_a_bar(wrong: int, holds: bool) -> None:
+    then = step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=100, merge=300)
+    late = step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=160, merge=300)
+    rows = [check.compare(then, late if i < wrong else then) for i in range(10)]
+    lines, held = check.told(rows)
+    assert held is holds
+    assert lines[1].startswith(f"exchange: {10 - wrong}0% of 10 within 10%; not: kimi-k2 tp4·dcp4")
