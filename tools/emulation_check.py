@@ -98,17 +98,21 @@ def _load(record: Record) -> tuple[str, str, str, int, int]:
     return point.model, str(point.layout), point.exchange, point.concurrency, point.context
 
 
+def tokens(text: str) -> set[int]:
+    """A comma list of contexts."""
+    return {int(n) for n in text.split(",")}
+
+
 def main() -> int:
     """Run and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--seconds", default="0.5")
     parser.add_argument("--model", help="one of those published; default: all")
-    parser.add_argument("--context", help="comma list; default: all")
+    parser.add_argument("--context", type=tokens, help="comma list; default: all")
     parser.add_argument("--like", default="H200")
     parser.add_argument("--compare", action="store_true", help="only what was run already")
     asked = parser.parse_args()
-    contexts = {int(n) for n in asked.context.split(",")} if asked.context else None
     published = [
         r
         for run in PUBLISHED
@@ -116,7 +120,7 @@ def main() -> int:
         if r.outcome == "ok"
         and r.phases
         and asked.model in (None, r.point.model)
-        and (contexts is None or r.point.context in contexts)
+        and (asked.context is None or r.point.context in asked.context)
     ]
     for (model, dp), of in itertools.groupby(sorted(published, key=_engine), key=_engine):
         if asked.compare:

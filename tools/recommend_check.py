@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from dcpbench.plan.spec import planned
-from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.machines import MEASURED_ON, described
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
+from dcpbench.recommend.forecast import Estimator
 from dcpbench.recommend.score import Score, score
 from dcpbench.records.runs import read_run
 from dcpbench.serving.step_times import read_step_times
@@ -28,6 +27,7 @@ from dcpbench.serving.step_times import read_step_times
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dcpbench.points.floors import StepRows
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
@@ -35,30 +35,35 @@ ROOT = Path(__file__).parents[1]
 FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 ONE = ROOT / "results" / "fp8_H200_2026-11-23"
 PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
-STEPPED = [
-    *(FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")),
-    FOUR / "bf16" / "deepseek-v3-bf16",
-    FOUR / "bf16-k2" / "kimi-k2-bf16",
-    FOUR / "experts" / "deepseek-v3",
-    *(ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")),
-]
+FP8 = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
+BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
+EXPERTS = [FOUR / "experts" / "deepseek-v3"]
+ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
+STEPPED = [*FP8, *BF16, *EXPERTS, *ALONE]
 """Decode, a step a record."""
-TIMED = [FOUR / "seed" / "deepseek-v3", FOUR / "seed-k2" / "kimi-k2", PROMPTS / "build-deepseek-v3"]
+V3, K2 = FOUR / "seed" / "deepseek-v3", FOUR / "seed-k2" / "kimi-k2"
+TIMED = [V3, K2, PROMPTS / "build-deepseek-v3"]
 """Of which there are step times, of steps with prompts among them."""
-FIRST = ([TIMED[0]], [*STEPPED[:2], STEPPED[-1]])
+FIRST = ([V3], [*FP8, ONE / "k2-fp8-kv"])
 """What was measured before all else of these: step times, and decode."""
 SETS = {
-    "decode in fp8, measured": STEPPED[:2],
-    "decode in bf16, measured": STEPPED[2:4],
-    "decode in fp8 with experts whole and cut, measured": STEPPED[4:5],
-    "served in fp8, replayed: 4,000 + 1,500 tokens": [*TIMED[:2], *sorted((FOUR / "seed-4gib").iterdir())],
+    "decode in fp8, measured": FP8,
+    "decode in bf16, measured": BF16,
+    "decode in fp8 with experts whole and cut, measured": EXPERTS,
+    "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
 AFTERWARDS = {
-    "decode in bf16": STEPPED[2:4],
-    "decode in fp8 with experts whole and cut": STEPPED[4:5],
-    "served in fp8, Kimi-K2": TIMED[1:2],
+    "decode in bf16": BF16,
+    "decode in fp8 with experts whole and cut": EXPERTS,
+    "served in fp8, Kimi-K2": [K2],
 }
 """Loads measured after FIRST, hours later on another machine."""
+UNITS = {
+    **dict.fromkeys(estimate.PER_LAYER, "µs a layer"),
+    **dict.fromkeys(estimate.CALLED, "× alone"),
+    estimate.WAITING: "× what drawing experts makes of it",
+    **dict.fromkeys(estimate.FLOORED, "of the floor's rate"),
+}
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
 Case = tuple[str, dict[str, float], float]
 """Model, terms, measured µs."""
@@ -75,9 +80,7 @@ def cases(timed: list[Path], stepped: list[Path]) -> tuple[list[Case], list[str]
     for run in stepped:
         for r in read_run(run).records:
             if r.metrics is not None:
-                each = -(-r.point.concurrency // r.point.dp)
-                rows = StepRows(decodes=(r.point.context,) * each, sampled=each, tokens=r.point.concurrency)
-                found.append(case(r.point, rows, r.metrics.step_ms.median))
+                found.append(case(r.point, None, r.metrics.step_ms.median))
     return found, [str(run.relative_to(ROOT)) for run in (*timed, *stepped)]
 
 
@@ -87,12 +90,10 @@ def point_of(path: Mapping[str, object], records: list[Record]) -> Point:
     return next(r.point for r in records if all(getattr(r.point, name) == path[name] for name in same))
 
 
-def case(point: Point, rows: StepRows, ms: float) -> Case:
-    """A step that took so long."""
-    machine = described(MEASURED_ON)
-    sharding = Sharding.of(point, load_shape(point.model))
-    padded = estimate.padded(rows, point.dp)
-    terms = estimate.terms(sharding, padded, estimate.limits(machine), machine.wire, point.exchange)
+def case(point: Point, rows: StepRows | None, ms: float) -> Case:
+    """A step that took so long; without rows, that in which all of a point's requests decode."""
+    of = Estimator(point, described(MEASURED_ON), {})
+    terms = of.terms(rows or of.decode_rows(point.concurrency, point.context))
     assert terms is not None
     return point.model, terms, ms * 1e3
 
@@ -154,17 +155,8 @@ def main() -> int:
     asked = parser.parse_args()
     steps = fitted(TIMED, STEPPED)
     for name, factor in steps.terms.items():
-        unit = (
-            "µs a layer"
-            if name in estimate.PER_LAYER
-            else "× alone"
-            if name in estimate.CALLED
-            else "× what drawing experts makes of it"
-            if name == estimate.WAITING
-            else "of the floor's rate"
-        )
-        share = 1 / factor if factor and unit == "of the floor's rate" else factor
-        say(f"  {name}: {share:.3g} {unit}" if factor else f"  {name}: not told apart from others")
+        share = 1 / factor if factor and name in estimate.FLOORED else factor
+        say(f"  {name}: {share:.3g} {UNITS[name]}" if factor else f"  {name}: not told apart from others")
     errors: list[float] = []
     ratios: list[float] = []
     for name, folders in SETS.items():

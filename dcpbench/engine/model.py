@@ -18,7 +18,7 @@ from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import beats
 from dcpbench.kernels import moe
-from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows
+from dcpbench.kernels.block_scaled import Rows, Scaled, quantise_rows, quantised_for
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.latent import split_latent
@@ -354,7 +354,7 @@ class Model:
         plain_TD = x_TD.plain if isinstance(x_TD, Rows) else x_TD
         assert plain_TD is not None
         with phase("moe"):
-            if isinstance(w.gate_up, Scaled) and plain_TD.is_cuda and not isinstance(x_TD, Rows):
+            if quantised_for(w.gate_up) and not isinstance(x_TD, Rows):
                 x_TD = Rows(quantise_rows(plain_TD), plain_TD.dtype, plain_TD)  # once for both kinds of experts
             if w.shared is None:
                 shared_TD = torch.zeros_like(plain_TD)

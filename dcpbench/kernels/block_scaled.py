@@ -95,26 +95,11 @@ def store_quantised(
 
 def into(rows: Scaled | None) -> dict[str, object]:
     """Arguments of a kernel that stores quantised rows, or does not."""
-    if rows is None:
-        return {
-            "data": None,
-            "scale": None,
-            "QUANTISED": False,
-            "LEAST": LEAST,
-            "LARGEST": LARGEST,
-            "NATIVE": False,
-            "EARLY": False,
-        }
-    device = rows.data.device
-    return {
-        "data": rows.data.view(torch.uint8),
-        "scale": rows.scale,
-        "QUANTISED": True,
-        "LEAST": LEAST,
-        "LARGEST": LARGEST,
-        "NATIVE": has_cast(device),
-        **early(device),
-    }
+    given: dict[str, object] = {"data": None, "scale": None, "NATIVE": False, "EARLY": False}
+    if rows is not None:
+        device = rows.data.device
+        given = {"data": rows.data.view(torch.uint8), "scale": rows.scale, "NATIVE": has_cast(device), **early(device)}
+    return given | {"QUANTISED": rows is not None, "LEAST": LEAST, "LARGEST": LARGEST}
 
 
 @triton.jit

@@ -40,7 +40,7 @@ WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
     use_two_streams()
     graph = torch.cuda.CUDAGraph()

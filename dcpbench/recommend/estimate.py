@@ -51,8 +51,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Phases of points/floors.py, by the part that they belong to; all others are calls between ranks."""
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", "attention", "linear")}
 """Of what multiplies as long as its floor; a part alone is read so long."""
-TERMS = (LAUNCH, QUANTISING, WAITING, *PARTS, *MULTIPLIED.values(), EXCHANGES, COLLECTIVES)
-PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)
+PER_LAYER, CALLED, FLOORED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES), (*PARTS, *MULTIPLIED.values())
+TERMS = (*PER_LAYER, WAITING, *FLOORED, *CALLED)
 ENOUGH = 1e-10
 """Less than this is nothing, of scaled terms."""
 EXCHANGED_IN_FP32 = "ag_rs"
@@ -63,7 +63,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What published steps say of steps that nobody ran; a file of its own."""
 
     terms: dict[str, float]
-    """Of PER_LAYER µs, of a part 1 / share, of WAITING and CALLED what they are over what is reckoned, or takes alone."""
+    """Of PER_LAYER µs, of FLOORED 1 / share, of WAITING and CALLED what they are over what is reckoned, or takes alone."""
     without: dict[str, dict[str, float]]
     """The same without the steps of a model, by its name: for scores, which must not have seen what they judge."""
     band: float
@@ -188,7 +188,7 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """
     table = np.array([[terms[name] for name in TERMS] for terms, _ in found])
     table /= np.array([[us] for _, us in found])
-    floors = np.array([name not in (*PER_LAYER, WAITING, *CALLED) for name in TERMS])
+    floors = np.array([name in FLOORED for name in TERMS])
     present = np.abs(table).sum(axis=0) > 0
     scale = np.where(present, np.abs(table).max(axis=0), 1.0)
     more = _not_negative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale

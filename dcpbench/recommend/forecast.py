@@ -280,10 +280,14 @@ class Estimator:
         each = -(-requests // self.point.dp)
         return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
 
+    def terms(self, rows: StepRows) -> dict[str, float] | None:
+        """Of a step, padded; as estimate.terms."""
+        padded = estimate.padded(rows, self.point.dp)
+        return estimate.terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
+
     def ms(self, rows: StepRows) -> float:
         """Of a step, padded. Raises UsageError where nothing says what it takes."""
-        rows = estimate.padded(rows, self.point.dp)
-        found = estimate.terms(self.sharding, rows, self.rates, self.wire, self.point.exchange)
+        found = self.terms(rows)
         if found is None:
             precision = self.point.precision
             raise UsageError(

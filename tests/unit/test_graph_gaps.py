@@ -12,7 +12,7 @@ from tools.graph_gaps import Found
     ("words", "said"),
     [
         (["--ways", "kept,most"], "there are no ways most; --ways takes kept, freed"),
-        (["--nodes", "0"], "--graphs must be 1 to 1000, --nodes at least 1"),
+        (["--nodes", "0"], "--graphs and --nodes must be at least 1"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(
