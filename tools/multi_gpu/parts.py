@@ -24,12 +24,8 @@ TURNS = (
     " --turns 3 --turn-tokens uniform:100-300 --think-time 0.5"
 )
 SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
-LOADS = {
-    "closed": f"--concurrency 8,32 {REQUESTS}",
-    "open": f"--request-rate 2.5,4 --concurrency 48 {REQUESTS}",
-    "turns": TURNS,
-}
-"""Five loads, none of which needs a step time that SEED does not: no longer requests, nor more of them."""
+RATES = {2: "1.2,2", 4: "2.5,4", 8: "5,8"}
+"""Requests a second that so many GPUs serve, the second near the most that they can."""
 KV = {"H200": ("100GiB", "40GiB"), "H100": ("30GiB", "20GiB")}
 """Of a grid, and of served loads, by GPU; the less of the weights is held beside it, the sooner an engine is built."""
 
@@ -75,6 +71,12 @@ class Plan:
         """`gpu`: as `dcpbench machines` names it; `backend`: of attention, dcpbench's default where none is given."""
         self.n, self.folder, self.gpu = gpus, folder, gpu
         self.backend = ["--backend", backend] if backend else []
+        self.loads = {
+            "closed": f"--concurrency 8,32 {REQUESTS}",
+            "open": f"--request-rate {RATES[gpus]} --concurrency 48 {REQUESTS}",
+            "turns": TURNS,
+        }
+        """Five loads, none of which needs a step time that SEED does not: no longer requests, nor more of them."""
         self.grid_kv, self.served_kv = (f"--kv-memory {size}" for size in KV[gpu])
         self.machine = folder / "wire" / emulation_live.MACHINE
         self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
@@ -172,7 +174,7 @@ class Plan:
         """Loads live."""
         live = [
             self.serve("served", f"live-{name}", f"{self.of_dcp()} {load} --no-profile", 2.6)
-            for name, load in LOADS.items()
+            for name, load in self.loads.items()
         ]
         return Part("served", "served loads, live", tuple(live))
 
@@ -181,7 +183,7 @@ class Plan:
         found = []
         for name, run in (("replay", self.folder / "seed" / V3), ("emulated", self.folder / "emulated" / "times")):
             times = f"{run}/step-times/*-dcp{self.n}-*.json"
-            for load, typed in LOADS.items():
+            for load, typed in self.loads.items():
                 words = f"--mode replay --step-times {times} {typed} {self.served_kv}"
                 there = str(self.folder / "replays" / f"{name}-{load}")
                 typed_ = ("serve", *shlex.split(words), "--no-baseline", "-o", there, "--resume")
