@@ -254,8 +254,8 @@ def attention_dp():
     print()
 
 
-def exchanges():
-    record = msgspec.json.decode((HERE / "wire" / "exchange-4" / "bench-exchange.json").read_bytes(), type=BenchRecord)
+def exchanges(folder):
+    record = msgspec.json.decode((HERE / folder / "bench-exchange.json").read_bytes(), type=BenchRecord)
     us = {
         (r.case.sizes["heads"], r.case.sizes["requests"], r.case.variant): r.graph.time.median_us
         for r in record.results
@@ -362,7 +362,7 @@ if __name__ == "__main__":
     )
     experts()
     attention_dp()
-    exchanges()
+    exchanges("wire/exchange-4")
     seed("V3", "seed/deepseek-v3", "seed-4gib")
     seed("K2", "seed-k2/kimi-k2", "seed-k2-4gib")
     against_live()
