@@ -56,7 +56,7 @@ def layers(records: list[Record]) -> Iterator[tuple[str, float, float]]:
         if phases is None or point.exchange != "ag_rs":
             continue
         measured = (phases.phase_us["q_gather"] + phases.phase_us["merge"]) / load_shape(point.model).layers
-        modelled = wire.in_step(point.world).seconds("ag_rs", point.dcp, bytes_received(record), 2).mean * 1e6
+        modelled = wire.in_step.seconds("ag_rs", point.dcp, bytes_received(record), 2).mean * 1e6
         which = f"{point.model} {point.layout}, {point.concurrency} × {point.context:,}"
         if which not in seen:
             yield which, measured, modelled
