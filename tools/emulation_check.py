@@ -29,7 +29,7 @@ FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 PUBLISHED = (FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16")
 EXCHANGED, CALLS = ("q_gather", "merge"), ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head")
 """Phases that are an exchange, and that end in another call between ranks."""
-CHANGED = ("qkv_proj",)
+CHANGED = ("norm", "qkv_proj")
 """Whose kernels are others since those points were measured."""
 EXPERTS = ("moe", "mlp_reduce")
 """Of whole experts only the sum compares: the emulated rank has most of them, and waits for nobody."""

@@ -110,6 +110,10 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
     """The exchange called `name` over a DCP group. Raises UsageError for an unknown name."""
     if name == NO_EXCHANGE:
         return NoExchange(group, spec)
+    from dcpbench.exchange.emulated import EmulatedExchange, EmulatedGroup
+
+    if isinstance(group, EmulatedGroup) and name in EXCHANGES:
+        return EmulatedExchange(name, group, spec)
     if name == "ag_rs":
         from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 
@@ -123,10 +127,7 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
 
         return AllToAll(group, spec)
     if name == "symm":
-        from dcpbench.exchange.emulated import EmulatedGroup, EmulatedSymmetricMemory
         from dcpbench.exchange.symm import SymmetricMemory
 
-        if isinstance(group, EmulatedGroup):
-            return EmulatedSymmetricMemory(group, spec)
         return SymmetricMemory(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")

@@ -1,8 +1,8 @@
 """Groups of ranks of which there is but one: its work is real, and what it would wait for is modelled (points/wire.py).
 
-A call between ranks leaves data of the right shape and size in the right place, this rank's own in place of the others',
-and takes the time that the model says. So kernels, graphs, page tables and the scheduler behave as they would; logits
-mean nothing.
+A collective leaves data of the right shape and size in the right place, this rank's own in place of the others', and takes
+the time that the model says; so does an exchange, as a whole with its own kernels, as benches of it measured. So kernels,
+graphs, page tables and the scheduler behave as they would; logits mean nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.hold import hold
 from dcpbench.measuring.ranges import phase
+from dcpbench.points.floors import exchanged_bytes
+from dcpbench.points.names import REGISTERED
 
 if TYPE_CHECKING:
     from dcpbench.exchange import ExchangeSpec
     from dcpbench.points.wire import Seconds, Wire
-
-LSE_BYTES = 4
 
 
 @dataclasses.dataclass
@@ -49,11 +49,12 @@ class Emulation:
     tally: Tally = dataclasses.field(default_factory=Tally)
     """Of the calls since it was made anew."""
 
-    def hold(
-        self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None, meetings: int = 1
-    ) -> None:
-        """A call over so many ranks, of which each receives so many bytes; see kernels.hold."""
-        seconds = self.wire.seconds(what, ranks, received, meetings)
+    def call(self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        """A collective over so many ranks, of which each receives so many bytes; see kernels.hold."""
+        self.hold(self.wire.seconds(what, ranks, received), x, out)
+
+    def hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        """Something between ranks that takes so long."""
         self.tally.add(seconds)
         hold(x, out, seconds.mean)
 
@@ -68,7 +69,7 @@ class EmulatedGroup(Group):
         """See Group; all ranks have what this one has."""
         if out is None:
             out = x.new_empty(self.size, *x.shape)
-        self.emulation.hold("all-gather", self.size, (self.size - 1) * x.nbytes, x, out)
+        self.emulation.call("all-gather", self.size, (self.size - 1) * x.nbytes, x, out)
         return out
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,35 +77,42 @@ class EmulatedGroup(Group):
         if out is None:
             out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         mine = x.view(self.size, -1)[self.rank]
-        self.emulation.hold("reduce-scatter", self.size, self._others(x), mine, out)
+        self.emulation.call("reduce-scatter", self.size, self._others(x), mine, out)
         return out
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Group; from every rank comes what this one sends to itself."""
         if out is None:
             out = torch.empty_like(x)
-        self.emulation.hold("all-to-all", self.size, self._others(x), x.view(self.size, -1)[self.rank], out)
+        self.emulation.call("all-to-all", self.size, self._others(x), x.view(self.size, -1)[self.rank], out)
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group; x stays what it is, as norms follow."""
-        self.emulation.hold("all-reduce", self.size, 2 * self._others(x), x)
+        self.emulation.call("all-reduce", self.size, 2 * self._others(x), x)
         return x
 
     def all_reduce_symm(self, x: torch.Tensor) -> torch.Tensor:
         """The same, as long as over symmetric memory."""
-        self.emulation.hold("all-reduce-symm", self.size, 2 * self._others(x), x)
+        self.emulation.call("all-reduce-symm", self.size, 2 * self._others(x), x)
         return x
 
     def _others(self, x: torch.Tensor) -> int:
         return math.ceil((self.size - 1) * x.nbytes / self.size)
 
 
-class EmulatedSymmetricMemory:
-    """Exchange `symm` of an emulated rank: each of its two kernels as one call, which has its own reading and merging in it."""
+GATHERS = {"ag_rs": "all-gather", "a2a": "all-gather", "symm": "symm", REGISTERED: "all-gather-registered"}
+"""What brings the queries of each exchange."""
 
-    def __init__(self, group: EmulatedGroup, spec: ExchangeSpec) -> None:
-        self.group, self.spec = group, spec
+
+class EmulatedExchange:
+    """An exchange of an emulated rank.
+
+    Bringing queries takes as long as that alone, merging the rest of what the whole exchange takes.
+    """
+
+    def __init__(self, name: str, group: EmulatedGroup, spec: ExchangeSpec) -> None:
+        self.name, self.group, self.spec = name, group, spec
 
     def query(self, batch: int) -> torch.Tensor:
         """See Exchange."""
@@ -114,10 +122,9 @@ class EmulatedSymmetricMemory:
         """See Exchange. Heads lie as they come, each rank's batch after another's: nobody looks which is whose."""
         if self.spec.q_replicate:
             return q_BhQ
-        ranks = self.group.size
         with phase("q_gather"):
-            all_BHQ = q_BhQ.new_empty(q_BhQ.shape[0], ranks * q_BhQ.shape[1], q_BhQ.shape[2])
-            self.group.emulation.hold("symm", ranks, (ranks - 1) * q_BhQ.nbytes, q_BhQ, all_BHQ)
+            all_BHQ = q_BhQ.new_empty(q_BhQ.shape[0], self.spec.heads, q_BhQ.shape[2])
+            self.group.emulation.hold(self._parts(len(q_BhQ))[0], q_BhQ, all_BHQ)
             return all_BHQ
 
     def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,12 +133,21 @@ class EmulatedSymmetricMemory:
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
         """See Exchange."""
-        batch, heads, columns = o_BHR.shape
-        ranks = self.group.size
-        received = (ranks - 1) * batch * heads * (columns * o_BHR.dtype.itemsize + LSE_BYTES) // ranks
         with phase("merge"):
-            out_hBR = self.spec.new_merged(batch, heads // ranks)
+            out_hBR = self.spec.new_merged(len(o_BHR), self.spec.heads // self.group.size)
             mine = o_BHR.view(-1)[: out_hBR.numel()]
             flat = out_hBR.transpose(0, 1) if self.spec.project_first else out_hBR
-            self.group.emulation.hold("symm", ranks, received, mine, flat.reshape(-1))
+            self.group.emulation.hold(self._parts(len(o_BHR))[1], mine, flat.reshape(-1))
             return out_hBR
+
+    def _parts(self, batch: int) -> tuple[Seconds, Seconds]:
+        """Of bringing queries, and of merging."""
+        spec, ranks, wire = self.spec, self.group.size, self.group.emulation.wire
+        sizes = (batch, spec.heads, ranks, spec.width, spec.value, spec.dtype.itemsize)
+        q_bytes, o_bytes = exchanged_bytes(self.name, *sizes)
+        if spec.q_replicate:
+            merged = wire.seconds(self.name, ranks, o_bytes)
+            return merged.scaled(0.0), merged
+        whole = wire.seconds(self.name, ranks, q_bytes + o_bytes, meetings=2)
+        share = min(wire.seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
+        return whole.scaled(share), whole.scaled(1 - share)

@@ -180,6 +180,26 @@ def merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) ->
     return gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
 
 
+def exchanged_bytes(
+    exchange: str, batch: int, heads: int, ranks: int, width: int, value: int, itemsize: int
+) -> tuple[int, int]:
+    """That a rank receives by an exchange's own algorithm (exchange/*.py): of queries, and of partial outputs with their lse.
+
+    `ag_rs` adds outputs up in fp32 (its bench's `-bf16` in two bytes), and gives each rank the lse of all.
+    """
+    queries, merged = (
+        work.received_bytes
+        for work in (
+            query_work(batch, heads, ranks, width, itemsize),
+            merge_work(batch, heads, ranks, value, itemsize),
+        )
+    )
+    if exchange.startswith("ag_rs"):
+        numbers = batch * heads * value * (ranks - 1) // ranks
+        merged = numbers * (2 if exchange.endswith("-bf16") else 4) + (ranks - 1) * batch * heads * LSE_BYTES
+    return queries, merged
+
+
 def expected_hit(experts: int, top_k: int, tokens: int) -> float:
     """Experts that have a token where each of E is as likely: E·(1 − (1 − k/E)^T), whatever groups they come in."""
     return experts * (1 - (1 - top_k / experts) ** tokens)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.points.names import EXCHANGES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,6 +59,10 @@ class Seconds:
     def within(cls, mean: float, error: float) -> Seconds:
         """A time that may be off by so much of itself, either way, as a factor of 1 + error."""
         return cls(mean=mean, low=mean / (1 + error), high=mean * (1 + error))
+
+    def scaled(self, factor: float) -> Seconds:
+        """So many times as long."""
+        return Seconds(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +206,9 @@ LINK_BAND = 1.0
 """No link between hosts was ever measured by us: half to twice."""
 
 
-LATE, LATE_RANKS = 1.08, 4
-"""Median of DeepSeek-V3's exchanges in steps of four H200 over the same calls alone; other models' hold it (docs/wire-checked.md).
-Between two GPUs it is none for exchanges, and up to 1.1 for the smallest reductions."""
+LATE = 1.1
+"""All-reduces in steps of two and four H200 over the same calls alone, the middle of what DeepSeek-V3 and Kimi-K2 have in bf16 and fp8,
+1.06 to 1.16: work between them takes each rank another time. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 """Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
 the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
@@ -233,11 +238,12 @@ class Wire:
     borrowed: float = 0.0
     """More error, where another machine was measured."""
     late: float = 1.0
-    """Times as long as alone a call takes, as ranks come to it at different times."""
+    """Times as long as alone a collective takes, as ranks come to it at different times; not an exchange."""
 
-    def in_step(self, ranks: int) -> Wire:
-        """As calls take inside the steps of so many ranks, waiting for the slowest."""
-        return dataclasses.replace(self, late=LATE if ranks >= LATE_RANKS else 1.0)
+    @property
+    def in_step(self) -> Wire:
+        """As calls take inside steps, waiting for the slowest."""
+        return dataclasses.replace(self, late=LATE)
 
     def seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
         """Of one call over so many ranks, of which each receives so many bytes.
@@ -256,7 +262,7 @@ class Wire:
         bytes_us = min(received_bytes * call.fitted.us_per_byte, us)
         alone = us - bytes_us * (1 - 1 / self.scale)
         error = call.error(ranks, received_bytes, meetings) + self.borrowed + abs(us / alone - 1)
-        mean = alone * self.late
+        mean = alone * (1.0 if what in EXCHANGES else self.late)
         if ranks > self.host:
             return self._across(what, ranks, received_bytes, meetings, mean)
         return Seconds.within(mean * 1e-6, error)

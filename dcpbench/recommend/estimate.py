@@ -24,7 +24,7 @@ import numpy as np
 
 from dcpbench.points import memory, names
 from dcpbench.points.batches import batch_rows
-from dcpbench.points.floors import LSE_BYTES, floor_us, flops_limit, phase_works
+from dcpbench.points.floors import exchanged_bytes, floor_us, flops_limit, phase_works
 from dcpbench.points.machines import MEASURED_ON, RATES
 from dcpbench.points.wire import Seconds
 
@@ -55,8 +55,6 @@ PER_LAYER, CALLED, FLOORED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES), (*P
 TERMS = (*PER_LAYER, WAITING, *FLOORED, *CALLED)
 ENOUGH = 1e-10
 """Less than this is nothing, of scaled terms."""
-EXCHANGED_IN_FP32 = "ag_rs"
-"""The exchange whose partial outputs travel in fp32."""
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,7 +146,7 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     Raises UsageError where one is not known there.
     """
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
-    known = known.in_step(layout.tp)
+    known = known.in_step
     hidden = s.hidden * itemsize
     decodes = len(rows.decodes)
     n, dp = layout.attn_tp, layout.dp
@@ -161,10 +159,8 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     ]
     if layout.dcp > 1:
         ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        others = (ranks - 1) / ranks * decodes * heads
-        numbers = 4 if exchange == EXCHANGED_IN_FP32 else itemsize
-        lse = LSE_BYTES * (ranks if exchange == EXCHANGED_IN_FP32 else 1)
-        made.append((exchange, ranks, others * (s.kv_width * itemsize + s.latent * numbers + lse), 2))
+        received = exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
+        made.append((exchange, ranks, sum(received), 2))
         stored = sum(prefix for _, prefix in rows.chunks)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
     found: dict[str, Seconds] = {}

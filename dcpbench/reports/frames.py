@@ -59,6 +59,8 @@ BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
 """Facts that tables have where any record has them: records once were without."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
 """What runs must share to be repeats of each other."""
+WITHOUT_FLASHMLA = ("reference", "triton", "flashinfer")
+"""Backends that run alike whether or not that library is there."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,
@@ -306,15 +308,18 @@ def _joined(runs: list[Run]) -> Run:
 
 
 def _check_same_environment(runs: list[Run]) -> None:
-    first: tuple[str, Environment] | None = None
+    """FlashMLA counts where points may have run with it."""
+    seen: dict[str, tuple[str, object]] = {}
     for run in runs:
-        for here in (r.environment for r in run.records if r.environment):
-            first = first or (run.name, here)
-            for name in SAME_ENVIRONMENT:
-                one, other = getattr(first[1], name), getattr(here, name)
-                if one != other:
+        for record in run.records:
+            for name in SAME_ENVIRONMENT if record.environment else ():
+                if name == "flash_mla" and record.point.backend in WITHOUT_FLASHMLA:
+                    continue
+                here = getattr(record.environment, name)
+                first, there = seen.setdefault(name, (run.name, here))
+                if here != there:
                     raise UsageError(
-                        f"--as-repeats: {name} is {one} in {first[0]} and {other} in {run.name}, so they are not "
+                        f"--as-repeats: {name} is {there} in {first} and {here} in {run.name}, so they are not "
                         "repeats of each other. Leave --as-repeats out to show them side by side."
                     )
 

@@ -86,7 +86,7 @@ def build(
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
-    emulation = Emulation(described(point.emulate).wire.in_step(point.world)) if point.emulate else None
+    emulation = Emulation(described(point.emulate).wire.in_step) if point.emulate else None
     groups = emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
     fp8 = point.weights_precision == FP8
     weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)

@@ -10,16 +10,18 @@ from dcpbench.records.runs import read_run
 HERE = Path(__file__).parent
 BEFORE = HERE.parent / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
 MODELS = {"deepseek-v3": "V3", "kimi-k2": "K2"}
-FP8, BF16, EXPERTS = "grid/deepseek-v3-fp8", "bf16/deepseek-v3-bf16", "experts/deepseek-v3"
-FP8_K2, BF16_K2 = "grid/kimi-k2-fp8", "bf16-k2/kimi-k2-bf16"
+FP8, FP8_K2 = ("grid-tp/deepseek-v3", "grid/deepseek-v3-fp8"), ("grid-tp/kimi-k2", "grid/kimi-k2-fp8", "a2a-k2/kimi-k2")
+"""tp4, all others, and K2 with `a2a`; tp4's own records of `grid/` have shorter gaps between kernels."""
+BF16, BF16_K2 = ("bf16/deepseek-v3-bf16",), ("bf16-k2/kimi-k2-bf16",)
+EXPERTS = {"V3": "experts/deepseek-v3", "K2": "experts/kimi-k2"}
 TP, DP, SYMM, AG_RS = "tp4", "tp4·dp4", "tp4·dcp4 `symm`", "tp4·dcp4 `ag_rs`"
 SHORT_GAP_US = 0.2
 COLLECTIVES = ("q_gather", "merge", "attn_reduce", "mlp_reduce")
 LIVE = ("closed", "open", "turns")
 
 
-def ok(run):
-    return [r for r in read_run(HERE / run).records if r.outcome == "ok"]
+def ok(*runs):
+    return [r for run in runs for r in read_run(HERE / run).records if r.outcome == "ok"]
 
 
 def step_ms(record, *, gaps=True):
@@ -41,9 +43,9 @@ def said(context, concurrency):
 
 
 def by_load(records, *, ep=False):
-    """Records by layout, by (context, concurrency), in the order of loads."""
+    """Records by layout, by (context, concurrency), in the order of loads and of layouts."""
     of = {}
-    for r in records:
+    for r in sorted(records, key=lambda r: (r.point.dp, r.point.dcp, r.point.exchange)):
         of.setdefault(load(r.point), {})[name(r.point, ep=ep)] = r
     return dict(sorted(of.items()))
 
@@ -75,32 +77,13 @@ def decode(model, of):
 
 
 def pays(model, of):
-    head(
-        f"{model}: output over the best layout without DCP",
-        "best with DCP",
-        "over",
-        "as measured",
-        "without gaps",
-        left=3,
-    )
+    head(f"{model}: output over the best layout without DCP", "best with DCP", "over", "output", left=3)
     for at, records in of.items():
-        found = []
-        for gaps in (True, False):
-            split, other = (
-                {label: step_ms(r, gaps=gaps) for label, r in records.items() if (r.point.dcp > 1) == dcp}
-                for dcp in (True, False)
-            )
-            found.append(
-                (min(split, key=split.get), min(other, key=other.get), min(other.values()) / min(split.values()))
-            )
-        (label, over, measured), (_, over_too, without) = found
-        row(
-            said(*at),
-            label,
-            over if over == over_too else f"{over}, {over_too}",
-            f"{measured:.3f}",
-            f"{without:.3f}",
+        split, other = (
+            {label: step_ms(r) for label, r in records.items() if (r.point.dcp > 1) == dcp} for dcp in (True, False)
         )
+        over = min(other.values()) / min(split.values())
+        row(said(*at), min(split, key=split.get), min(other, key=other.get), f"{over:.3f}")
     print()
 
 
@@ -122,40 +105,35 @@ def phases(title, of):
 
 
 def precisions():
-    """Output of tp4·dcp4 over tp4's; where gaps are unequal, without them."""
+    """Output of tp4·dcp4 over tp4's."""
     head(
         "tp4·dcp4 over tp4, output",
-        "bf16, 2026-11-20, `ag_rs`",
+        "bf16, 2026-11-20, `ag_rs`, without gaps",
         "bf16, `ag_rs`",
         "fp8, `ag_rs`",
         "bf16, `symm`",
         "fp8, `symm`",
-        "fp8, `symm`, `experts/`",
     )
-    experts = by_load(r for r in ok(EXPERTS) if r.point.ep == "1" and r.point.dp == 1)
     for model, fp8, bf16 in (("deepseek-v3", FP8, BF16), ("kimi-k2", FP8_K2, BF16_K2)):
-        before, fp8, bf16 = by_load(of_model(ok(BEFORE), model)), by_load(ok(fp8)), by_load(ok(bf16))
+        before, fp8, bf16 = by_load(of_model(ok(BEFORE), model)), by_load(ok(*fp8)), by_load(ok(*bf16))
         for at in bf16:
-            cells = []
-            for records, label, gaps in (
-                (before, AG_RS, False),
-                (bf16, AG_RS, True),
-                (fp8, AG_RS, False),
-                (bf16, SYMM, True),
-                (fp8, SYMM, False),
-                (experts if model == "deepseek-v3" else {}, SYMM, True),
-            ):
-                there = records.get(at, {})
-                cells.append(
-                    f"{step_ms(there[TP], gaps=gaps) / step_ms(there[label], gaps=gaps):.3f}" if label in there else ""
+            cells = [
+                f"{step_ms(of[at][TP], gaps=gaps) / step_ms(of[at][label], gaps=gaps):.3f}"
+                for of, label, gaps in (
+                    (before, AG_RS, False),
+                    (bf16, AG_RS, True),
+                    (fp8, AG_RS, True),
+                    (bf16, SYMM, True),
+                    (fp8, SYMM, True),
                 )
+            ]
             row(f"{MODELS[model]}, {said(*at)}", *cells)
     print()
 
 
 def gaps():
     """Whether short gaps of rank 0 make a step shorter: against the same points in fp8, all of which have long ones."""
-    here, fp8 = by_load(r for r in ok(BF16) if r.point.dcp > 1), by_load(ok(FP8))
+    here, fp8 = by_load(r for r in ok(*BF16) if r.point.dcp > 1), by_load(ok(*FP8))
     points = [(at, label, r) for at, records in here.items() for label, r in records.items()]
 
     def gap_us(r):
@@ -186,10 +164,10 @@ def gaps():
     print()
 
 
-def experts():
+def experts(model):
     """Experts cut by width against whole ones."""
     head(
-        "V3, fp8, 4,000 tokens",
+        f"{model}, fp8, 4,000 tokens",
         "`--ep 1`, ms",
         "`--ep tp`, ms",
         "whole ones take longer by",
@@ -198,7 +176,7 @@ def experts():
         "its limit",
         "experts of the busiest rank",
     )
-    for (_, concurrency), records in by_load(ok(EXPERTS), ep=True).items():
+    for (_, concurrency), records in by_load(ok(EXPERTS[model]), ep=True).items():
         for label in (TP, SYMM, DP):
             cut, whole = (records[f"{label}, `--ep {ep}`"] for ep in ("1", "tp"))
             both = [
@@ -220,12 +198,12 @@ def experts():
     print()
 
 
-def attention_dp():
+def attention_dp(model, fp8):
     """DCP over attention DP with whole experts and with cut ones; these were measured at 4,000 tokens alone."""
-    measured = by_load(ok(EXPERTS), ep=True)
-    grid = by_load(ok(FP8))
+    measured = by_load(ok(EXPERTS[model]), ep=True)
+    grid = by_load(ok(*fp8))
     head(
-        "V3, fp8, requests × context",
+        f"{model}, fp8, requests × context",
         "tp4·dcp4 `symm`",
         "tp4·dp4, whole experts",
         "DCP over it",
@@ -271,7 +249,7 @@ def exchanges(folder):
 
 
 def seed(model, roomy, scarce):
-    """`roomy`: the run with 40 GiB; `scarce`: the folder of those with 4."""
+    """`roomy`: runs with 40 GiB; `scarce`: the folder of those with 4."""
     row(
         f"{model}, clients",
         "KV a GPU",
@@ -285,7 +263,10 @@ def seed(model, roomy, scarce):
         "preemptions",
     )
     row("---:", "---:", "---", *["---:"] * 7)
-    runs = [("40 GiB", roomy), *(("4 GiB", f"{scarce}/{p.name}") for p in sorted((HERE / scarce).iterdir()))]
+    runs = [
+        *(("40 GiB", run) for run in roomy),
+        *(("4 GiB", f"{scarce}/{p.name}") for p in sorted((HERE / scarce).iterdir())),
+    ]
     rows = [(r.point.concurrency, kv, r) for kv, run in runs for r in ok(run)]
     for concurrency, kv, r in sorted(rows, key=lambda found: (found[0], found[1], found[2].point.layout_name)):
         s = r.serve
@@ -340,16 +321,13 @@ def cached(serve):
 
 
 if __name__ == "__main__":
-    for model, run in (("V3", FP8), ("K2", FP8_K2), ("V3 in bf16", BF16), ("K2 in bf16", BF16_K2)):
-        decode(model, by_load(ok(run)))
-    for model, run in (("V3", FP8), ("K2", FP8_K2), ("V3 in bf16", BF16), ("K2 in bf16", BF16_K2)):
-        pays(model, by_load(ok(run)))
-    precisions()
+    grids = {"V3": FP8, "K2": FP8_K2}
+    for table in (decode, pays):
+        for model, runs in (*grids.items(), ("V3 in bf16", BF16), ("K2 in bf16", BF16_K2)):
+            table(model, by_load(ok(*runs)))
     gaps()
-    grid = by_load(ok(FP8))
-    for context in (4000, 128000):
-        phases(f"V3, {said(context, 8)}", {label: grid[context, 8][label] for label in (TP, SYMM, DP)})
-    now, same = by_load(ok(BF16))[4000, 8], by_load(ok(EXPERTS), ep=True)[4000, 8]
+    precisions()
+    now, same = by_load(ok(*BF16))[4000, 8], by_load(ok(EXPERTS["V3"]), ep=True)[4000, 8]
     phases(
         f"V3, {said(4000, 8)}",
         {
@@ -360,9 +338,14 @@ if __name__ == "__main__":
             "tp4·dcp4 `symm`, fp8": same[f"{SYMM}, `--ep 1`"],
         },
     )
-    experts()
-    attention_dp()
+    grid = by_load(ok(*FP8))
+    for context in (4000, 128000):
+        phases(f"V3, {said(context, 8)}", {label: grid[context, 8][label] for label in (TP, SYMM, DP)})
+    for model in EXPERTS:
+        experts(model)
+    for model, runs in grids.items():
+        attention_dp(model, runs)
     exchanges("wire/exchange-4")
-    seed("V3", "seed/deepseek-v3", "seed-4gib")
-    seed("K2", "seed-k2/kimi-k2", "seed-k2-4gib")
+    seed("V3", ["seed/deepseek-v3"], "seed-4gib")
+    seed("K2", ["seed-k2/kimi-k2", "seed-k2/kimi-k2-dp"], "seed-k2-4gib")
     against_live()

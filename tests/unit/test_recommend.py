@@ -223,7 +223,7 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
     def made(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
         of = Estimator(point(**degrees, exchange=exchange), described("H200"), estimate.published().terms)
         asked.clear()
-        known = SimpleNamespace(in_step=lambda _: SimpleNamespace(seconds=seconds))
+        known = SimpleNamespace(in_step=SimpleNamespace(seconds=seconds))
         return estimate.calls(
             of.sharding, estimate.padded(of.decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
         )
@@ -245,7 +245,7 @@ def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
     of = Estimator(point(tp=2, dcp=2, exchange="a2a"), described("H200"), estimate.published().terms)
     asked: list[tuple[object, ...]] = []
     alone = SimpleNamespace(seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
-    known = SimpleNamespace(in_step=lambda _: alone)
+    known = SimpleNamespace(in_step=alone)
     estimate.calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 

@@ -82,6 +82,24 @@ def test_runs_of_different_environments_are_no_repeats(tmp_path: Path) -> None:
     assert len(frames.load(folders).points) == 2
 
 
+@pytest.mark.parametrize(("backend", "passes"), [("triton", 2), ("flashinfer", 2), ("flashmla", 0), ("auto", 0)])
+def test_flashmla_sets_passes_apart_where_points_may_have_run_with_it(
+    backend: str, passes: int, tmp_path: Path
+) -> None:
+    """One of two machines has it. `auto` may have tried it."""
+    folders = []
+    for name, version in (("with", "1.0.0"), ("without", None)):
+        record = exact(build.point(TP, backend=backend), 10 if version else 11)
+        environment = msgspec.structs.replace(build.GPU, flash_mla=version)
+        folders.append(build.write(tmp_path / name, [msgspec.structs.replace(record, environment=environment)]))
+    if passes:
+        (row,) = frames.load(folders, as_repeats=True).points.to_dict("records")
+        assert row["repeats"] == passes
+    else:
+        with pytest.raises(UsageError, match=r"flash_mla is 1\.0\.0 in with and None in without"):
+            frames.load(folders, as_repeats=True)
+
+
 def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
     """--resume after a failure: the failure is listed no more, and the run knows that one was replaced."""
     read = loaded(tmp_path, build.failed(build.point(TP)), exact(build.point(TP), 10))

@@ -1247,7 +1247,7 @@ def test_calls_between_ranks_take_as_long_as_machines_let_them(tmp_path: Path) -
         wire = described(name).wire
         for what, ranks, size in itertools.product(wire.calls, (2, 4, 8, 16), (1_000, 100_000, 50_000_000)):
             said = []
-            for of in (wire, wire.in_step(ranks)):
+            for of in (wire, wire.in_step):
                 try:
                     took = of.seconds(what, ranks, size, 2)
                 except UsageError as e:

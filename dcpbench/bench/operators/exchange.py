@@ -24,7 +24,7 @@ from dcpbench.bench.operators.ranks import everyone
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.merge import merge
-from dcpbench.points.floors import LSE_BYTES, Work, merge_work, query_work
+from dcpbench.points.floors import Work, exchanged_bytes, merge_work, query_work
 from dcpbench.points.shapes import KV_WIDTH, LATENT
 
 if TYPE_CHECKING:
@@ -161,9 +161,9 @@ def work_of(case: Case) -> Work:
     replicate = case.sizes["q"] == "replicated"
     q = Work() if replicate else query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
     merged = merge_work(batch, heads, ranks, value, DTYPE.itemsize)
-    received = wire = q.received_bytes + merged.received_bytes
-    if case.variant.startswith("ag_rs"):
-        lse = batch * heads * (ranks - 1) * LSE_BYTES // ranks
-        o = merged.received_bytes - lse
-        wire = q.received_bytes + o * (1 if case.variant.endswith("bf16") else 2) + lse * ranks
-    return Work(received_bytes=received, wire_bytes=wire, barriers=q.barriers + merged.barriers)
+    q_bytes, merged_bytes = exchanged_bytes(case.variant, batch, heads, ranks, KV_WIDTH, value, DTYPE.itemsize)
+    return Work(
+        received_bytes=q.received_bytes + merged.received_bytes,
+        wire_bytes=merged_bytes + (0 if replicate else q_bytes),
+        barriers=q.barriers + merged.barriers,
+    )
