@@ -35,27 +35,31 @@ ROOT = Path(__file__).parents[1]
 FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 ONE = ROOT / "results" / "fp8_H200_2026-11-23"
 PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
-FP8 = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "deepseek-v3-fp8-tp4", "kimi-k2-fp8", "kimi-k2-fp8-tp4")]
+TWO = [ROOT / "results" / "decode-fp8_2xH200_2026-11-26" / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
+GRID = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
+FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").iterdir())]
 BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
-EXPERTS = [FOUR / "experts" / "deepseek-v3"]
+EXPERTS = sorted((FOUR / "experts").iterdir())
 ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
 STEPPED = [*FP8, *BF16, *EXPERTS, *ALONE]
 """Decode, a step a record."""
-V3, K2 = FOUR / "seed" / "deepseek-v3", FOUR / "seed-k2" / "kimi-k2"
-TIMED = [V3, K2, PROMPTS / "build-deepseek-v3"]
+V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())
+TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]
 """Of which there are step times, of steps with prompts among them."""
-FIRST = ([V3], [*FP8, ONE / "k2-fp8-kv"])
+FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
 """What was measured before all else of these: step times, and decode."""
 SETS = {
     "decode in fp8, measured": FP8,
     "decode in bf16, measured": BF16,
+    "decode in fp8 on two, measured": TWO,
     "decode in fp8 with experts whole and cut, measured": EXPERTS,
-    "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, K2, *sorted((FOUR / "seed-4gib").iterdir())],
+    "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
 AFTERWARDS = {
     "decode in bf16": BF16,
+    "decode in fp8 on two": TWO,
     "decode in fp8 with experts whole and cut": EXPERTS,
-    "served in fp8, Kimi-K2": [K2],
+    "served in fp8, Kimi-K2": K2,
 }
 """Loads measured after FIRST, hours later on another machine."""
 UNITS = {

@@ -12,7 +12,6 @@ gpus.txt, nccl-ras.txt      what nvidia-smi and NCCL said of the machine
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +22,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.hangs import beats, dumps
 from dcpbench.hangs.dumps import NOBODY
 from dcpbench.hangs.meetings import Signals
+from dcpbench.show.text import told_apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +130,7 @@ def of_files(paths: Sequence[Path]) -> Evidence:
     inside = [path for folder in paths if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_file()]
     named = typed | {os.path.realpath(path): path for path in inside}
     missed = []
-    for path, name in _names([*named.values()]).items():
+    for path, name in told_apart([*named.values()]).items():
         try:
             if _take(found, path, name):
                 found.read.append(name)
@@ -151,16 +151,6 @@ def of_files(paths: Sequence[Path]) -> Evidence:
             + " Name the folder of a run with a point that hung, or dumps of py-spy or of torch's flight recorder."
         )
     return found
-
-
-def _names(paths: Sequence[Path]) -> dict[Path, str]:
-    """What to call each file: its name, behind as many folders as tell it from others of that name."""
-    names = {path: path.name for path in paths}
-    parts = 1
-    while repeated := {name for name, count in collections.Counter(names.values()).items() if count > 1}:
-        parts += 1
-        names |= {path: "/".join(path.parts[-parts:]) for path, name in names.items() if name in repeated}
-    return names
 
 
 def _take(found: Evidence, path: Path, called: str) -> bool:

@@ -37,7 +37,7 @@ from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
 from dcpbench.show.numbers import missing
-from dcpbench.show.text import LINES, LONGEST, natural, printable, shortened
+from dcpbench.show.text import LINES, LONGEST, natural, printable, shortened, told_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -220,7 +220,9 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     folders = list(dict.fromkeys(folders))
     if not folders:
         raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
-    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    paths = [run_folder(folder).resolve() for folder in folders]
+    names = told_apart(paths)
+    return [_read(folder, names[path]) for folder, path in zip(folders, paths, strict=True)]
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -322,13 +324,6 @@ def _check_same_environment(runs: list[Run]) -> None:
                         f"--as-repeats: {name} is {there} in {first} and {here} in {run.name}, so they are not "
                         "repeats of each other. Leave --as-repeats out to show them side by side."
                     )
-
-
-def _names(folders: list[Path]) -> list[str]:
-    """Folder names, with as much of their path as tells them apart."""
-    paths = [run_folder(folder).resolve() for folder in folders]
-    names = [path.name or str(path) for path in paths]
-    return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 
 
 def _other_row(run: str, record: Record) -> dict[str, Any]:

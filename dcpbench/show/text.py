@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import html
 import re
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 LONGEST = 2_000
 """Characters that are kept of a string of a record; what is left out is said, and told apart by a hash."""
@@ -107,3 +109,13 @@ def spreadsheet_cell(text: str) -> str:
 
 def _spelled(c: str) -> str:
     return c.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def told_apart(paths: Sequence[Path]) -> dict[Path, str]:
+    """What to call each file or folder: its name, behind as many folders as tell it from others of that name."""
+    names = {path: path.name or str(path) for path in paths}
+    parts = 1
+    while repeated := {name for name, count in collections.Counter(names.values()).items() if count > 1}:
+        parts += 1
+        names |= {path: "/".join(path.parts[-parts:]) for path, name in names.items() if name in repeated}
+    return names

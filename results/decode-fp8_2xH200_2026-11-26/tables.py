@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from dcpbench.bench.record import BenchRecord
+from dcpbench.records.metrics import METRIC
 from tools import emulation_live
 
 HERE = Path(__file__).parent
@@ -52,6 +53,17 @@ def registered(ranks):
     print()
 
 
+def energy(model):
+    """Joules an output token."""
+    of = four.by_load(grid(model))
+    layouts = list(dict.fromkeys(label for records in of.values() for label in records))
+    four.head(f"{model}, requests × context", *layouts)
+    for at, records in of.items():
+        joules = {label: METRIC["joules_per_token"].of(r) for label, r in records.items()}
+        four.row(four.said(*at), *[f"{joules[label]:.2f}" if label in joules else "no room" for label in layouts])
+    print()
+
+
 def emulated():
     forecasts = [r for model in MODELS.values() for r in four.ok(HERE / "emulated" / model)]
     live = [r for model in MODELS for r in grid(model)]
@@ -70,6 +82,8 @@ if __name__ == "__main__":
         four.decode(model, four.by_load(grid(model)))
     for model in MODELS:
         four.pays(model, four.by_load(grid(model)))
+    for model in MODELS:
+        energy(model)
     for model, context, concurrency in (("V3", 4000, 8), ("V3", 32000, 32), ("V3", 32000, 128), ("K2", 128000, 8)):
         records = four.by_load(grid(model))[context, concurrency]
         shown = {label: records[label] for label in (TP, AG_RS, SYMM, DP) if label in records}

@@ -141,9 +141,10 @@ def test_labels_name_the_options_of_an_exchange_only_where_they_differ(tmp_path:
 
 
 def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
-    """a/run and b/run."""
-    folders = [build.write(tmp_path / name / "run", [exact(build.point(TP), 1)]) for name in "ab"]
-    assert frames.load(folders).points["run"].nunique() == 2
+    """By as many folders as it takes; one that has its name alone keeps it."""
+    places = ("a/run", "b/run", "alone", "x/c/same", "y/c/same")
+    folders = [build.write(tmp_path / place, [exact(build.point(TP), 1)]) for place in places]
+    assert set(frames.load(folders).points["run"]) == set(places)
 
 
 def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_leads_by_more_than_two_percent(
