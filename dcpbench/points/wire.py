@@ -207,8 +207,8 @@ LINK_BAND = 1.0
 
 
 LATE = 1.1
-"""All-reduces in steps of two and four H200 over the same calls alone, the middle of what DeepSeek-V3 and Kimi-K2 have in bf16 and fp8,
-1.06 to 1.16: work between them takes each rank another time. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
+"""All-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the same calls alone: 1.04 to 1.12 at 8 and 32 requests, 1.20
+and more at 128, as work between them takes each rank another time. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 """Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
 the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
