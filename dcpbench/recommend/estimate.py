@@ -159,8 +159,8 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     ]
     if layout.dcp > 1:
         ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        received = exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
-        made.append((exchange, ranks, sum(received), 2))
+        both = exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
+        made.append((exchange, ranks, sum(both), 2))
         stored = sum(prefix for _, prefix in rows.chunks)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
     found: dict[str, Seconds] = {}
