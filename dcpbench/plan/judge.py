@@ -207,7 +207,7 @@ def _check_emulated(point: Point, machine: Machine) -> None:
     if point.exchange == REGISTERED:
         raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(GATHERS)}.")
     gather = GATHERS.get(point.exchange)
-    needed: list[tuple[str, int]] = [(name, point.dcp) for name in (point.exchange, gather) if gather]
+    needed = [(point.exchange, point.dcp), (gather, point.dcp)] if gather else []
     needed += [("all-reduce" if point.all_reduce == ALL_REDUCES[0] else "all-reduce-symm", point.layout.attn_tp)]
     needed += [("all-gather", point.layout.attn_tp), ("all-gather", point.dp), ("reduce-scatter", point.dp)]
     if point.load:
