@@ -61,10 +61,10 @@ AFTERWARDS = {
     "decode in fp8 with experts whole and cut": EXPERTS,
     "served in fp8, Kimi-K2": K2,
 }
-"""Loads measured after FIRST, hours later on another machine."""
+"""Loads measured after FIRST, hours later on other machines."""
 UNITS = {
     **dict.fromkeys(estimate.PER_LAYER, "µs a layer"),
-    **dict.fromkeys(estimate.CALLED, "× alone"),
+    **dict.fromkeys(estimate.CALLED, "× the wire's"),
     estimate.WAITING: "× what drawing experts makes of it",
     **dict.fromkeys(estimate.FLOORED, "of the floor's rate"),
 }

@@ -10,6 +10,7 @@ import torch
 from dcpbench.errors import UsageError
 from dcpbench.exchange.collectives import gather_heads
 from dcpbench.points.names import EXCHANGES, NO_EXCHANGE, REGISTERED
+from dcpbench.points.wire import GATHERS
 
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
@@ -112,7 +113,7 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
         return NoExchange(group, spec)
     from dcpbench.exchange.emulated import EmulatedExchange, EmulatedGroup
 
-    if isinstance(group, EmulatedGroup) and name in EXCHANGES:
+    if isinstance(group, EmulatedGroup) and name in GATHERS:
         return EmulatedExchange(name, group, spec)
     if name == "ag_rs":
         from dcpbench.exchange.ag_rs import AllGatherReduceScatter

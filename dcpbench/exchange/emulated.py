@@ -17,7 +17,7 @@ from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.hold import hold
 from dcpbench.measuring.ranges import phase
 from dcpbench.points.floors import exchanged_bytes
-from dcpbench.points.names import REGISTERED
+from dcpbench.points.wire import GATHERS
 
 if TYPE_CHECKING:
     from dcpbench.exchange import ExchangeSpec
@@ -101,18 +101,16 @@ class EmulatedGroup(Group):
         return math.ceil((self.size - 1) * x.nbytes / self.size)
 
 
-GATHERS = {"ag_rs": "all-gather", "a2a": "all-gather", "symm": "symm", REGISTERED: "all-gather-registered"}
-"""What brings the queries of each exchange."""
-
-
 class EmulatedExchange:
     """An exchange of an emulated rank.
 
-    Bringing queries takes as long as that alone, merging the rest of what the whole exchange takes.
+    Bringing queries takes as long as the call that does it, merging the rest of what the whole exchange takes.
     """
 
     def __init__(self, name: str, group: EmulatedGroup, spec: ExchangeSpec) -> None:
+        """Raises UsageError where nobody measured it."""
         self.name, self.group, self.spec = name, group, spec
+        self._parts(spec.batch)
 
     def query(self, batch: int) -> torch.Tensor:
         """See Exchange."""

@@ -39,6 +39,7 @@ from dcpbench.points.names import (
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
 from dcpbench.points.sizes import size_text, size_that_holds
+from dcpbench.points.wire import GATHERS
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import counted
@@ -203,10 +204,10 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             "serves them in virtual time."
         )
     described_machine = described(point.emulate)
-    calls = {"symm": ("symm",), "a2a": ("all-gather", "all-to-all"), "ag_rs": ("all-gather", "reduce-scatter")}
-    needed: list[tuple[str, int]] = [(name, point.dcp) for name in calls.get(point.exchange, ())]
     if point.exchange == REGISTERED:
-        raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(calls)}.")
+        raise UsageError(f"--exchange {REGISTERED} cannot be emulated; use --exchange {', '.join(GATHERS)}.")
+    gather = GATHERS.get(point.exchange)
+    needed = [(point.exchange, point.dcp), (gather, point.dcp)] if gather else []
     needed += [("all-reduce" if point.all_reduce == ALL_REDUCES[0] else "all-reduce-symm", point.layout.attn_tp)]
     needed += [("all-gather", point.layout.attn_tp), ("all-gather", point.dp), ("reduce-scatter", point.dp)]
     if point.load:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 UNKNOWN_RANKS_ERROR = 0.25
-"""Of each doubling of the ranks where only one number of them was measured: the error of NCCL's smallest calls from 2 to 4
-ranks on H200 is 0.22 to 0.36, and 0.12 of large ones."""
+"""Of each doubling of the ranks where only one number of them was measured: from 2 to 4 ranks on H200 the error of NCCL's
+smallest rings is 0.22 to 0.48, and 0.11 to 0.22 of its largest calls."""
 UNKNOWN_SIZE_ERROR = 0.2
 """Where fewer than three sizes were measured, so that none lies between two others."""
 LEAST_ERROR = 0.01
@@ -200,6 +200,8 @@ ACROSS: dict[str, str] = {
 }
 """Calls that can cross hosts, collectives as `bench collectives` names them and exchanges as `bench exchange` does; others
 read the memory of peers."""
+GATHERS = {"ag_rs": "all-gather", "a2a": "all-gather", "symm": "symm"}
+"""What brings the queries of each exchange that can be emulated."""
 LINK_SHARE = 0.8
 """Of a link's rate on paper that large messages reach: nccl-tests' usual share over RDMA; a band stands beside it."""
 LINK_BAND = 1.0
@@ -207,8 +209,8 @@ LINK_BAND = 1.0
 
 
 LATE = 1.1
-"""All-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the same calls alone: 1.04 to 1.12 at 8 and 32 requests, 1.20
-and more at 128, as work between them takes each rank another time. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
+"""All-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the same calls alone, as work between them takes each rank
+another time: docs/wire.md says what was seen. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 """Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
 the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie

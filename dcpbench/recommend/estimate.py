@@ -40,7 +40,7 @@ LAUNCH, QUANTISING = "launch", "quantising"
 WAITING = "waiting"
 """For the rank whose share of whole experts has most to read: over what drawing experts makes of it."""
 EXCHANGES, COLLECTIVES = "exchanges", "collectives"
-"""Calls between ranks: inside steps over alone. DCP's own, and all others."""
+"""Calls between ranks, over what the wire says of them in steps. DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("moe",),
     "attention": ("attention",),
@@ -61,7 +61,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What published steps say of steps that nobody ran; a file of its own."""
 
     terms: dict[str, float]
-    """Of PER_LAYER µs, of FLOORED 1 / share, of WAITING and CALLED what they are over what is reckoned, or takes alone."""
+    """Of PER_LAYER µs, of FLOORED 1 / share, of WAITING and CALLED what they are over what is reckoned."""
     without: dict[str, dict[str, float]]
     """The same without the steps of a model, by its name: for scores, which must not have seen what they judge."""
     band: float

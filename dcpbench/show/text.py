@@ -7,11 +7,11 @@ import hashlib
 import html
 import re
 import unicodedata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 LONGEST = 2_000
 """Characters that are kept of a string of a record; what is left out is said, and told apart by a hash."""
@@ -117,5 +117,5 @@ def told_apart(paths: Sequence[Path]) -> dict[Path, str]:
     parts = 1
     while repeated := {name for name, count in collections.Counter(names.values()).items() if count > 1}:
         parts += 1
-        names |= {path: "/".join(path.parts[-parts:]) for path, name in names.items() if name in repeated}
+        names |= {path: str(Path(*path.parts[-parts:])) for path, name in names.items() if name in repeated}
     return names

@@ -30,7 +30,7 @@ from dcpbench.points.machines import described
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
-from dcpbench.points.wire import Seconds
+from dcpbench.points.wire import Seconds, Wire
 from dcpbench.records.record import Gpu, Kv
 from dcpbench.workloads import decode, replay, serve
 from dcpbench.workloads.session import build
@@ -158,7 +158,15 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
     assert torch.isfinite(merged.float()).all()
     gather = "symm" if exchange == "symm" else "all-gather"
     both = [(exchange, ranks, q_bytes + o_bytes, 2), (gather, ranks, q_bytes, 1)]
-    assert wire.asked == ([(exchange, ranks, o_bytes, 1)] if q_replicate else 2 * both)
+    assert wire.asked == (2 * [(exchange, ranks, o_bytes, 1)] if q_replicate else 3 * both)
+
+
+def test_an_exchange_that_nobody_measured_is_refused_where_it_is_made() -> None:
+    """So that `--exchange auto` passes over it."""
+    spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
+    groups = emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
+    with pytest.raises(UsageError, match="symm was not measured"):
+        make_exchange("symm", groups.dcp, spec)
 
 
 def test_bringing_queries_takes_no_longer_than_all_of_an_exchange() -> None:
@@ -260,6 +268,31 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
 def test_what_cannot_be_emulated_gets_a_sentence(options: dict[str, object], said: str) -> None:
     """With what to type instead."""
     assert said in refused(**({"tp": "8", "dcp": "8"} | options))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "exchange", "said"),
+    [
+        ("a2a", "a2a", "a2a was not measured"),
+        ("ag_rs", "ag_rs", "ag_rs was not measured"),
+        ("all-gather", "a2a", "all-gather was not measured"),
+        ("reduce-scatter", "ag_rs", ""),
+        ("all-to-all", "a2a", ""),
+    ],
+)
+def test_a_machine_needs_the_exchange_itself_and_what_brings_queries(
+    left_out: str, exchange: str, said: str, tmp_path: Path
+) -> None:
+    """And none of the other collectives that it is made of. It is refused before anything is built."""
+    calls = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "ag_rs", "a2a")
+    rows = "".join(f"    [{ranks}, 1, 100000, 20.0],\n" for ranks in (2, 8))
+    file = tmp_path / "m.toml"
+    known = "".join(f"{call} = [\n{rows}]\n" for call in calls if call != left_out)
+    file.write_text(f'name = "ours"\ngpu = "H200"\n[calls]\n{known}')
+    options = {"tp": "8", "dcp": "8", "exchange": exchange, "emulate": str(file), "concurrency": "8"}
+    found = grid.expand(make_spec(options, ONE_GPU), ONE_GPU, 1)
+    (error,) = [c.error for c in found if c.point.dcp == 8]
+    assert said in str(error) if said else error is None
 
 
 def test_served_loads_are_forecast_in_replay_alone() -> None:

@@ -230,5 +230,5 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
         load=load,
     )
     judge._check_emulated(point, judge.Machine(probe=H200X4, timed=True))
-    assert asked[:2] == [("symm", 2), ("all-reduce", 4)]
+    assert asked[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
     assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)

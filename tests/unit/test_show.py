@@ -41,6 +41,7 @@ from dcpbench.show.text import (
     short,
     shortened,
     spreadsheet_cell,
+    told_apart,
 )
 
 if TYPE_CHECKING:
@@ -274,3 +275,17 @@ def test_a_line_of_progress_is_wiped_off_a_terminal_if_there_was_any(
 )
 def test_of_a_path_that_is_too_long_whole_folders_are_left_out(limit: int, end: str) -> None:
     assert path_end("/data/runs/a", limit) == end
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/a/run", "/b/run", "/b/other"], ["a/run", "b/run", "other"]),
+        (["/x/c/run", "/y/c/run", "/y/d/run"], ["x/c/run", "y/c/run", "d/run"]),
+        (["/data/run", "/b/data/run"], ["/data/run", "b/data/run"]),
+        (["run", "a/run", "/"], ["run", "a/run", "/"]),
+    ],
+)
+def test_paths_of_one_name_are_told_apart_by_as_many_folders_as_it_takes(paths: list[str], names: list[str]) -> None:
+    """The root of a machine is one of them."""
+    assert list(told_apart([Path(path) for path in paths]).values()) == names

@@ -25,7 +25,7 @@ TURNS = (
 )
 SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
 RATES = {2: "1.2,2", 4: "2.5,4", 8: "5,8"}
-"""Requests a second that so many GPUs serve, the second near the most that they can."""
+"""Requests a second that so many GPUs are offered; the second is near the most that four serve."""
 KV = {"H200": ("100GiB", "40GiB"), "H100": ("30GiB", "20GiB")}
 """Of a grid, and of served loads, by GPU; the less of the weights is held beside it, the sooner an engine is built."""
 
