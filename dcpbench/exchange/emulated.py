@@ -80,13 +80,6 @@ class EmulatedGroup(Group):
         self.emulation.call("reduce-scatter", self.size, self._others(x), mine, out)
         return out
 
-    def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Group; from every rank comes what this one sends to itself."""
-        if out is None:
-            out = torch.empty_like(x)
-        self.emulation.call("all-to-all", self.size, self._others(x), x.view(self.size, -1)[self.rank], out)
-        return out
-
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group; x stays what it is, as norms follow."""
         self.emulation.call("all-reduce", self.size, 2 * self._others(x), x)
