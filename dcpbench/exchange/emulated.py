@@ -11,8 +11,6 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.hold import hold
 from dcpbench.measuring.ranges import phase
@@ -20,6 +18,8 @@ from dcpbench.points.floors import exchanged_bytes
 from dcpbench.points.wire import GATHERS
 
 if TYPE_CHECKING:
+    import torch
+
     from dcpbench.exchange import ExchangeSpec
     from dcpbench.points.wire import Seconds, Wire
 
