@@ -16,6 +16,7 @@ from dcpbench.points.floors import exchanged_bytes
 from dcpbench.points.machines import MEASURED_ON, built_in
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
+from tools.emulation_check import EXCHANGED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ def layers(records: Iterable[Record]) -> Iterator[Row]:
         batch = honesty.graph_batch or -(-point.concurrency // point.dp)
         heads = shape.heads // point.layout.attn_tp * ranks
         received = exchanged_bytes(point.exchange, batch, heads, ranks, shape.kv_width, shape.latent, ITEMSIZE)
-        measured = (phases.phase_us["q_gather"] + phases.phase_us["merge"]) / shape.layers
+        measured = sum(phases.phase_us[name] for name in EXCHANGED) / shape.layers
         modelled = wire.seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
         yield Row(point, measured, modelled)
 
@@ -86,7 +87,7 @@ def within(rows: Sequence[Row]) -> list[Row]:
 
 def by_exchange(rows: Sequence[Row]) -> Iterator[str]:
     """How many are within, and in the median measured over modelled."""
-    yield "| exchange | ranks | steps | within 10 % | measured over modelled, median |"
+    yield f"| exchange | ranks | steps | within {BAR:.0%} | measured over modelled, median |"
     yield "|---|---:|---:|---:|---:|"
     for exchange, ranks in sorted({(row.point.exchange, row.point.dcp) for row in rows}):
         of = [row for row in rows if (row.point.exchange, row.point.dcp) == (exchange, ranks)]

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+from dcpbench.exchange import InOwnMemory
 from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.hold import hold
 from dcpbench.measuring.ranges import phase
@@ -94,7 +95,7 @@ class EmulatedGroup(Group):
         return math.ceil((self.size - 1) * x.nbytes / self.size)
 
 
-class EmulatedExchange:
+class EmulatedExchange(InOwnMemory):
     """An exchange of an emulated rank.
 
     Bringing queries takes as long as the call that does it, merging the rest of what the whole exchange takes.
@@ -102,12 +103,9 @@ class EmulatedExchange:
 
     def __init__(self, name: str, group: EmulatedGroup, spec: ExchangeSpec) -> None:
         """Raises UsageError where nobody measured it."""
-        self.name, self.group, self.spec = name, group, spec
+        super().__init__(group, spec)
+        self.name, self.emulation = name, group.emulation
         self._parts(spec.batch)
-
-    def query(self, batch: int) -> torch.Tensor:
-        """See Exchange."""
-        return self.spec.new_query(batch, self.group.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange. Heads lie as they come, each rank's batch after another's: nobody looks which is whose."""
@@ -115,12 +113,8 @@ class EmulatedExchange:
             return q_BhQ
         with phase("q_gather"):
             all_BHQ = q_BhQ.new_empty(q_BhQ.shape[0], self.spec.heads, q_BhQ.shape[2])
-            self.group.emulation.hold(self._parts(len(q_BhQ))[0], q_BhQ, all_BHQ)
+            self.emulation.hold(self._parts(len(q_BhQ))[0], q_BhQ, all_BHQ)
             return all_BHQ
-
-    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Exchange."""
-        return self.spec.new_partial(batch)
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
         """See Exchange."""
@@ -128,12 +122,12 @@ class EmulatedExchange:
             out_hBR = self.spec.new_merged(len(o_BHR), self.spec.heads // self.group.size)
             mine = o_BHR.view(-1)[: out_hBR.numel()]
             flat = out_hBR.transpose(0, 1) if self.spec.project_first else out_hBR
-            self.group.emulation.hold(self._parts(len(o_BHR))[1], mine, flat.reshape(-1))
+            self.emulation.hold(self._parts(len(o_BHR))[1], mine, flat.reshape(-1))
             return out_hBR
 
     def _parts(self, batch: int) -> tuple[Seconds, Seconds]:
         """Of bringing queries, and of merging."""
-        spec, ranks, wire = self.spec, self.group.size, self.group.emulation.wire
+        spec, ranks, wire = self.spec, self.group.size, self.emulation.wire
         sizes = (batch, spec.heads, ranks, spec.width, spec.value, spec.dtype.itemsize)
         q_bytes, o_bytes = exchanged_bytes(self.name, *sizes)
         if spec.q_replicate:

@@ -52,8 +52,9 @@ class GpuSampler:
             self.stop.wait(PERIOD_S)
 
     def _see(self, name: str, value: int) -> None:
-        self.seen[name].append(value)
-        if name == ENERGY and (not self.energy or value != self.energy[-1][1]):
+        if name != ENERGY:
+            self.seen[name].append(value)
+        elif not self.energy or value != self.energy[-1][1]:
             self.energy.append((time.perf_counter(), value))
 
     def power_w(self) -> float | None:
@@ -65,7 +66,7 @@ class GpuSampler:
 
     def state(self) -> Gpu | None:
         """What was seen, or None without NVML."""
-        if not any(self.seen.values()):
+        if not (any(self.seen.values()) or self.energy):
             return None
         clock, power = self.seen["clock"], max(self.seen["power"], default=None)
         return Gpu(

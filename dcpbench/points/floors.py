@@ -187,13 +187,8 @@ def exchanged_bytes(
 
     `ag_rs` adds outputs up in fp32 (its bench's `-bf16` in two bytes), and gives each rank the lse of all.
     """
-    queries, merged = (
-        work.received_bytes
-        for work in (
-            query_work(batch, heads, ranks, width, itemsize),
-            merge_work(batch, heads, ranks, value, itemsize),
-        )
-    )
+    queries = query_work(batch, heads, ranks, width, itemsize).received_bytes
+    merged = merge_work(batch, heads, ranks, value, itemsize).received_bytes
     if exchange.startswith("ag_rs"):
         numbers = batch * heads * value * (ranks - 1) // ranks
         merged = numbers * (2 if exchange.endswith("-bf16") else 4) + (ranks - 1) * batch * heads * LSE_BYTES

@@ -298,13 +298,11 @@ def _name(concurrency: int, context: int, load: Load | None) -> str:
 
 def _placements(ask: Ask, layout: Layout) -> list[str]:
     """How experts can lie in a layout, as is usual there first: with attention DP whole, or cut over all ranks as well."""
-    usual = experts_placed(BY_LAYOUT, layout.tp, layout.dp)
-    if layout.dp == 1:
-        return [usual]
-    found = [usual]
-    with contextlib.suppress(LayoutError):
-        layout.check_model(load_shape(ask.model), CUT)
-        found.append(CUT)
+    found = [experts_placed(BY_LAYOUT, layout.tp, layout.dp)]
+    if layout.dp > 1:
+        with contextlib.suppress(LayoutError):
+            layout.check_model(load_shape(ask.model), CUT)
+            found.append(CUT)
     return found
 
 

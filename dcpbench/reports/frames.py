@@ -15,7 +15,7 @@ from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
+from dcpbench.points.names import BACKENDS, CLOSED, LIBRARIES, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
@@ -59,7 +59,8 @@ BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
 """Facts that tables have where any record has them: records once were without."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
 """What runs must share to be repeats of each other."""
-WITHOUT_FLASHMLA = ("reference", "triton", "flashinfer")
+FLASHMLA = LIBRARIES["flashmla"]
+WITHOUT_FLASHMLA = tuple(backend for backend in BACKENDS if LIBRARIES.get(backend) != FLASHMLA)
 """Backends that run alike whether or not that library is there."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
@@ -315,7 +316,7 @@ def _check_same_environment(runs: list[Run]) -> None:
     for run in runs:
         for record in run.records:
             for name in SAME_ENVIRONMENT if record.environment else ():
-                if name == "flash_mla" and record.point.backend in WITHOUT_FLASHMLA:
+                if name == FLASHMLA and record.point.backend in WITHOUT_FLASHMLA:
                     continue
                 here = getattr(record.environment, name)
                 first, there = seen.setdefault(name, (run.name, here))
