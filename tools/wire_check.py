@@ -16,7 +16,7 @@ from dcpbench.points.floors import exchanged_bytes
 from dcpbench.points.machines import MEASURED_ON, built_in
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
-from tools.emulation_check import EXCHANGED
+from tools.emulation_check import EXCHANGED, PUBLISHED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ FOUR, TWO = (
 )
 RUNS = [
     run.parent
-    for folder in (FOUR / "grid", FOUR / "a2a-k2", FOUR / "bf16", FOUR / "bf16-k2", TWO / "grid")
+    for folder in (*(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")), PUBLISHED[0].parent, TWO / "grid")
     for run in sorted(folder.glob("*/records.jsonl"))
 ]
 BAR = 0.1
@@ -47,6 +47,8 @@ INSIDE = (
 class Row(NamedTuple):
     """One layer's exchange inside a step."""
 
+    run: str
+    """Its folder, in that of results."""
     point: Point
     measured_us: float
     modelled_us: float
@@ -64,7 +66,7 @@ class Row(NamedTuple):
         return f"{what}, {point.concurrency} × {point.context:,}"
 
 
-def layers(records: Iterable[Record]) -> Iterator[Row]:
+def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
     """Of all steps that have an exchange."""
     wire = built_in(MEASURED_ON).wire.in_step
     for record in records:
@@ -77,7 +79,7 @@ def layers(records: Iterable[Record]) -> Iterator[Row]:
         received = exchanged_bytes(point.exchange, batch, heads, ranks, shape.kv_width, shape.latent, ITEMSIZE)
         measured = sum(phases.phase_us[name] for name in EXCHANGED) / shape.layers
         modelled = wire.seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
-        yield Row(point, measured, modelled)
+        yield Row(run, point, measured, modelled)
 
 
 def within(rows: Sequence[Row]) -> list[Row]:
@@ -95,10 +97,14 @@ def by_exchange(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{exchange}` | {ranks} | {len(of)} | {len(within(of))} | {median:.2f} |"
 
 
+def _named(run: Path) -> str:
+    return str(run.relative_to(ROOT / "results"))
+
+
 def main() -> int:
     """Write the page."""
     machine = built_in(MEASURED_ON)
-    found = [row for run in RUNS for row in layers(read_run(run).records)]
+    found = [row for run in RUNS for row in layers(_named(run), read_run(run).records)]
     bf16 = [row for row in found if row.point.weights_precision == "bf16"]
     worst = max(found, key=lambda row: abs(row.off))
     lines = [
@@ -123,9 +129,12 @@ def main() -> int:
         "",
         *by_exchange(found),
         "",
-        "| point | measured µs | modelled µs | off by |",
-        "|---|---:|---:|---:|",
-        *(f"| {row.said} | {row.measured_us:.1f} | {row.modelled_us:.1f} | {row.off:+.0%} |" for row in found),
+        "| run | point | measured µs | modelled µs | off by |",
+        "|---|---|---:|---:|---:|",
+        *(
+            f"| {row.run} | {row.said} | {row.measured_us:.1f} | {row.modelled_us:.1f} | {row.off:+.0%} |"
+            for row in found
+        ),
     ]
     PAGE.write_text("\n".join(lines) + "\n")
     sys.stdout.write(f"{len(within(found))} of {len(found)} within {BAR:.0%}; wrote {PAGE.relative_to(ROOT)}\n")

@@ -9,6 +9,7 @@ import pytest
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.batches import chunk_rows
+from dcpbench.records.record import Emulated
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import Extent, chunk_sizes, grid, row_sizes
 from dcpbench.serving.step_model import Line, MixedTimes, Work
@@ -238,6 +239,18 @@ class TestHost:
         assert times.host_ms(Step(0, [replica([], [(700, 256)])])) == pytest.approx(57.04)
         assert times.host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == pytest.approx(57.04)
         assert times.host_ms(Step(0, [replica([99, 1000])])) == 0.0
+
+    @pytest.mark.parametrize(("tp", "held"), [(1, False), (8, True)])
+    def test_where_one_rank_stands_for_several_launching_chunks_takes_as_long_as_running_them(
+        self, tp: int, held: bool
+    ) -> None:
+        """Whatever it took the one; 5 ms here."""
+        cases = [msgspec.structs.replace(m, host_ms=[5.0] if m.case.chunks else []) for m in TIMES.cases]
+        emulated = Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
+        times = msgspec.structs.replace(TIMES, cases=cases, emulated=emulated, path=PATH | {"tp": tp})
+        chunk, decodes = (Step(0, [one]) for one in (replica([], [(700, 256)]), replica([99, 1000])))
+        assert times.host_ms(chunk) == pytest.approx(times.duration_ms(chunk) if held else 5.0)
+        assert times.host_ms(decodes) == 0.0
 
 
 class TestPath:
