@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.bench.cases import COLLECTIVES, REGISTERED_COLLECTIVES
+from dcpbench.plan.grid import load_text
 from dcpbench.points.names import EXCHANGES
 from dcpbench.records.runs import read_run
 
@@ -130,6 +131,13 @@ def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[
             yield mine, its[key]
 
 
+def name(point: Point) -> str:
+    """One point in the table: `deepseek-v3 tp2·dcp2 ep 2 symm fp8/fp8, 8 × 4,000`."""
+    precision = f"{point.weights_precision}/{point.kv_precision}"
+    who = (point.model, point.layout_name, point.ep_label, point.exchange_label(), precision)
+    return f"{' '.join(filter(None, who))}, {load_text(point)}"
+
+
 def table(found: Iterable[tuple[Record, Record]]) -> list[str]:
     """Of `pairs`: step times and phases, emulated over live, and how many are within the bar."""
     lines = [
@@ -142,11 +150,9 @@ def table(found: Iterable[tuple[Record, Record]]) -> list[str]:
         assert emulated.metrics is not None
         mine, its = live.metrics.step_ms.median, emulated.metrics.step_ms.median
         errors.append(its / mine - 1)
-        p = live.point
-        what = (
-            f"{p.model} {p.layout} {p.exchange} {p.weights_precision}/{p.kv_precision}, {p.concurrency} × {p.context:,}"
+        lines.append(
+            f"| {name(live.point)} | {mine:.2f} | {its:.2f} | {errors[-1]:+.1%} | {', '.join(_phases(live, emulated))} |"
         )
-        lines.append(f"| {what} | {mine:.2f} | {its:.2f} | {errors[-1]:+.1%} | {', '.join(_phases(live, emulated))} |")
     within = sum(abs(e) <= BAR for e in errors)
     return [*lines, "", f"{within} of {len(errors)} within {BAR:.0%}."]
 

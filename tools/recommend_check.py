@@ -35,7 +35,9 @@ ROOT = Path(__file__).parents[1]
 FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 ONE = ROOT / "results" / "fp8_H200_2026-11-23"
 PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
-TWO = [ROOT / "results" / "decode-fp8_2xH200_2026-11-26" / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
+TWO = [
+    ROOT / "results" / "decode-serving_2xH200_2026-11-26" / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")
+]
 GRID = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
 FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").iterdir())]
 BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]

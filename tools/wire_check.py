@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "wire-checked.md"
 FOUR, TWO = (
-    ROOT / "results" / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-fp8_2xH200_2026-11-26")
+    ROOT / "results" / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26")
 )
 RUNS = [
     run.parent

@@ -131,13 +131,14 @@ def precisions():
     print()
 
 
+def gap_us(record):
+    return record.phases.idle_us / record.phases.kernels
+
+
 def gaps():
     """Whether short gaps of rank 0 make a step shorter: against the same points in fp8, all of which have long ones."""
     here, fp8 = by_load(r for r in ok(*BF16) if r.point.dcp > 1), by_load(ok(*FP8))
     points = [(at, label, r) for at, records in here.items() for label, r in records.items()]
-
-    def gap_us(r):
-        return r.phases.idle_us / r.phases.kernels
 
     def collectives_ms(at, label):
         here_us, fp8_us = (sum(of[at][label].phases.phase_us[p] for p in COLLECTIVES) for of in (here, fp8))
@@ -164,7 +165,7 @@ def gaps():
     print()
 
 
-def experts(model):
+def experts(model, measured, layouts):
     """Experts cut by width against whole ones."""
     head(
         f"{model}, fp8, 4,000 tokens",
@@ -176,8 +177,8 @@ def experts(model):
         "its limit",
         "experts of the busiest rank",
     )
-    for (_, concurrency), records in by_load(ok(EXPERTS[model]), ep=True).items():
-        for label in (TP, SYMM, DP):
+    for (_, concurrency), records in measured.items():
+        for label in layouts:
             cut, whole = (records[f"{label}, `--ep {ep}`"] for ep in ("1", "tp"))
             both = [
                 " → ".join(f"{of[phase] / 1e3:.2f}" for of in found)
@@ -198,28 +199,26 @@ def experts(model):
     print()
 
 
-def attention_dp(model, fp8):
-    """DCP over attention DP with whole experts and with cut ones; these were measured at 4,000 tokens alone."""
-    measured = by_load(ok(EXPERTS[model]), ep=True)
-    grid = by_load(ok(*fp8))
+def attention_dp(model, measured, grid, dcp, dp):
+    """Layout `dcp` over `dp` with whole experts and with cut ones; these were `measured` at 4,000 tokens alone."""
     head(
         f"{model}, fp8, requests × context",
-        "tp4·dcp4 `symm`",
-        "tp4·dp4, whole experts",
+        dcp,
+        f"{dp}, whole experts",
         "DCP over it",
-        "tp4·dp4, cut experts",
+        f"{dp}, cut experts",
         "DCP over it",
     )
     for at in sorted({*measured, *grid}):
         if at in measured:
             split, whole, cut = (
-                step_ms(measured[at][label]) for label in (f"{SYMM}, `--ep 1`", f"{DP}, `--ep tp`", f"{DP}, `--ep 1`")
+                step_ms(measured[at][label]) for label in (f"{dcp}, `--ep 1`", f"{dp}, `--ep tp`", f"{dp}, `--ep 1`")
             )
             sign = ""
         else:
-            split, whole = (step_ms(grid[at][label]) for label in (SYMM, DP))
+            split, whole = (step_ms(grid[at][label]) for label in (dcp, dp))
             there = measured[4000, at[1]]
-            cut = whole - step_ms(there[f"{DP}, `--ep tp`"]) + step_ms(there[f"{DP}, `--ep 1`"])
+            cut = whole - step_ms(there[f"{dp}, `--ep tp`"]) + step_ms(there[f"{dp}, `--ep 1`"])
             sign = "≈ "
         row(
             said(*at),
@@ -341,10 +340,11 @@ if __name__ == "__main__":
     grid = by_load(ok(*FP8))
     for context in (4000, 128000):
         phases(f"V3, {said(context, 8)}", {label: grid[context, 8][label] for label in (TP, SYMM, DP)})
-    for model in EXPERTS:
-        experts(model)
+    cut_and_whole = {model: by_load(ok(run), ep=True) for model, run in EXPERTS.items()}
+    for model, measured in cut_and_whole.items():
+        experts(model, measured, (TP, SYMM, DP))
     for model, runs in grids.items():
-        attention_dp(model, runs)
+        attention_dp(model, cut_and_whole[model], by_load(ok(*runs)), SYMM, DP)
     exchanges("wire/exchange-4")
     seed("V3", ["seed/deepseek-v3"], "seed-4gib")
     seed("K2", ["seed-k2/kimi-k2", "seed-k2/kimi-k2-dp"], "seed-k2-4gib")

@@ -18,7 +18,7 @@ from dcpbench.points.gpus import GPUS
 from dcpbench.points.wire import LATE, Call, Fit, Link, Sample, Wire, _between, fit
 
 RESULTS = Path(__file__).parents[2] / "results"
-WIRE = RESULTS / "decode-fp8_2xH200_2026-11-26" / "wire"
+WIRE = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
 FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "emulated-against-live_2xH200_2026-11-23"
 BENCHES = [
     *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
