@@ -31,7 +31,11 @@ FOUR, TWO = (
 )
 RUNS = [
     run.parent
-    for folder in (*(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")), PUBLISHED[0].parent, TWO / "grid")
+    for folder in (
+        *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
+        PUBLISHED[0].parent,
+        *(TWO / name for name in ("grid", "bf16", "experts")),
+    )
     for run in sorted(folder.glob("*/records.jsonl"))
 ]
 BAR = 0.1

@@ -284,13 +284,13 @@ def seed(model, roomy, scarce):
     print()
 
 
-def against_live():
-    """Replays of five loads by step times of another load, of four GPUs and of the one that stood for them."""
+def against_live(here=HERE):
+    """Replays of five loads by step times of another load, of all GPUs and of the one that stood for them."""
     head("load", "", "output tok/s", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "cached tokens by turn", left=2)
     for kind in LIVE:
-        live = ok(f"served/live-{kind}")
+        live = ok(here / f"served/live-{kind}")
         others = [
-            (what, {(r.point.concurrency, r.point.load.request_rate): r.serve for r in ok(f"replays/{run}-{kind}")})
+            (what, {(r.point.concurrency, r.point.load.request_rate): r.serve for r in ok(here / f"replays/{run}-{kind}")})
             for what, run in (("replay", "replay"), ("emulated", "emulated"))
         ]
         for r in live:

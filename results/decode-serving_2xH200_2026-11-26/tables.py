@@ -195,3 +195,5 @@ if __name__ == "__main__":
     for ranks in RANKS:
         registered(ranks)
     emulated()
+    print()
+    four.against_live(HERE)
