@@ -35,9 +35,8 @@ ROOT = Path(__file__).parents[1]
 FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 ONE = ROOT / "results" / "fp8_H200_2026-11-23"
 PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
-TWO = [
-    ROOT / "results" / "decode-serving_2xH200_2026-11-26" / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")
-]
+PAIR = ROOT / "results" / "decode-serving_2xH200_2026-11-26"
+TWO, TWO_BF16, TWO_EXPERTS = (sorted((PAIR / name).iterdir()) for name in ("grid", "bf16", "experts"))
 GRID = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
 FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").iterdir())]
 BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
@@ -54,12 +53,16 @@ SETS = {
     "decode in fp8, measured": FP8,
     "decode in bf16, measured": BF16,
     "decode in fp8 on two, measured": TWO,
+    "decode in bf16 on two, measured": TWO_BF16,
+    "decode in fp8 on two with experts whole and cut, measured": TWO_EXPERTS,
     "decode in fp8 with experts whole and cut, measured": EXPERTS,
     "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
 AFTERWARDS = {
     "decode in bf16": BF16,
     "decode in fp8 on two": TWO,
+    "decode in bf16 on two": TWO_BF16,
+    "decode in fp8 on two with experts whole and cut": TWO_EXPERTS,
     "decode in fp8 with experts whole and cut": EXPERTS,
     "served in fp8, Kimi-K2": K2,
 }
