@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
     """
     from matplotlib.backends import backend_agg, backend_pdf, backend_svg
 
-    written = {
+    written: dict[str, Callable[[Path], object]] = {
         "png": lambda file: _write_png(backend_agg.FigureCanvasAgg(figure), file),
         "svg": lambda file: backend_svg.FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None}),
         "pdf": lambda file: backend_pdf.FigureCanvasPdf(figure).print_pdf(file, metadata={"CreationDate": None}),

@@ -26,8 +26,11 @@ TURNS = (
 SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
 RATES = {2: "1.2,2", 4: "2.5,4", 8: "5,8"}
 """Requests a second that so many GPUs are offered; the second is near the most that four serve."""
-KV = {"H200": ("100GiB", "40GiB"), "H100": ("30GiB", "20GiB")}
-"""Of a grid, and of served loads, by GPU; the less of the weights is held beside it, the sooner an engine is built."""
+KV = {"H200": "100GiB", "H100": "30GiB"}
+"""Of a grid, by GPU; the less of the weights is held beside it, the sooner an engine is built."""
+BF16_KV = KV | {"H200": "90GiB"}
+"""In bf16, where more leave Kimi-K2 no room on two."""
+SERVED_KV = {"H200": "40GiB", "H100": "20GiB"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Plan:
             "turns": TURNS,
         }
         """Five loads, none of which needs a step time that SEED does not: no longer requests, nor more of them."""
-        self.grid_kv, self.served_kv = (f"--kv-memory {size}" for size in KV[gpu])
+        self.grid_kv, self.bf16_kv, self.served_kv = (f"--kv-memory {of[gpu]}" for of in (KV, BF16_KV, SERVED_KV))
         self.machine = folder / "wire" / emulation_live.MACHINE
         self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
 
@@ -199,7 +202,8 @@ class Plan:
             exchanges = EXCHANGES if self.n == EIGHT or (model, precision) == (V3, FP8) else "ag_rs,symm"
             layouts = 2 + len(exchanges.split(",")) * (len(self.dcps.split(",")) - 1)
             words = f"--model {model} --tp {self.n} {precision} --concurrency {concurrency} --context {contexts}"
-            words += f" --dp 1,{self.n} --dcp {self.dcps} --exchange {exchanges} --seconds 0.5 {self.grid_kv}"
+            words += f" --dp 1,{self.n} --dcp {self.dcps} --exchange {exchanges} --seconds 0.5"
+            words += f" {self.bf16_kv if precision == BF16 else self.grid_kv}"
             found.append(self.sweep(part, f"{model}-{NAMES[precision]}", words, loads * layouts))
         return Part(part, f"decode over requests × context, {NAMES[precision]}", tuple(found))
 
