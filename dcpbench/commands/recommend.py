@@ -223,6 +223,7 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
             requests=requests,
             arrival=CLOSED if rate is None else GAMMA,
             request_rate=rate,
+            paced=rate is not None,
             input_tokens=wanted.input_tokens,
             output_tokens=wanted.output_tokens,
             chunk=wanted.chunk,

@@ -214,6 +214,7 @@ class ServeLoads:
                 requests=count,
                 arrival=arrival,
                 request_rate=rate,
+                paced=arrival == GAMMA,
                 input_tokens=inputs,
                 output_tokens=outputs,
                 chunk=chunk,

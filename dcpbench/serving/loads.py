@@ -135,15 +135,17 @@ def arrival_times(load: Load) -> list[float | None]:
     """Seconds after the start at which requests, or sessions, come, the first at 0; None each in a closed loop.
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1
-    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½. Raises UsageError where
-    the last request would come after MOST_SECONDS.
+    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½. Where the load is paced they
+    are scaled to have that mean, as there. Raises UsageError where the last request would come after MOST_SECONDS.
     """
     if load.arrival == CLOSED:
         return [None] * load.requests
     assert load.request_rate is not None
     shape, count = load.burstiness, session_count(load)
-    gaps = _generator(_seed(load), GAPS).gamma(shape, 1 / load.request_rate / shape, size=count - 1)
-    times = [0.0, *np.cumsum(gaps).tolist()]
+    gaps = _generator(_seed(load), GAPS).standard_gamma(shape, size=count - 1)
+    drawn, mean_s = float(gaps.sum()), 1 / load.request_rate
+    scale = mean_s * (count - 1) / drawn if load.paced and drawn else mean_s / shape
+    times = [0.0, *np.cumsum(gaps * scale).tolist()]
     if not times[-1] <= MOST_SECONDS:
         raise UsageError(
             f"--request-rate {load.request_rate:g}: the last of {count:,} {'sessions' if load.sessions else 'requests'} would come after years; "

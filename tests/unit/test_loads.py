@@ -113,8 +113,28 @@ class TestArrivals:
         assert gaps.mean() == pytest.approx(0.5, rel=0.05)
         assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
-    def test_one_request_comes_at_once(self) -> None:
-        assert arrival_times(load(requests=1, arrival=GAMMA, request_rate=2.0)) == [0.0]
+    @pytest.mark.parametrize("paced", [False, True])
+    def test_one_request_comes_at_once(self, paced: bool) -> None:
+        assert arrival_times(load(requests=1, arrival=GAMMA, request_rate=2.0, paced=paced)) == [0.0]
+
+    @pytest.mark.parametrize(("seed", "burstiness"), [(0, 1.0), (4, 0.25), (1, 4.0)])
+    def test_paced_requests_come_as_fast_as_asked_whatever_was_drawn(self, seed: int, burstiness: float) -> None:
+        """121 at 2 a second take a minute; each gap is as many times as long as it was drawn."""
+        drawn, paced = (
+            np.array(
+                arrival_times(
+                    load(requests=121, arrival=GAMMA, request_rate=2.0, burstiness=burstiness, seed=seed, paced=one)
+                )
+            )
+            for one in (False, True)
+        )
+        assert paced[-1] == pytest.approx(60)
+        assert drawn[-1] != pytest.approx(60, rel=1e-3)
+        assert paced == pytest.approx(drawn * 60 / drawn[-1])
+
+    def test_requests_that_all_come_at_once_have_no_pace(self) -> None:
+        times = arrival_times(load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=1e-300, paced=True))
+        assert times == [0.0] * 3
 
 
 class TestPrompts:

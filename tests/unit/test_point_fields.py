@@ -67,6 +67,7 @@ OTHER_LOAD: dict[str, Any] = {
     "arrival": "trace",
     "request_rate": 3.0,
     "burstiness": 0.5,
+    "paced": True,
     "input_tokens": "401",
     "output_tokens": "41",
     "prefix_share": 0.5,
@@ -372,9 +373,9 @@ class TestCommands:
         point = build.point(DCP)
         assert self.command(point) != self.command(changed(point, name))
 
-    @pytest.mark.parametrize("name", fields(Load, "trace_sha256"))
+    @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "paced"))
     def test_the_command_of_a_load_says_every_field(self, name: str) -> None:
-        """A file is named; its hash only tells whether it is still the same."""
+        """A file is named; its hash only tells whether it is still the same. Whatever is typed today is paced."""
         loop: Mapping[str, Any] = {
             "arrival": "gamma",
             "request_rate": 2.0,
