@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.records.runs import read_run
+from tools import emulation_live
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,7 +54,7 @@ def compare(published: Record, emulated: Record) -> dict[str, Any]:
     least = LEAST * sum(theirs.values())
     ratios = {name: ratio for name, ratio in ratios.items() if name == "experts" or theirs[name] >= least}
     return {
-        "point": f"{point.model} {point.layout} {point.exchange}, {point.concurrency} × {point.context:,}",
+        "point": emulation_live.name(point),
         "phases": ratios,
         "exchange": exchange[0] / exchange[1] if exchange[1] else None,
         "step": emulated.metrics.step_ms.median / published.metrics.step_ms.median,

@@ -26,6 +26,7 @@ from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import (
     CLOSED,
     ENGINES,
+    GAMMA,
     INFERENCEX,
     SGLANG,
     TOOLS,
@@ -328,6 +329,7 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
             arrival=result.arrival,
             request_rate=result.request_rate,
             burstiness=result.burstiness,
+            paced=None if result.arrival == GAMMA else False,
             input_tokens=shape.prompts,
             output_tokens=shape.answers,
             prefix_share=None,

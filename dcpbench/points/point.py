@@ -48,9 +48,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Requests per second, on average."""
     burstiness: Annotated[float, Axis(LOAD, 53, one=True)] = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
-    paced: Annotated[bool, Axis(LOAD, 59, "paced {}", later=True)] = False
-    """Whether gaps, once drawn, are scaled so that the last request comes when the rate says. Their sum was once left to
-    chance: 120 gaps are 9 % more or less in all, and seed 0's came 1.36 times as fast."""
+    paced: Annotated[bool | None, Axis(LOAD, 59, later=True)] = False
+    """Of an open loop, whether gaps, once drawn, are scaled so that the last request comes when the rate says. Their sum was
+    once left to chance, which is 9 % more or less for 120 requests. Null of an import, which does not say."""
     input_tokens: Annotated[str, Axis(LOAD, 54)]
     """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
     output_tokens: Annotated[str, Axis(LOAD, 55)]

@@ -27,13 +27,16 @@ MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
 
 
 def arrival(point: Point) -> str:
-    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `at the trace's times`."""
+    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `at the trace's times`.
+
+    `2 req/s Poisson, as drawn` where gaps came as fast as they were drawn (`load.paced`).
+    """
     load = _load(point)
     if load.arrival == CLOSED:
         return f"closed {point.concurrency:,}"
     if load.arrival == GAMMA:
         kind = "Poisson" if load.burstiness == 1 else f"gamma {load.burstiness:g}"
-        return f"{load.request_rate or 0:g} req/s {kind}"
+        return f"{load.request_rate or 0:g} req/s {kind}{', as drawn' * (load.paced is False)}"
     return "at the trace's times"
 
 

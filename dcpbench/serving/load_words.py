@@ -95,7 +95,7 @@ def load_name(load: Load, concurrency: int) -> str:
         who = "1 client" if concurrency == 1 else f"{concurrency} clients"
     elif load.arrival == GAMMA:
         bursts = "" if load.burstiness == 1 else f" burstiness {load.burstiness:g}"
-        who = f"{load.request_rate:g} req/s{bursts}"
+        who = f"{load.request_rate:g} req/s{bursts}{', as drawn' * (load.paced is False)}"
     else:
         who = "at the trace's times"
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"

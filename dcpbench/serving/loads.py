@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,9 +144,10 @@ def arrival_times(load: Load) -> list[float | None]:
     assert load.request_rate is not None
     shape, count = load.burstiness, session_count(load)
     gaps = _generator(_seed(load), GAPS).standard_gamma(shape, size=count - 1)
-    drawn, mean_s = float(gaps.sum()), 1 / load.request_rate
-    scale = mean_s * (count - 1) / drawn if load.paced and drawn else mean_s / shape
-    times = [0.0, *np.cumsum(gaps * scale).tolist()]
+    with np.errstate(over="ignore"):
+        drawn, mean_s = float(gaps.sum()), 1 / load.request_rate
+    gaps = gaps / drawn * (mean_s * (count - 1)) if load.paced and 0 < drawn < math.inf else gaps * (mean_s / shape)
+    times = [0.0, *np.cumsum(gaps).tolist()]
     if not times[-1] <= MOST_SECONDS:
         raise UsageError(
             f"--request-rate {load.request_rate:g}: the last of {count:,} {'sessions' if load.sessions else 'requests'} would come after years; "

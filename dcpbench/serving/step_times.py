@@ -204,13 +204,13 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def host_model(self) -> StepModel:
         """The same for the host's time.
 
-        Several ranks were as long at launching a step with chunks as it took their GPUs, in all that was measured; one that
-        stands for them is not (docs/emulation.md).
+        Several ranks are at launching a step with chunks for as long as it takes their GPUs; one that stands for them is
+        done sooner (docs/emulation.md).
         """
         stands = self.emulated is not None and self.path["tp"] != 1
 
         def ms(m: Measured) -> float:
-            return m.median_ms if stands and m.case.chunks else m.median_host_ms
+            return max(m.median_host_ms, m.median_ms if stands and m.case.chunks else 0.0)
 
         return StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in (LINE, GATHER)))
 

@@ -83,7 +83,7 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
 
 
 def _write_png(canvas: FigureCanvasAgg, file: Path) -> None:
-    """In 256 colours, each a few shades off at most: a third of the bytes."""
+    """In 256 colours, each a dozen shades off at most: a third of the bytes."""
     from PIL import Image
 
     canvas.draw()

@@ -55,4 +55,4 @@ def test_nine_points_of_ten_have_to_be_within_a_bar(wrong: int, holds: bool) -> 
     rows = [check.compare(then, late if i < wrong else then) for i in range(10)]
     lines, held = check.told(rows)
     assert held is holds
-    assert lines[1].startswith(f"exchange: {10 - wrong}0% of 10 within 10%; not: kimi-k2 tp4·dcp4")
+    assert lines[1].startswith(f"exchange: {10 - wrong}0% of 10 within 10%; not: kimi-k2 tp4·dcp4 ag_rs ")

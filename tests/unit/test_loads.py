@@ -132,9 +132,15 @@ class TestArrivals:
         assert drawn[-1] != pytest.approx(60, rel=1e-3)
         assert paced == pytest.approx(drawn * 60 / drawn[-1])
 
-    def test_requests_that_all_come_at_once_have_no_pace(self) -> None:
-        times = arrival_times(load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=1e-300, paced=True))
-        assert times == [0.0] * 3
+    @pytest.mark.parametrize(("burstiness", "last"), [(1e-300, 0.0), (1e307, 1.0)])
+    def test_a_sum_that_no_number_is_has_no_pace(self, burstiness: float, last: float) -> None:
+        """Three requests, all at once, or half a second apart."""
+        times = arrival_times(load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=burstiness, paced=True))
+        assert times[-1] == pytest.approx(last)
+
+    def test_gaps_whose_sum_is_hardly_a_number_are_paced(self) -> None:
+        paced = load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=0.002, seed=121, paced=True)
+        assert arrival_times(paced)[-1] == pytest.approx(1.0)
 
 
 class TestPrompts:
@@ -308,14 +314,15 @@ def test_any_other_objective_is_refused(value: object, words: str) -> None:
     [
         ({}, 8, "8 clients, 8 × 10→3 tokens"),
         ({"prefix_share": 0.25, "prefix_groups": 2}, 1, "1 client, 8 × 10→3 tokens, 25% shared by 2"),
-        ({"arrival": GAMMA, "request_rate": 0.5}, 512, "0.5 req/s, 8 × 10→3 tokens"),
+        ({"arrival": GAMMA, "request_rate": 0.5, "paced": True}, 512, "0.5 req/s, 8 × 10→3 tokens"),
+        ({"arrival": GAMMA, "request_rate": 0.5}, 512, "0.5 req/s, as drawn, 8 × 10→3 tokens"),
         (
-            {"arrival": GAMMA, "request_rate": 2.0, "burstiness": 0.5},
+            {"arrival": GAMMA, "request_rate": 2.0, "burstiness": 0.5, "paced": True},
             512,
             "2 req/s burstiness 0.5, 8 × 10→3 tokens",
         ),
         ({"arrival": TRACE, "trace": "a.jsonl"}, 512, "at the trace's times, 8 of a.jsonl"),
-        ({"arrival": GAMMA, "request_rate": 0.5}, 3, "0.5 req/s, 8 × 10→3 tokens, 3 at once"),
+        ({"arrival": GAMMA, "request_rate": 0.5, "paced": True}, 3, "0.5 req/s, 8 × 10→3 tokens, 3 at once"),
         ({"mode": "replay"}, 8, "8 clients, 8 × 10→3 tokens, replay"),
     ],
 )

@@ -222,7 +222,8 @@ class TestReport:
     def test_an_open_loop_is_drawn_against_its_rate_and_a_trace_is_not_drawn(self, tmp_path: Path) -> None:
         """A trace is one load, through which no line goes."""
         rates = [
-            build.served(build.point(TP, 64, {"arrival": "gamma", "request_rate": rate})) for rate in (0.5, 4.0, 8.0)
+            build.served(build.point(TP, 64, {"arrival": "gamma", "request_rate": rate, "paced": True}))
+            for rate in (0.5, 4.0, 8.0)
         ]
         of = build.point(TP, 64, {"arrival": "trace", "trace": "chat.jsonl", "input_tokens": "trace"})
         trace = msgspec.structs.replace(build.served(build.point(TP, 8)), point=of)
@@ -381,8 +382,10 @@ class TestWords:
         ("changes", "text"),
         [
             ({}, "closed 48"),
-            ({"arrival": "gamma", "request_rate": 2.5}, "2.5 req/s Poisson"),
-            ({"arrival": "gamma", "request_rate": 2.0, "burstiness": 0.5}, "2 req/s gamma 0.5"),
+            ({"arrival": "gamma", "request_rate": 2.5, "paced": True}, "2.5 req/s Poisson"),
+            ({"arrival": "gamma", "request_rate": 2.5}, "2.5 req/s Poisson, as drawn"),
+            ({"arrival": "gamma", "request_rate": 2.5, "paced": None}, "2.5 req/s Poisson"),
+            ({"arrival": "gamma", "request_rate": 2.0, "burstiness": 0.5, "paced": True}, "2 req/s gamma 0.5"),
             ({"arrival": "trace", "trace": "chat.jsonl"}, "at the trace's times"),
         ],
     )
@@ -410,7 +413,7 @@ class TestWords:
 
     def test_how_many_an_open_loop_serves_at_once_tells_two_of_them_apart(self, tmp_path: Path) -> None:
         """The same rate with 4 and with 8 requests in flight; a closed loop beside them says nothing of it."""
-        rate = {"arrival": "gamma", "request_rate": 2.0}
+        rate = {"arrival": "gamma", "request_rate": 2.0, "paced": True}
         points = [build.point(TP, 4, rate), build.point(TP, 8, rate), build.point(TP, 8)]
         found = loaded(tmp_path, *(exact(of, 100) for of in points)).served["load"]
         assert sorted(found) == [

@@ -263,7 +263,7 @@ def small_served(rng: random.Random) -> list[Record]:
     missing = rng.choice([0.0, 0.0, 0.2])
     found = []
     for length, load, layout, mode in itertools.product(lengths, loads, layouts, modes):
-        arrives = {"arrival": "gamma", "request_rate": load / 4} if open_loop else {}
+        arrives = {"arrival": "gamma", "request_rate": load / 4, "paced": True} if open_loop else {}
         of = serve_record_builder.point(
             layout,
             load,
@@ -717,7 +717,7 @@ CHOICES: dict[str, tuple[dict[str, Any], list[Choice]]] = {
         [
             chosen(
                 f"1 × {of} req/s",
-                ({**TP8, "load": advised.load(requests=9, arrival="gamma", request_rate=of, chunk=1024)}, 100 * of, ESTIMATED),
+                ({**TP8, "load": advised.load(requests=9, arrival="gamma", request_rate=of, paced=True, chunk=1024)}, 100 * of, ESTIMATED),
             )
             for of in (0.5, 2.0)
         ],
@@ -1207,7 +1207,11 @@ def rounded(value: Any) -> Any:
 REPLAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Settings]] = {
     "closed": ({}, {}, Settings()),
     "slo": ({"input_tokens": "uniform:1000-4000"}, {"concurrency": 16}, Settings(slo={"ttft": 900.0, "itl": 70.0})),
-    "open": ({"arrival": "gamma", "request_rate": 0.8, "burstiness": 0.5}, {"concurrency": 60}, Settings()),
+    "open": (
+        {"arrival": "gamma", "request_rate": 0.8, "burstiness": 0.5, "paced": True},
+        {"concurrency": 60},
+        Settings(),
+    ),
     "prefix": ({"prefix_share": 0.5, "prefix_groups": 3, "chunk": 4096}, {}, Settings()),
     "pressure": ({"output_tokens": "lognormal:300:0.8"}, {"concurrency": 12}, Settings(kv_memory_bytes=256 << 20)),
     "sessions": ({"turns": "uniform:2-4", "turn_tokens": "50", "think_time": 0.5}, {}, Settings()),
