@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.records.runs import read_run
 from tools import emulation_live
 
 if TYPE_CHECKING:
@@ -87,11 +86,6 @@ def _engine(record: Record) -> tuple[str, int]:
     return record.point.model, record.point.dp
 
 
-def _load(record: Record) -> tuple[str, str, str, int, int]:
-    point = record.point
-    return point.model, str(point.layout), point.exchange, point.concurrency, point.context
-
-
 def tokens(text: str) -> set[int]:
     """A comma list of contexts."""
     return {int(n) for n in text.split(",")}
@@ -109,10 +103,8 @@ def main() -> int:
     asked = parser.parse_args()
     published = [
         r
-        for run in PUBLISHED
-        for r in read_run(run).records
-        if r.outcome == "ok"
-        and r.phases
+        for r in emulation_live.measured(PUBLISHED)
+        if r.phases
         and asked.model in (None, r.point.model)
         and (asked.context is None or r.point.context in asked.context)
     ]
@@ -134,13 +126,8 @@ def main() -> int:
         sys.stdout.write(f"$ dcpbench sweep {words}\n")
         sys.stdout.flush()
         subprocess.run(command, check=False)
-    emulated = {
-        _load(r): r
-        for run in asked.output.glob("*/records.jsonl")
-        for r in read_run(run.parent).records
-        if r.outcome == "ok"
-    }
-    rows = [compare(r, emulated[_load(r)]) for r in published if _load(r) in emulated]
+    emulated = emulation_live.measured(asked.output.glob("*"))
+    rows = [compare(*pair) for pair in emulation_live.pairs(published, emulated)]
     asked.output.mkdir(parents=True, exist_ok=True)
     (asked.output / "check.json").write_text(json.dumps(rows, indent=1) + "\n")
     lines, held = told(rows)

@@ -16,6 +16,7 @@ from dcpbench.points.floors import exchanged_bytes
 from dcpbench.points.machines import MEASURED_ON, built_in
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
+from tools import emulation_live
 from tools.emulation_check import EXCHANGED, PUBLISHED
 
 if TYPE_CHECKING:
@@ -29,15 +30,11 @@ PAGE = ROOT / "docs" / "wire-checked.md"
 FOUR, TWO = (
     ROOT / "results" / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26")
 )
-RUNS = [
-    run.parent
-    for folder in (
-        *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
-        PUBLISHED[0].parent,
-        *(TWO / name for name in ("grid", "bf16", "experts")),
-    )
-    for run in sorted(folder.glob("*/records.jsonl"))
+FOLDERS = [
+    *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
+    *(TWO / name for name in ("grid", "bf16", "experts")),
 ]
+RUNS = [*(run for folder in FOLDERS for run in sorted(folder.iterdir())), *PUBLISHED]
 BAR = 0.1
 ITEMSIZE = 2
 """Of queries and partial outputs, also over e4m3."""
@@ -61,13 +58,6 @@ class Row(NamedTuple):
     def off(self) -> float:
         """Modelled over measured, less 1."""
         return self.modelled_us / self.measured_us - 1
-
-    @property
-    def said(self) -> str:
-        """The point."""
-        point = self.point
-        what = f"{point.model} {point.weights_precision} {point.layout} {point.exchange}"
-        return f"{what}, {point.concurrency} × {point.context:,}"
 
 
 def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
@@ -128,7 +118,7 @@ def main() -> int:
             all=len(found),
             bar=BAR,
             bf16=f"{len(within(bf16))} of {len(bf16)}",
-            worst=f"{worst.off:+.0%}, {worst.said}",
+            worst=f"{worst.off:+.0%}, {emulation_live.name(worst.point)}",
         ),
         "",
         *by_exchange(found),
@@ -136,7 +126,7 @@ def main() -> int:
         "| run | point | measured µs | modelled µs | off by |",
         "|---|---|---:|---:|---:|",
         *(
-            f"| {row.run} | {row.said} | {row.measured_us:.1f} | {row.modelled_us:.1f} | {row.off:+.0%} |"
+            f"| {row.run} | {emulation_live.name(row.point)} | {row.measured_us:.1f} | {row.modelled_us:.1f} | {row.off:+.0%} |"
             for row in found
         ),
     ]

@@ -344,5 +344,7 @@ class EstimatedTimes:
         return self.model.step_ms(step_works(step))
 
     def host_ms(self, _step: Step) -> float:
-        """Launching a step takes the host less than running it takes the device, which is what is estimated."""
+        """Launching a step is taken to keep the host for less than it takes the device. Of several ranks and chunks that is not
+        so (StepTimes.host_model): an open loop's request waits for up to a step more here.
+        """
         return 0.0

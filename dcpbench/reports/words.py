@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
-from dcpbench.serving.load_words import session_words
+from dcpbench.serving.load_words import as_drawn, session_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ def arrival(point: Point) -> str:
         return f"closed {point.concurrency:,}"
     if load.arrival == GAMMA:
         kind = "Poisson" if load.burstiness == 1 else f"gamma {load.burstiness:g}"
-        return f"{load.request_rate or 0:g} req/s {kind}{', as drawn' * (load.paced is False)}"
+        return f"{load.request_rate or 0:g} req/s {kind}{as_drawn(load)}"
     return "at the trace's times"
 
 

@@ -95,7 +95,7 @@ def load_name(load: Load, concurrency: int) -> str:
         who = "1 client" if concurrency == 1 else f"{concurrency} clients"
     elif load.arrival == GAMMA:
         bursts = "" if load.burstiness == 1 else f" burstiness {load.burstiness:g}"
-        who = f"{load.request_rate:g} req/s{bursts}{', as drawn' * (load.paced is False)}"
+        who = f"{load.request_rate:g} req/s{bursts}{as_drawn(load)}"
     else:
         who = "at the trace's times"
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
@@ -103,6 +103,11 @@ def load_name(load: Load, concurrency: int) -> str:
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
+
+
+def as_drawn(load: Load) -> str:
+    """Behind the rate of an open loop whose requests came as fast as their gaps were drawn."""
+    return ", as drawn" if load.paced is False else ""
 
 
 def session_words(load: Load) -> str:

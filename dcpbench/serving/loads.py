@@ -144,8 +144,9 @@ def arrival_times(load: Load) -> list[float | None]:
     assert load.request_rate is not None
     shape, count = load.burstiness, session_count(load)
     gaps = _generator(_seed(load), GAPS).standard_gamma(shape, size=count - 1)
+    mean_s = 1 / load.request_rate
     with np.errstate(over="ignore"):
-        drawn, mean_s = float(gaps.sum()), 1 / load.request_rate
+        drawn = float(gaps.sum())
     gaps = gaps / drawn * (mean_s * (count - 1)) if load.paced and 0 < drawn < math.inf else gaps * (mean_s / shape)
     times = [0.0, *np.cumsum(gaps).tolist()]
     if not times[-1] <= MOST_SECONDS:
