@@ -9,17 +9,7 @@
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
 static constexpr int STAGES = 3;                       // tiles that have landed or are under way
-static constexpr int BLOCK = 64 * 128;                 // bytes of 64 rows and 128 columns, swizzled by 128 bytes
-static constexpr int THIN = 64 * 64;                   // of 64 rows of 64 bytes, swizzled by 64
-static constexpr int COLUMNS = 256;                    // of a half of the values
-static constexpr float RAISED = 8;                     // weights are 2^8 times as large as of a softmax: the least of e4m3 is 2^-9
-static constexpr float LARGEST = 448;                  // number of e4m3
 static constexpr int TURNERS = 3;                      // warps that turn over a half of the values
-
-struct Tile {
-    char latent[4][BLOCK];
-    char rope[THIN];
-};
 
 struct Shared {
     alignas(1024) Tile q;
@@ -38,22 +28,6 @@ struct Shared {
 static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
 
 enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY };
-enum Half { LEFT, RIGHT };
-
-// Operands of e4m3 along the sum, blocks of 8 rows one behind the other: the upper half of what describes those of rows of 128 bytes,
-// and of 64, each swizzled by as many. The lower half is a place.
-static constexpr u32 WIDE = (1024 >> 4) | (1u << 30), THINNER = (512 >> 4) | (2u << 30);
-static constexpr int STEP = 32 >> 4; // from one product to the next: 32 numbers
-
-// scores[64 heads, 64 rows] (+)= q[64, 32] . rows[64, 32]T
-template <u32 KIND> __device__ __forceinline__ void mma_scores(float (&s)[32], u32 q, u32 rows, int add) {
-    asm volatile("{\n.reg .pred p;\n.reg .b64 q, rows;\nsetp.ne.b32 p, %34, 0;\n"
-                 "mov.b64 q, {%32, %35};\nmov.b64 rows, {%33, %35};\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-                 SOME ", q, rows, p, 1, 1;\n}\n"
-                 : R32(s, 0)
-                 : "r"(q), "r"(rows), "r"(add), "n"(KIND));
-}
 
 // products[64 heads, 64 columns] (+)= weights[64, 32 rows] . values[64, 32 rows]T
 __device__ __forceinline__ void mma_products(float (&x)[32], const u32* weights, u32 values, int add) {
@@ -69,81 +43,6 @@ __device__ __forceinline__ void mma_products(float (&x)[32], u32 weights, u32 va
                  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " SOME ", weights, values, p, 1, 1;\n}\n"
                  : R32(x, 0)
                  : "r"(weights), "r"(values), "r"(add), "n"(THINNER));
-}
-
-// Four numbers in e4m3, the first in the lowest byte.
-__device__ __forceinline__ u32 rounded(float a, float b, float c, float d) {
-    u32 out;
-    asm("{\n.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};\n}\n"
-        : "=r"(out) : "f"(a), "f"(b), "f"(c), "f"(d));
-    return out;
-}
-
-// Four numbers in e4m3 times a power of two.
-__device__ __forceinline__ u32 shrunk(u32 x, float by) {
-    u32 out;
-    asm("{\n.reg .b16 low, high;\n.reg .b32 a, b, f;\n"
-        "cvt.rn.f16x2.f32 f, %2, %2;\n"
-        "mov.b32 {low, high}, %1;\n"
-        "cvt.rn.f16x2.e4m3x2 a, low;\n"
-        "cvt.rn.f16x2.e4m3x2 b, high;\n"
-        "mul.rn.f16x2 a, a, f;\n"
-        "mul.rn.f16x2 b, b, f;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 low, a;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 high, b;\n"
-        "mov.b32 %0, {low, high};\n}\n"
-        : "=r"(out) : "r"(x), "f"(by));
-    return out;
-}
-
-__device__ __forceinline__ void let_go(u64* bar) {
-    if (thread() % 32 == 0) arrive_at(bar);
-}
-
-// Which tile of the ring comes next, and how often the ring has come round.
-struct Turn {
-    u32 slot = 0, phase = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
-
-// The warp that has tiles copied, in order and across pieces.
-struct Filler {
-    Turn turn;
-
-    __device__ __forceinline__ void take(Shared& sh, const TensorMap* kv, const TensorMap* rope, const Piece& piece, u64 policy) {
-        const int lane = threadIdx.x % 32;
-        int row = box_row(piece, piece.t0);
-        for (int t = piece.t0; t < piece.t1; ++t, turn.next()) {
-            const int next = box_row(piece, t + 1);
-            Tile& tile = sh.kv[turn.slot];
-            u64* full = sh.full[turn.slot];
-            wait_for(&sh.empty[turn.slot], turn.phase ^ 1);
-            if (lane == 0) {
-                expect(&full[LEFT], 2 * BLOCK);
-                expect(&full[RIGHT], 2 * BLOCK + THIN);
-            }
-            __syncwarp();
-            if (lane < BOXES) {
-#pragma unroll
-                for (int block = 0; block < 4; ++block)
-                    copy_box(tile.latent[block] + lane * BOX * 128, kv, 128 * block, row, &full[block / 2], policy);
-                copy_box(tile.rope + lane * BOX * 64, rope, LATENT, row, &full[RIGHT], policy);
-            }
-            row = next;
-        }
-    }
-};
-
-// Rows 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, of which a thread has the numbers of one column, that are below `live`.
-__device__ __forceinline__ u32 kept(int g, int live) {
-    const int k = 16 * g + threadIdx.x % 4 * 2;
-    return (k < live ? 0xFFu : 0) | (k + 1 < live ? 0xFF00u : 0) | (k + 8 < live ? 0xFF0000u : 0) | (k + 9 < live ? 0xFF000000u : 0);
 }
 
 // A third of half of a tile's values with rows and columns exchanged: stretches of 16 columns of which `third` has every third, three at
@@ -191,7 +90,7 @@ template <bool WHOLE> __device__ __forceinline__ void turn_over(const char (*lat
 
 // The warps that turn over one half of the values, tile by tile.
 struct Turner {
-    Turn turn;
+    Turn<STAGES> turn;
     u32 phases = 3; // in which values of the tiles of a pair are let go, a bit each
 
     __device__ __forceinline__ void take(Shared& sh, const Piece& piece, Half half, int third) {
@@ -210,53 +109,6 @@ struct Turner {
         }
     }
 };
-
-__device__ __forceinline__ void score(Shared& sh, const Turn& turn, float (&s)[32]) {
-    constexpr int NEXT = BLOCK >> 4; // from one block of columns to the next
-    const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, &sh.kv[turn.slot]);
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-        if (block % 2 == 0) {
-            wait_for(&sh.full[turn.slot][block / 2], turn.phase);
-            mma_begin();
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) mma_scores<WIDE>(s, q + block * NEXT + k * STEP, rows + block * NEXT + k * STEP, block || k);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) mma_scores<THINNER>(s, q + 4 * NEXT + k * STEP, rows + 4 * NEXT + k * STEP, 1);
-    mma_commit();
-    mma_wait<0>();
-    let_go(&sh.empty[turn.slot]);
-}
-
-__device__ __forceinline__ void largest(const float (&s)[32], const float (&scale)[2], float (&top)[2]) {
-    largest(s, top);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) top[i] = ceilf(top[i] * scale[i]);
-}
-
-// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads.
-__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&total)[2], u32 (&p)[8]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        s[i] = power(s[i] * scale[i / 2 % 2] - (top[i / 2 % 2] - RAISED));
-        total[i / 2 % 2] += s[i];
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int at = i / 2 * 8 + i % 2 * 2;
-        p[i] = rounded(s[at], s[at + 1], s[at + 4], s[at + 5]);
-    }
-}
-
-__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = row_of(thread()) + i % 2 * 8, group = i / 2;
-        *(u32*)(to + row * 64 + ((group ^ (row / 2 % 4)) << 4) + thread() % 4 * 4) = p[i];
-    }
-}
 
 // Adds half of a tile's values to sums that are shrunk first, and lets the values go. `weights(k)`: those of 32 rows, from registers or not.
 template <class Weights>
@@ -289,9 +141,15 @@ __device__ __forceinline__ void add(Shared& sh, int tile, Half half, u32 phase, 
 
 __device__ __forceinline__ u32 remote(Shared& sh, int tile, int k) { return ALONG + place(&sh, sh.weights[tile]) + k * STEP; }
 
+__device__ __forceinline__ void score(Shared& sh, const Turn<STAGES>& turn, float (&s)[32]) {
+    begin_scores(sh, turn, s);
+    mma_wait<0>();
+    let_go(&sh.empty[turn.slot]);
+}
+
 // How far a warpgroup is.
 struct Taken {
-    Turn turn;
+    Turn<STAGES> turn;
     u32 phase[2] = {0, 0}; // in which values of the tiles of a pair are turned over next
 };
 
@@ -395,57 +253,6 @@ __device__ __forceinline__ void take_second(
     }
 }
 
-struct Arguments8 : Arguments {
-    const void* q;
-    float value_scale; // that rows were divided by
-};
-
-__device__ __forceinline__ void widened(u32 pair, float& a, float& b) {
-    if constexpr (ELEMENT[0] == 'b') {
-        a = __uint_as_float(pair << 16);
-        b = __uint_as_float(pair & 0xFFFF0000u);
-    } else {
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n" : "=f"(a), "=f"(b) : "r"(pair));
-    }
-}
-
-// q of a piece in e4m3 by both warpgroups, four threads a head: each head's largest number becomes 448.
-__device__ __forceinline__ void round_q(Shared& sh, const Arguments8& a, int b, int head_block) {
-    const int head = threadIdx.x / 4, quarter = threadIdx.x % 4, h = head_block * HEADS + head;
-    uint4 x[18];
-#pragma unroll
-    for (int i = 0; i < 18; ++i) {
-        x[i] = make_uint4(0, 0, 0, 0);
-        if (h < a.heads) x[i] = ((const uint4*)a.q)[((long long)b * a.heads + h) * (WIDTH / 8) + 4 * i + quarter];
-    }
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < 18; ++i) {
-        const u32 pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float low, high;
-            widened(pairs[j], low, high);
-            most = fmaxf(most, fmaxf(fabsf(low), fabsf(high)));
-        }
-    }
-    most = quad_max(most);
-    const float scale = most > 0 ? fmaxf(most / LARGEST, 1e-30f) : 1, by = 1 / scale;
-    if (quarter == 0) sh.q_scale[head] = scale;
-#pragma unroll
-    for (int i = 0; i < 18; ++i) {
-        float n[8];
-        widened(x[i].x, n[0], n[1]), widened(x[i].y, n[2], n[3]), widened(x[i].z, n[4], n[5]), widened(x[i].w, n[6], n[7]);
-        const uint2 both = make_uint2(rounded(n[0] * by, n[1] * by, n[2] * by, n[3] * by), rounded(n[4] * by, n[5] * by, n[6] * by, n[7] * by));
-        const int chunk = 2 * i + quarter / 2; // of 16 columns
-        char* row = chunk < 32 ? sh.q.latent[chunk / 8] + head * 128 + (((chunk % 8) ^ (head % 8)) << 4)
-                               : sh.q.rope + head * 64 + (((chunk % 4) ^ (head / 2 % 4)) << 4);
-        *(uint2*)(row + quarter % 2 * 8) = both;
-    }
-    fence_async();
-    meet(BOTH, 2 * GROUP);
-}
-
 // Results of a head, which four threads hold: each four columns that lie side by side of any 16.
 template <bool WHOLE> __device__ __forceinline__ void store(char* to, const float (&o)[128], int i, float by, bool live) {
     if (!live) return;
@@ -466,7 +273,8 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
     const int lane = threadIdx.x % 32;
     Taken taken;
     for_each_piece(a, own, [&](int b, int tiles, const Piece& piece) {
-        round_q(sh, a, b, head_block);
+        round_q<false>(sh.q, sh.q_scale, a, b, head_block, threadIdx.x / 4);
+        meet(BOTH, 2 * GROUP);
         const int row = row_of(threadIdx.x);
         float o[128];
 #pragma unroll
@@ -536,7 +344,7 @@ hopper_pairs_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
             const Half half = group == 2 ? LEFT : RIGHT;
             for_each_piece(a, own, [&](int, int, const Piece& piece) { turner.take(sh, piece, half, warp); });
         } else if (group == 2) {
-            Filler filler;
+                Filler<STAGES> filler;
             const u64 policy = first_to_go();
             for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece, policy); });
         }
