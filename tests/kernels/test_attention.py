@@ -308,15 +308,7 @@ def test_flashmla_agrees_with_fp64_at_full_width(heads):
         assert_agrees(spec, q, kv, Shards(pages=shards.pages, lengths=changed), (o, lse), limit=1e-2)
 
 
-@pytest.fixture(params=[hopper_pairs.MANY_FP8, hopper_pairs.APART_FP8])
-def over_e4m3(request, monkeypatch):
-    """Name of the backend's kernel for Hopper where pages can be copied whole; each in turn."""
-    monkeypatch.setattr(hopper_pairs, "OVER_E4M3", request.param)
-    return request.param.replace("_", "-")
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("over_e4m3")
 @pytest.mark.parametrize("kv_scale", [1.0, 0.25])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize(
@@ -339,14 +331,14 @@ def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, page_size, h
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_over_fp8_rows_follows_lengths_that_change_in_place(over_e4m3):
+def test_a_captured_graph_over_fp8_rows_follows_lengths_that_change_in_place():
     """Also a query that is 0, whose largest number cannot divide it."""
     case = problem(CUDA, torch.bfloat16, (4000, 64, 0, 700), heads=64, page_size=16, **FULL)
     spec, q, kv, shards = in_fp8(*case, 0.25)
     q[3, 5] = 0.0
     backend = make_backend("triton", spec)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert backend.kernel == over_e4m3
+        assert backend.kernel == "hopper-apart-fp8"
     backend.plan(shards)
     o, lse = run(backend, spec, q, kv)
     graph = torch.cuda.CUDAGraph()
@@ -443,7 +435,6 @@ def test_rows_in_fp8_agree_with_fp64_on_the_values_they_stand_for(name, unowned,
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("over_e4m3")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_runs_of_the_same_rows_have_the_same_bits(heads, fp8):
@@ -459,7 +450,6 @@ def test_runs_of_the_same_rows_have_the_same_bits(heads, fp8):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("over_e4m3")
 @pytest.mark.parametrize("heads", [16, 128])
 def test_values_in_e4m3_that_have_a_mean_are_added_up_to_the_end(heads):
     """Sums of e4m3 in tensor cores alone keep 13 bits: of 16,384 equal values they would be off by tenths."""
@@ -475,10 +465,10 @@ def test_values_in_e4m3_that_have_a_mean_are_added_up_to_the_end(heads):
     ("page_size", "installed", "heads", "kernel", "fp8"),
     [
         (1, True, 4, "hopper", "hopper-fp8"),
-        (16, True, 4, "hopper-few", "hopper-pairs-fp8"),
-        (16, True, 17, "hopper-pairs", "hopper-pairs-fp8"),
+        (16, True, 4, "hopper-few", "hopper-apart-fp8"),
+        (16, True, 17, "hopper-pairs", "hopper-apart-fp8"),
         (48, True, 4, "hopper", "hopper-fp8"),
-        (128, True, 16, "hopper-few", "hopper-pairs-fp8"),
+        (128, True, 16, "hopper-few", "hopper-apart-fp8"),
         (64, False, 4, "hopper", "hopper-fp8"),
     ],
 )
@@ -491,7 +481,4 @@ def test_pages_that_can_be_copied_whole_are_read_by_the_copy_engine(
     monkeypatch.setattr(triton_mla.triton, "__version__", "3.6.0")
     spec = problem(device, torch.bfloat16, (70,), heads=heads, page_size=page_size, **FULL)[0]
     assert kernel_for(on_hopper(spec)) == kernel
-    over_fp8 = dataclasses.replace(on_hopper(spec), kv_dtype=torch.float8_e4m3fn)
-    assert kernel_for(over_fp8) == fp8
-    monkeypatch.setattr(hopper_pairs, "OVER_E4M3", hopper_pairs.APART_FP8)
-    assert kernel_for(over_fp8) == fp8.replace("pairs", "apart")
+    assert kernel_for(dataclasses.replace(on_hopper(spec), kv_dtype=torch.float8_e4m3fn)) == fp8

@@ -8,15 +8,23 @@
 // that order along the sum, and columns by those with even and with odd numbers, which only matters where results are stored.
 //
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
-//
-// Defined from outside: PROGRAMS, how many programs of a cluster (1 or 2) read the same rows, for other heads. Of two each has half of the
-// columns copied to both, so that they cross from L2 once.
 
-static constexpr bool AHEAD = true;         // scores of the next tile are begun before weights of this one
-static constexpr int KEPT = AHEAD ? 0 : 14; // stretches of 32 columns of q, of 18, in registers: as many as are left
-static constexpr int STAGES = 5;            // tiles that have landed or are under way
-static constexpr int SLOTS = 2;             // tiles whose weights have been handed over
+static constexpr int KEPT = 14;            // stretches of 32 columns of q, of 18, in registers: as many as are left
+static constexpr int STAGES = 5;           // tiles that have landed or are under way
+static constexpr int SLOTS = 2;            // tiles whose weights have been handed over
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
+static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
+static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
+static constexpr int COLUMNS = 256;        // of a half of the values
+static constexpr float RAISED = 8;         // weights are 2^8 times as large as of a softmax: the least of e4m3 is 2^-9
+static constexpr float LARGEST = 448;      // number of e4m3
+
+struct Tile {
+    char latent[4][BLOCK];
+    char rope[THIN];
+};
+
+enum Half { LEFT, RIGHT };
 
 struct Shared {
     alignas(1024) Tile q;
@@ -34,10 +42,154 @@ static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
 
 enum Barrier { Q_READY = 1, SCORERS };
 
-__device__ __forceinline__ void let_go_of_tile(Shared& sh, int slot) {
-    if (thread() % 32) return;
-    arrive_at(&sh.empty[slot]);
-    if constexpr (PROGRAMS == 2) arrive_at_other(&sh.empty[slot]);
+// Operands of e4m3 along the sum, blocks of 8 rows one behind the other: the upper half of what describes those of rows of 128 bytes,
+// and of 64, each swizzled by as many. The lower half is a place.
+static constexpr u32 WIDE = (1024 >> 4) | (1u << 30), THINNER = (512 >> 4) | (2u << 30);
+static constexpr int STEP = 32 >> 4; // from one product to the next: 32 numbers
+
+// scores[64 heads, 64 rows] (+)= q[64, 32] . rows[64, 32]T
+template <u32 KIND> __device__ __forceinline__ void mma_scores(float (&s)[32], u32 q, u32 rows, int add) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 q, rows;\nsetp.ne.b32 p, %34, 0;\n"
+                 "mov.b64 q, {%32, %35};\nmov.b64 rows, {%33, %35};\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+                 SOME ", q, rows, p, 1, 1;\n}\n"
+                 : R32(s, 0)
+                 : "r"(q), "r"(rows), "r"(add), "n"(KIND));
+}
+
+// Four numbers in e4m3, the first in the lowest byte.
+__device__ __forceinline__ u32 rounded(float a, float b, float c, float d) {
+    u32 out;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}\n"
+        : "=r"(out) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return out;
+}
+
+__device__ __forceinline__ void let_go(u64* bar) {
+    if (thread() % 32 == 0) arrive_at(bar);
+}
+
+// Rows 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, of which a thread has the numbers of one column, that are below `live`.
+__device__ __forceinline__ u32 kept(int g, int live) {
+    const int k = 16 * g + threadIdx.x % 4 * 2;
+    return (k < live ? 0xFFu : 0) | (k + 1 < live ? 0xFF00u : 0) | (k + 8 < live ? 0xFF0000u : 0) | (k + 9 < live ? 0xFF000000u : 0);
+}
+
+__device__ __forceinline__ void largest(const float (&s)[32], const float (&scale)[2], float (&top)[2]) {
+    largest(s, top);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) top[i] = ceilf(top[i] * scale[i]);
+}
+
+// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads.
+__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&total)[2], u32 (&p)[8]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        s[i] = power(s[i] * scale[i / 2 % 2] - (top[i / 2 % 2] - RAISED));
+        total[i / 2 % 2] += s[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int at = i / 2 * 8 + i % 2 * 2;
+        p[i] = rounded(s[at], s[at + 1], s[at + 4], s[at + 5]);
+    }
+}
+
+__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int row = row_of(thread()) + i % 2 * 8, group = i / 2;
+        *(u32*)(to + row * 64 + ((group ^ (row / 2 % 4)) << 4) + thread() % 4 * 4) = p[i];
+    }
+}
+
+struct Arguments8 : Arguments {
+    const void* q;
+    float value_scale; // that rows were divided by
+};
+
+__device__ __forceinline__ void widened(u32 pair, float& a, float& b) {
+    if constexpr (ELEMENT[0] == 'b') {
+        a = __uint_as_float(pair << 16);
+        b = __uint_as_float(pair & 0xFFFF0000u);
+    } else {
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n" : "=f"(a), "=f"(b) : "r"(pair));
+    }
+}
+
+// q of a head of a piece in e4m3, by four threads: its largest number becomes 448. It has 72 registers for q, which is widened twice.
+__device__ __forceinline__ void round_q(Tile& q, float* q_scale, const Arguments8& a, int b, int head_block, int head) {
+    const int quarter = threadIdx.x % 4, h = head_block * HEADS + head;
+    uint4 x[18];
+#pragma unroll
+    for (int i = 0; i < 18; ++i) {
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (h < a.heads) x[i] = ((const uint4*)a.q)[((long long)b * a.heads + h) * (WIDTH / 8) + 4 * i + quarter];
+    }
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 18; ++i) {
+        const u32 pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float low, high;
+            widened(pairs[j], low, high);
+            most = fmaxf(most, fmaxf(fabsf(low), fabsf(high)));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 18; ++i) asm volatile("" : "+r"(x[i].x), "+r"(x[i].y), "+r"(x[i].z), "+r"(x[i].w));
+    most = quad_max(most);
+    const float scale = most > 0 ? fmaxf(most / LARGEST, 1e-30f) : 1, by = 1 / scale;
+    if (quarter == 0) q_scale[head] = scale;
+#pragma unroll
+    for (int i = 0; i < 18; ++i) {
+        float n[8];
+        widened(x[i].x, n[0], n[1]), widened(x[i].y, n[2], n[3]), widened(x[i].z, n[4], n[5]), widened(x[i].w, n[6], n[7]);
+        const uint2 both = make_uint2(rounded(n[0] * by, n[1] * by, n[2] * by, n[3] * by), rounded(n[4] * by, n[5] * by, n[6] * by, n[7] * by));
+        const int chunk = 2 * i + quarter / 2; // of 16 columns
+        char* row = chunk < 32 ? q.latent[chunk / 8] + head * 128 + (((chunk % 8) ^ (head % 8)) << 4)
+                               : q.rope + head * 64 + (((chunk % 4) ^ (head / 2 % 4)) << 4);
+        *(uint2*)(row + quarter % 2 * 8) = both;
+    }
+    fence_async();
+}
+
+// Which tile of the ring comes next, and how often the ring has come round.
+struct Turn {
+    u32 slot = 0, phase = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// The warp that has tiles copied, in order and across pieces.
+__device__ __forceinline__ void fill(
+    Shared& sh, Turn& turn, const TensorMap* kv, const TensorMap* rope, const Piece& piece, u64 policy) {
+    const int lane = threadIdx.x % 32;
+    int row = box_row(piece, piece.t0);
+    for (int t = piece.t0; t < piece.t1; ++t, turn.next()) {
+        const int next = box_row(piece, t + 1);
+        Tile& tile = sh.kv[turn.slot];
+        u64* full = sh.full[turn.slot];
+        wait_for(&sh.empty[turn.slot], turn.phase ^ 1);
+        if (lane == 0) {
+            expect(&full[LEFT], 2 * BLOCK);
+            expect(&full[RIGHT], 2 * BLOCK + THIN);
+        }
+        __syncwarp();
+        if (lane < BOXES) {
+#pragma unroll
+            for (int block = 0; block < 4; ++block)
+                copy_box(tile.latent[block] + lane * BOX * 128, kv, 128 * block, row, &full[block / 2], policy);
+            copy_box(tile.rope + lane * BOX * 64, rope, LATENT, row, &full[RIGHT], policy);
+        }
+        row = next;
+    }
 }
 
 // scores[64 heads, 64 rows] (+)= q[64, 32] . rows[64, 32]T, q from registers
@@ -68,7 +220,7 @@ __device__ __forceinline__ void keep(const Tile& q, u32 (&kept)[4 * KEPT + 1]) {
 }
 
 // Begins the scores of a tile, once it has landed.
-__device__ __forceinline__ void begin_scores(Shared& sh, const Turn<STAGES>& turn, const u32 (&kept)[4 * KEPT + 1], float (&s)[32]) {
+__device__ __forceinline__ void begin_scores(Shared& sh, const Turn& turn, const u32 (&kept)[4 * KEPT + 1], float (&s)[32]) {
     const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, &sh.kv[turn.slot]);
 #pragma unroll
     for (int k = 0; k < WIDTH / 32; ++k) {
@@ -97,7 +249,7 @@ struct Hand {
 
 // How far scores are.
 struct Scored {
-    Turn<STAGES> turn;
+    Turn turn;
     Hand hand;
     float top[2], total[2]; // of a thread's two heads: the next whole number above the largest score times log2(e), and the sum of its weights
 };
@@ -128,45 +280,16 @@ __device__ __forceinline__ void hand_over(Shared& sh, Scored& scored, float (&s)
     ++scored.hand.count;
 }
 
-// Weights of a tile whose scores were begun before `later` others.
-template <int later>
-__device__ __forceinline__ void end_tile(Shared& sh, Turn<STAGES>& turn, Scored& scored, const float (&scale)[2], float (&s)[32], int live) {
-    mma_wait<later>();
-    let_go_of_tile(sh, turn.slot);
-    turn.next();
-    hand_over(sh, scored, s, scale, live);
-}
-
-// A piece's tiles. The last are by themselves, as products that a branch may begin are serialised.
+// A piece's tiles.
 __device__ __forceinline__ void take_tiles(
     Shared& sh, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
-    Turn<STAGES> turn = scored.turn;
-    const auto begin = [&](float (&s)[32]) {
+    for (int t = piece.t0; t < piece.t1; ++t) {
+        float s[32];
         begin_scores(sh, scored.turn, kept, s);
+        mma_wait<0>();
+        let_go(&sh.empty[scored.turn.slot]);
         scored.turn.next();
-    };
-    float even[32], odd[32];
-    int t = piece.t0;
-    if constexpr (!AHEAD) {
-        for (; t < piece.t1; ++t) {
-            begin(even);
-            end_tile<0>(sh, turn, scored, scale, even, piece.length - t * TILE);
-        }
-        return;
-    }
-    begin(even);
-    for (; t + 2 < piece.t1; t += 2) {
-        begin(odd);
-        end_tile<1>(sh, turn, scored, scale, even, TILE);
-        begin(even);
-        end_tile<1>(sh, turn, scored, scale, odd, TILE);
-    }
-    if (t + 1 < piece.t1) {
-        begin(odd);
-        end_tile<1>(sh, turn, scored, scale, even, TILE);
-        end_tile<0>(sh, turn, scored, scale, odd, piece.length - (t + 1) * TILE);
-    } else {
-        end_tile<0>(sh, turn, scored, scale, even, piece.length - t * TILE);
+        hand_over(sh, scored, s, scale, piece.length - t * TILE);
     }
 }
 
@@ -180,7 +303,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         } else {
             meet(SCORERS, GROUP); // all have done with q before this
 #pragma unroll 1
-            for (int head = threadIdx.x % GROUP / 4; head < HEADS; head += GROUP / 4) round_q<true>(sh.q, sh.q_scale, a, b, head_block, head);
+            for (int head = threadIdx.x % GROUP / 4; head < HEADS; head += GROUP / 4) round_q(sh.q, sh.q_scale, a, b, head_block, head);
             meet(SCORERS, GROUP);
         }
         first = false;
@@ -233,7 +356,7 @@ __device__ __forceinline__ void load_factors(const float* from, float (&by)[16])
 
 // Adds half of a tile's values to sums, 64 columns at a time, of which a warp has 16 that lie side by side: 16 * (4 * warp + block).
 template <bool WHOLE>
-__device__ __forceinline__ void add(Shared& sh, const Turn<STAGES>& turn, const Hand& hand, int half, int live, float (&o)[128]) {
+__device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& hand, int half, int live, float (&o)[128]) {
     const u32 lane = thread() % 32, warp = thread() % GROUP / 32, at = lane % 8;
     const u32 from = shared_address(sh.kv[turn.slot].latent[2 * half]) + warp / 2 * BLOCK + lane * 128 + ((at ^ (warp % 2 * 4)) << 4);
     const u32 weights = ALONG + place(&sh, sh.weights[hand.slot()]);
@@ -270,7 +393,7 @@ __device__ __forceinline__ void add(Shared& sh, const Turn<STAGES>& turn, const 
     }
     __syncwarp();
     let_go(&sh.added[hand.slot()]);
-    let_go_of_tile(sh, turn.slot);
+    let_go(&sh.empty[turn.slot]);
 }
 
 // Results of a thread: of each of its heads two columns that lie side by side of any 16.
@@ -297,12 +420,12 @@ template <bool WHOLE> __device__ __forceinline__ void store(char* to, const floa
 
 // What is added up: of a whole request to its output, of a piece in fp32 to its slot.
 __device__ __forceinline__ void add_up(Shared& sh, const Arguments8& a, const Share& own, int part, int head_block, int half) {
-    Turn<STAGES> turn;
+    Turn turn;
     Hand hand;
     bool first = true;
     for_each_piece(a, own, [&](int b, int tiles, const Piece& piece) {
         if (first) {
-            round_q<true>(sh.q, sh.q_scale, a, b, head_block, threadIdx.x / 4);
+            round_q(sh.q, sh.q_scale, a, b, head_block, threadIdx.x / 4);
             arrive(Q_READY, 3 * GROUP);
         }
         first = false;
@@ -333,13 +456,7 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments8& a, const Sh
     });
 }
 
-#if PROGRAMS == 2
-#define TOGETHER __cluster_dims__(2, 1, 1)
-#else
-#define TOGETHER
-#endif
-
-extern "C" __global__ void TOGETHER __launch_bounds__(4 * GROUP, 1)
+extern "C" __global__ void __launch_bounds__(4 * GROUP, 1)
 hopper_apart_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant__ TensorMap rope_map, const __grid_constant__ Arguments8 a) {
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
@@ -350,7 +467,7 @@ hopper_apart_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     const int first_tiles = tiles_of_request(a.lengths, threadIdx.x % 32, a.batch);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; ++i) init_barrier(&sh.full[0][0] + i, 1);
-        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 12 * PROGRAMS);
+        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 12);
         for (int i = 0; i < SLOTS; ++i) init_barrier(&sh.weighed[i], 4), init_barrier(&sh.added[i], 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&kv_map) : "memory");
@@ -358,7 +475,6 @@ hopper_apart_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     }
     const Share own = share(a.lengths, first_tiles, part, a.parts, a.batch);
     __syncthreads();
-    if constexpr (PROGRAMS == 2) meet_other(); // its barriers are there
     if (group < SCORER) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
         add_up(sh, a, own, part, head_block, group);
@@ -368,10 +484,9 @@ hopper_apart_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x < COPIER * GROUP + 32) {
-            Filler<STAGES, PROGRAMS> filler;
+            Turn turn;
             const u64 policy = first_to_go();
-            for_each_piece(a, own, [&](int, int, const Piece& piece) { filler.take(sh, &kv_map, &rope_map, piece, policy); });
+            for_each_piece(a, own, [&](int, int, const Piece& piece) { fill(sh, turn, &kv_map, &rope_map, piece, policy); });
         }
     }
-    if constexpr (PROGRAMS == 2) meet_other(); // it may still copy to here
 }

@@ -13,16 +13,12 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec
 
 HERE = Path(__file__).parent
-MANY, MANY_FP8, APART_FP8, FEW = "hopper_pairs", "hopper_pairs_fp8", "hopper_apart_fp8", "hopper_few"
+MANY, APART_FP8, FEW = "hopper_pairs", "hopper_apart_fp8", "hopper_few"
 """Names of the kernels, which those of their sources begin with."""
-SHARED, SHARED_FP8 = "hopper_parts.cuh", "hopper_parts_fp8.cuh"
-"""Sources of what all kernels share, and what those over e4m3 do."""
-OVER_E4M3 = MANY_FP8
-"""Which of the two over e4m3 runs."""
-CLUSTER = 1
-"""Programs (1 or 2) of APART_FP8 that read the same rows and have each copied once, where there are as many blocks of heads."""
-THREADS = {MANY: 384, MANY_FP8: 512, APART_FP8: 512, FEW: 160}
-"""Of a program: three warpgroups, and over e4m3 a fourth, that turns values over or copies; for few heads one, and a warp that copies."""
+SHARED = "hopper_parts.cuh"
+"""Source of what they share."""
+THREADS = {MANY: 384, APART_FP8: 512, FEW: 160}
+"""Of a program: three warpgroups, and over e4m3 a fourth, of which one warp copies; for few heads one, and a warp that copies."""
 FEW_HEADS = (8, 16)
 """Of products for few heads, of which the least that are enough are taken."""
 SHARED_BYTES = 232_448
@@ -68,11 +64,10 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _kernel(name: str, element: str, page: int, heads: int, programs: int, device: int) -> Any:
+def _kernel(name: str, element: str, page: int, heads: int, device: int) -> Any:
     from cuda.bindings import driver, nvrtc
 
-    shared = (SHARED, SHARED_FP8) if name in (MANY_FP8, APART_FP8) else (SHARED,)
-    source = b"".join((HERE / file).read_bytes() for file in (*shared, f"{name}.cu"))
+    source = b"".join((HERE / file).read_bytes() for file in (SHARED, f"{name}.cu"))
     program = _checked(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
     words = (
         "--gpu-architecture=sm_90a",
@@ -82,7 +77,6 @@ def _kernel(name: str, element: str, page: int, heads: int, programs: int, devic
         f"-DLEAST={LEAST}",
         f"-DSLACK={SLACK}",
         f"-DFEW={heads}",
-        f"-DPROGRAMS={programs}",
         "-DINFINITY=__int_as_float(0x7f800000)",
     )
     (error,) = nvrtc.nvrtcCompileProgram(program, len(words), [word.encode() for word in words])
@@ -164,15 +158,14 @@ def launch(
     heads = next(few for few in FEW_HEADS if spec.heads <= few) if few_heads(spec) else BOX
     arguments: ctypes.Structure
     if spec.fp8:
-        name, maps = OVER_E4M3, [_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
+        name, maps = APART_FP8, [_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
         arguments = _ArgumentsFp8(*own, q_BHQ.data_ptr(), spec.kv_scale)
     else:
         q_map = _tensor_map(q_BHQ.data_ptr(), q_BHQ.numel() // WIDTH, heads, spec.dtype)
         name = FEW if few_heads(spec) else MANY
         maps = [q_map, _tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
         arguments = _Arguments(*own)
-    programs = CLUSTER if -(-spec.heads // BOX) % CLUSTER == 0 else 1
-    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, heads, programs, q_BHQ.device.index or 0)
+    function = _kernel(name, ELEMENTS[spec.dtype], spec.page_size, heads, q_BHQ.device.index or 0)
     told = [ctypes.create_string_buffer(one, 128) for one in maps]
     places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*told, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream

@@ -1,5 +1,5 @@
 // What the kernels of hopper_*.cu share: barriers, copies and products of Hopper, the division of work,
-// and what threads of a warpgroup hold of scores and sums. Put before either's source (hopper_pairs.py).
+// and what threads of a warpgroup hold of scores and sums. Put before the source of each (hopper_pairs.py).
 //
 // Defined from outside: ELEMENT (bf16 or f16), PAGE (a multiple of 16), LEAST and SLACK (partition.py).
 

@@ -32,11 +32,7 @@ HOPPER_FP8 = {
     "REGS": (160, 112, 80),
 } | DIVISION
 """The same over rows in e4m3, of which a tile is half as large."""
-ROUNDS: dict[str, tuple[str, ...]] = {
-    "hopper-fp8": (QUERIES,),
-    "hopper-pairs-fp8": (QUERIES, WEIGHTS),
-    "hopper-apart-fp8": (QUERIES, WEIGHTS),
-}
+ROUNDS: dict[str, tuple[str, ...]] = {"hopper-fp8": (QUERIES,), "hopper-apart-fp8": (QUERIES, WEIGHTS)}
 """What a kernel rounds to e4m3, where it rounds anything."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
@@ -46,7 +42,7 @@ def kernel_for(spec: AttentionSpec) -> str:
     """'plain' where Hopper's instructions do not exist or sizes are none of those that its kernels are for.
 
     There, where pages can be copied whole and it can be compiled, 'hopper-few' up to 16 heads and 'hopper-pairs' past them,
-    else 'hopper'; over e4m3 'hopper-pairs-fp8' or 'hopper-apart-fp8', as hopper_pairs.OVER_E4M3 says, else 'hopper-fp8'.
+    else 'hopper'; over e4m3 'hopper-apart-fp8', else 'hopper-fp8'.
     """
     gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
@@ -57,7 +53,7 @@ def kernel_for(spec: AttentionSpec) -> str:
     if compiled and hopper_pairs.few_heads(spec):
         return "hopper-few"
     if compiled:
-        return (hopper_pairs.OVER_E4M3 if spec.fp8 else hopper_pairs.MANY).replace("_", "-")
+        return "hopper-apart-fp8" if spec.fp8 else "hopper-pairs"
     return "hopper-fp8" if spec.fp8 else "hopper"
 
 
@@ -141,7 +137,7 @@ class TritonBackend:
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         block_b = max(32, triton.next_power_of_2(spec.batch))
         # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
-        if self.kernel.startswith(("hopper-pairs", "hopper-apart", "hopper-few")):
+        if self.kernel in ("hopper-pairs", "hopper-apart-fp8", "hopper-few"):
             scale = spec.scale * spec.kv_scale * LOG2_E
             hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))
         elif self.kernel == "hopper":
