@@ -10,8 +10,8 @@
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
 static constexpr int KEPT = 14;            // stretches of 32 columns of q, of 18, in registers: as many as are left
-static constexpr int STAGES = 5;           // tiles that have landed or are under way
-static constexpr int SLOTS = 2;            // tiles whose weights have been handed over
+static constexpr int STAGES = 4;           // tiles that have landed or are under way
+static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
@@ -40,7 +40,7 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
 
-enum Barrier { Q_READY = 1, SCORERS };
+enum Barrier { Q_READY = 1, SCORERS, CLEARED };
 
 // Operands of e4m3 along the sum, blocks of 8 rows one behind the other: the upper half of what describes those of rows of 128 bytes,
 // and of 64, each swizzled by as many. The lower half is a place.
@@ -70,12 +70,6 @@ __device__ __forceinline__ u32 rounded(float a, float b, float c, float d) {
 
 __device__ __forceinline__ void let_go(u64* bar) {
     if (thread() % 32 == 0) arrive_at(bar);
-}
-
-// Rows 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, of which a thread has the numbers of one column, that are below `live`.
-__device__ __forceinline__ u32 kept(int g, int live) {
-    const int k = 16 * g + threadIdx.x % 4 * 2;
-    return (k < live ? 0xFFu : 0) | (k + 1 < live ? 0xFF00u : 0) | (k + 8 < live ? 0xFF0000u : 0) | (k + 9 < live ? 0xFF000000u : 0);
 }
 
 __device__ __forceinline__ void largest(const float (&s)[32], const float (&scale)[2], float (&top)[2]) {
@@ -287,7 +281,6 @@ __device__ __forceinline__ void take_tiles(
         float s[32];
         begin_scores(sh, scored.turn, kept, s);
         mma_wait<0>();
-        let_go(&sh.empty[scored.turn.slot]);
         scored.turn.next();
         hand_over(sh, scored, s, scale, piece.length - t * TILE);
     }
@@ -336,13 +329,22 @@ __device__ __forceinline__ void load_values(u32 from, u32 (&x)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
 }
 
-// The first operand of a product: rows 32 * k to 31 further of 16 columns. Rows from `live` on become zeros unless WHOLE.
-template <bool WHOLE> __device__ __forceinline__ void turn_over(const u32 (&x)[4], int k, int live, u32* v) {
+// The first operand of a product, of what `load_values` gave.
+__device__ __forceinline__ void turn_over(const u32 (&x)[4], u32* v) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         v[i] = __byte_perm(x[i / 2 * 2], x[i / 2 * 2 + 1], i % 2 ? 0x7531 : 0x6420);
-        if (!WHOLE) v[i] &= kept(2 * k + i / 2, live);
+        asm volatile("" : "+r"(v[i])); // before products are begun, among which it would split them
     }
+}
+
+// Zeros from row `live` on: whatever there is would reach products.
+__device__ __forceinline__ void clear(Tile& tile, int half, int live) {
+    for (int i = live * 8 + threadIdx.x % GROUP; i < TILE * 8; i += GROUP)
+#pragma unroll
+        for (int block = 0; block < 2; ++block) ((uint4*)tile.latent[2 * half + block])[i] = make_uint4(0, 0, 0, 0);
+    fence_async(); // before the next tile is copied there
+    meet(CLEARED + half, GROUP);
 }
 
 // Factors of the heads that a thread has sums of: 8 * j + {2 * c, 2 * c + 1}.
@@ -354,9 +356,18 @@ __device__ __forceinline__ void load_factors(const float* from, float (&by)[16])
     }
 }
 
+// Has sums so far shrink where they do, beside products that are under way.
+__device__ __forceinline__ void shrink_sums(Shared& sh, const Hand& hand, float (&o)[128]) {
+    const uint4 moved = sh.moved[hand.slot()];
+    if (!__any_sync(~0u, moved.x | moved.y | moved.z | moved.w)) return;
+    float by[16];
+    load_factors(sh.shrink[hand.slot()], by);
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= by[i % 32 / 4 * 2 + i % 2];
+}
+
 // Adds half of a tile's values to sums, 64 columns at a time, of which a warp has 16 that lie side by side: 16 * (4 * warp + block).
-template <bool WHOLE>
-__device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& hand, int half, int live, float (&o)[128]) {
+__device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& hand, int half, float (&o)[128]) {
     const u32 lane = thread() % 32, warp = thread() % GROUP / 32, at = lane % 8;
     const u32 from = shared_address(sh.kv[turn.slot].latent[2 * half]) + warp / 2 * BLOCK + lane * 128 + ((at ^ (warp % 2 * 4)) << 4);
     const u32 weights = ALONG + place(&sh, sh.weights[hand.slot()]);
@@ -364,16 +375,9 @@ __device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& ha
     float x[32];
     load_values(from, first);
     load_values(from + 32 * 128, second);
-    turn_over<WHOLE>(first, 0, live, v);
-    turn_over<WHOLE>(second, 1, live, v + 4);
+    turn_over(first, v);
+    turn_over(second, v + 4);
     wait_for(&sh.weighed[hand.slot()], hand.phase());
-    const uint4 moved = sh.moved[hand.slot()];
-    if (__any_sync(~0u, moved.x | moved.y | moved.z | moved.w)) {
-        float by[16];
-        load_factors(sh.shrink[hand.slot()], by);
-#pragma unroll
-        for (int i = 0; i < 128; ++i) o[i] *= by[i % 32 / 4 * 2 + i % 2];
-    }
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
         mma_begin();
@@ -382,13 +386,14 @@ __device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& ha
         mma_commit();
         const u32 next = from ^ ((block + 1) << 4); // half of it is loaded ahead, as registers are short
         if (block < 3) load_values(next, first);
+        if (block == 0) shrink_sums(sh, hand, o);
         mma_wait<0>();
         if (block < 3) load_values(next + 32 * 128, second);
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[32 * block + i] += x[i];
         if (block < 3) {
-            turn_over<WHOLE>(first, 0, live, v);
-            turn_over<WHOLE>(second, 1, live, v + 4);
+            turn_over(first, v);
+            turn_over(second, v + 4);
         }
     }
     __syncwarp();
@@ -435,10 +440,8 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments8& a, const Sh
         for (int t = piece.t0; t < piece.t1; ++t, turn.next(), ++hand.count) {
             const int live = piece.length - t * TILE;
             wait_for(&sh.full[turn.slot][half], turn.phase);
-            if (live >= TILE)
-                add<true>(sh, turn, hand, half, live, o);
-            else
-                add<false>(sh, turn, hand, half, live, o);
+            if (live < TILE) clear(sh.kv[turn.slot], half, live);
+            add(sh, turn, hand, half, o);
         }
         float by[16];
         wait_for(&sh.weighed[hand.slot()], hand.phase());
@@ -467,7 +470,7 @@ hopper_apart_fp8(const __grid_constant__ TensorMap kv_map, const __grid_constant
     const int first_tiles = tiles_of_request(a.lengths, threadIdx.x % 32, a.batch);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * STAGES; ++i) init_barrier(&sh.full[0][0] + i, 1);
-        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 12);
+        for (int i = 0; i < STAGES; ++i) init_barrier(&sh.empty[i], 8);
         for (int i = 0; i < SLOTS; ++i) init_barrier(&sh.weighed[i], 4), init_barrier(&sh.added[i], 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&kv_map) : "memory");
