@@ -113,10 +113,12 @@ def _rows_kernel(
     BLOCK_G: tl.constexpr,
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Each program takes BLOCK_G groups, wherever their rows end."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     live = g < count
@@ -125,6 +127,8 @@ def _rows_kernel(
     byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
     tl.store(scale + g, scale_G, mask=live)
     tl.store(data + at, byte_GK, mask=live[:, None])
+    if EARLY and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def early(device: torch.device) -> dict[str, bool]:
@@ -135,8 +139,11 @@ def early(device: torch.device) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
 
 
-def quantise_rows(x_TK: torch.Tensor) -> Scaled:
-    """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128."""
+def quantise_rows(x_TK: torch.Tensor, *, late: bool = False) -> Scaled:
+    """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128.
+
+    `late`: the next kernel's programs may begin when these have stored what they made, not when they begin.
+    """
     rows = empty_rows(len(x_TK), x_TK.shape[1], x_TK.device)
     count = rows.scale.numel()
     block = MORE_GROUPS if count > MANY else GROUPS
@@ -149,6 +156,7 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         LARGEST=LARGEST,
         BLOCK_G=block,
         NATIVE=has_cast(x_TK.device),
+        LATE=late,
         num_warps=4,
         **early(x_TK.device),
     )

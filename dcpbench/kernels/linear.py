@@ -39,6 +39,11 @@ DEEP = 7168
 """Depth from which on a program that takes all of it begins and ends in little of its time."""
 HOPPER = 9
 """Major compute capability."""
+SHARED, RESERVED = 228 * 1024, 1024
+"""Bytes of shared memory that a multiprocessor of a Hopper has, and that each program takes beside its own."""
+FEWEST_STAGES = 4
+MOST_TOGETHER = 3
+"""Programs on a multiprocessor from which on they hide each other's waiting."""
 
 
 def linear(
@@ -77,6 +82,7 @@ def _product_kernel(
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NEXT_EARLY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth."""
@@ -92,7 +98,7 @@ def _product_kernel(
     x_scale_at = x_scale + row * groups
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
     if EARLY:
-        if parts > 1:
+        if NEXT_EARLY or parts > 1:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
@@ -134,6 +140,8 @@ class Tiling:
     """Stretches of the depth that programs of their own take."""
     weight_first: bool = True
     """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
+    next_early: bool = False
+    """Whether programs of the next kernel may begin early where there is nothing to add up, too."""
 
 
 def product(
@@ -151,7 +159,7 @@ def product(
 
         hopper_linear.product(x, weight, out, multiprocessors(device))
         return out
-    how = how or tiling(rows, columns, depth, multiprocessors(device))
+    how = how or tiling(rows, columns, depth, multiprocessors(device), shared_memory(device))
     partial = out
     if how.parts > 1:
         partial = torch.empty(how.parts, rows, columns, dtype=torch.float32, device=device)
@@ -169,6 +177,7 @@ def product(
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
         STAGES=how.stages,
+        NEXT_EARLY=how.next_early,
         num_warps=how.warps,
         **early(device),
     )
@@ -186,10 +195,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def tiling(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling:
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor; the interpreter minds none."""
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else SHARED
+    )
+
+
+def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Tiling:
     """How a product is cut.
 
-    Near the fastest of some 60 on an H200 with DeepSeek-V3's layers whole and cut by 4 and 8; docs/kernels-linear.md.
+    Rows, columns and parts are near the fastest of some 60 on an H200 with DeepSeek-V3's layers whole and cut by 4 and 8;
+    docs/kernels-linear.md. Stages: see spread().
     """
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
@@ -200,12 +218,27 @@ def tiling(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling:
         """So many that there are programs for all multiprocessors, once or twice."""
         return min(max(1, (2 if twice else 1) * multiprocessors // blocks), max(1, groups // 2))
 
+    def cut(width: int, blocks: int, parts: int) -> Tiling:
+        stages = spread(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
+        return Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts)
+
     few, deep = rows <= FEWEST_ROWS, depth >= DEEP
     enough = 8 * wide >= multiprocessors if few else deep and multiprocessors <= 5 * wide < 5 * multiprocessors
     if tile <= 32 and enough:
         twice = tile == 16 and 3 * wide >= multiprocessors and (deep or (few and 2 * depth > DEEP))
-        return Tiling(rows=tile, columns=128, stages=4 if few or twice else 6, warps=4, parts=parts(wide, twice))
+        return cut(128, wide, parts(wide, twice))
     twice = deep and 3 * narrow >= multiprocessors
     if tile == 64 and twice and narrow <= multiprocessors:
-        return Tiling(rows=tile, columns=128, stages=4, warps=4, parts=4)
-    return Tiling(rows=tile, columns=64, stages=6 if tile <= 32 else 4, warps=4, parts=parts(narrow, twice))
+        return cut(128, wide, 4)
+    return cut(64, narrow, parts(narrow, twice))
+
+
+def spread(programs: int, multiprocessors: int, stage_bytes: int, shared: int = SHARED) -> int:
+    """The fewest stages that leave a multiprocessor no room for more programs than its share.
+
+    Programs of a product may begin while those of the kernel before still run. A multiprocessor takes none with this much
+    shared memory until it has none of the others left, and the first ones to be free would take all that fit: a third of
+    the GPU then does all of the work.
+    """
+    together = min(triton.cdiv(programs, multiprocessors), MOST_TOGETHER)
+    return max(FEWEST_STAGES, (shared // (together + 1) - RESERVED) // stage_bytes + 1)

@@ -6,7 +6,7 @@ import torch
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import capability
-from dcpbench.kernels.linear import Tiling, linear, linear_reference, product
+from dcpbench.kernels.linear import Tiling, linear, linear_reference, product, tiling
 from dcpbench.kernels.moe import experts_reference, scaled, scaled_experts_reference
 
 STEP = 32
@@ -61,6 +61,22 @@ def test_narrow_programs_take_half_a_block_of_columns(rows, device):
     found = product(block_scaled.quantise_rows(x), weight, torch.float32, how)
     wanted, lost = truth(x, weight)
     assert ((found.double() - wanted).abs() <= lost).all()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize(("columns", "depth"), [(512, 7168), (2112, 7168), (7168, 256), (7168, 4096), (9216, 7168)])
+def test_a_multiprocessor_has_room_for_its_share_of_programs_alone(rows, columns, depth):
+    """Of 132, as a Hopper has, each with 228 KiB of shared memory, 1 KiB of which each program takes beside its stages.
+
+    7168 × 4096 at 64 rows: 112 programs of 64 columns, one each. Four stages of (64 + 64) · 128 bytes would leave room for
+    three, eight leave it for one. Multiprocessors with 100 KiB have room for one at least.
+    """
+    how = tiling(rows, columns, depth, 132)
+    share = -(-(-(-columns // how.columns) * how.parts) // 132)
+    room = 228 // (how.stages * (how.rows + how.columns) / 8 + 1)
+    assert min(share, 2) <= room <= share
+    small = tiling(rows, columns, depth, 132, shared=100 << 10)
+    assert small.stages * (small.rows + small.columns) / 8 + 1 < 100
 
 
 def test_scales_of_other_blocks_would_be_noticed(device):
