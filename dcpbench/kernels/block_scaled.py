@@ -113,12 +113,10 @@ def _rows_kernel(
     BLOCK_G: tl.constexpr,
     NATIVE: tl.constexpr,
     EARLY: tl.constexpr,
-    LATE: tl.constexpr,
 ):
     """Each program takes BLOCK_G groups, wherever their rows end."""
     if EARLY:
-        if not LATE:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     live = g < count
@@ -127,23 +125,20 @@ def _rows_kernel(
     byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
     tl.store(scale + g, scale_G, mask=live)
     tl.store(data + at, byte_GK, mask=live[:, None])
-    if EARLY and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch whose programs may start while the kernel before it ends: they wait for it by themselves.
 
-    All kernels that are launched so must wait, so that whatever follows one of them follows all before it, too.
+    All programs of all kernels that are launched so must wait. As they let the next kernel's begin before they wait, these
+    may be there while kernels further back still run; but a kernel that is waited for has itself waited, so whatever follows
+    one of them follows all before it. Before it waits a program writes nothing, and reads nothing that any of them writes.
     """
     return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
 
 
-def quantise_rows(x_TK: torch.Tensor, *, late: bool = False) -> Scaled:
-    """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128.
-
-    `late`: the next kernel's programs may begin when these have stored what they made, not when they begin.
-    """
+def quantise_rows(x_TK: torch.Tensor) -> Scaled:
+    """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128."""
     rows = empty_rows(len(x_TK), x_TK.shape[1], x_TK.device)
     count = rows.scale.numel()
     block = MORE_GROUPS if count > MANY else GROUPS
@@ -156,7 +151,6 @@ def quantise_rows(x_TK: torch.Tensor, *, late: bool = False) -> Scaled:
         LARGEST=LARGEST,
         BLOCK_G=block,
         NATIVE=has_cast(x_TK.device),
-        LATE=late,
         num_warps=4,
         **early(x_TK.device),
     )

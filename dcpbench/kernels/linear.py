@@ -33,10 +33,6 @@ from dcpbench.points.shapes import SCALE_BLOCK
 
 FEW_ROWS = 128
 """Up to which reading the weights decides."""
-FEWEST_ROWS = 8
-"""Up to which hardly any of a tile's rows are there, and broad programs are best."""
-DEEP = 7168
-"""Depth from which on a program that takes all of it begins and ends in little of its time."""
 HOPPER = 9
 """Major compute capability."""
 SHARED, RESERVED = 228 * 1024, 1024
@@ -44,6 +40,13 @@ SHARED, RESERVED = 228 * 1024, 1024
 FEWEST_STAGES = 4
 MOST_TOGETHER = 3
 """Programs on a multiprocessor from which on they hide each other's waiting."""
+PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 49e3, 4.3e6, 0.9e6
+"""Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
+most; of parts that are stored and added up."""
+BESIDE = 0.8
+"""By how much longer programs take for each one beside them."""
+ADD_UP_US = 0.7
+"""What adding up takes beside."""
 
 
 def linear(
@@ -68,6 +71,27 @@ def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
 
 
 @triton.jit
+def _ask_ahead(weight, columns, depth, groups, BLOCK_N: tl.constexpr):
+    """Brings the first groups of a program's columns into the L2 cache, which needs no room of the program's own.
+
+    Nobody waits for them, and there is nothing to be wrong: loads find what is in that cache or memory by then.
+    """
+    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
+    PIECES: tl.constexpr = THREADS // BLOCK_N
+    i = tl.arange(0, THREADS)
+    size = groups * 128 // PIECES
+    column = tl.minimum(tl.program_id(0) * BLOCK_N + i % BLOCK_N, columns - 1).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [weight + column * depth + i // BLOCK_N * size, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _product_kernel(
     x,
     x_scale,
@@ -82,7 +106,8 @@ def _product_kernel(
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    NEXT_EARLY: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth."""
@@ -98,11 +123,12 @@ def _product_kernel(
     x_scale_at = x_scale + row * groups
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
     if EARLY:
-        if NEXT_EARLY or parts > 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            _ask_ahead(weight + begin * 128, columns, depth, tl.minimum(end - begin, AHEAD), BLOCK_N)
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
-    for group in tl.range(begin, end, num_stages=STAGES):
+    for group in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=TOGETHER):
         x_MK = tl.load(x_at + group * 128)
         w_NK = tl.load(w_at + group * 128)
         scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
@@ -140,8 +166,10 @@ class Tiling:
     """Stretches of the depth that programs of their own take."""
     weight_first: bool = True
     """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
-    next_early: bool = False
-    """Whether programs of the next kernel may begin early where there is nothing to add up, too."""
+    ahead: int = 0
+    """Groups of the weights that a program asks for before it waits for the rows."""
+    together: int = 1
+    """Groups that a round of the loop takes."""
 
 
 def product(
@@ -177,7 +205,8 @@ def product(
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
         STAGES=how.stages,
-        NEXT_EARLY=how.next_early,
+        TOGETHER=how.together,
+        AHEAD=how.ahead,
         num_warps=how.warps,
         **early(device),
     )
@@ -203,34 +232,36 @@ def shared_memory(device: torch.device) -> int:
     )
 
 
+@functools.cache
 def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Tiling:
-    """How a product is cut.
-
-    Rows, columns and parts are near the fastest of some 60 on an H200 with DeepSeek-V3's layers whole and cut by 4 and 8;
-    docs/kernels-linear.md. Stages: see spread().
-    """
+    """How a product is cut: as microseconds() says that it takes least."""
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
     tile = max(16, triton.next_power_of_2(rows))
-    groups, wide, narrow = depth // SCALE_BLOCK, triton.cdiv(columns, 128), triton.cdiv(columns, 64)
+    found = []
+    for width in (64, 128) if tile < FEW_ROWS else (64,):
+        blocks, most = triton.cdiv(columns, width), max(1, depth // SCALE_BLOCK // 2)
+        once = multiprocessors // blocks
+        for parts in sorted({1, 2, 3, 4, once, 2 * once}):
+            if parts == 1 or (1 < parts <= most and blocks * parts <= 4 * multiprocessors):
+                stages = spread(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
+                found.append(Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts))
+    return min(found, key=lambda how: microseconds(how, rows, columns, depth, multiprocessors, shared))
 
-    def parts(blocks: int, twice: bool) -> int:
-        """So many that there are programs for all multiprocessors, once or twice."""
-        return min(max(1, (2 if twice else 1) * multiprocessors // blocks), max(1, groups // 2))
 
-    def cut(width: int, blocks: int, parts: int) -> Tiling:
-        stages = spread(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
-        return Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts)
+def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
+    """What a product of few rows takes, but for its start: as long as its longest programs, or as memory is read, and adding up.
 
-    few, deep = rows <= FEWEST_ROWS, depth >= DEEP
-    enough = 8 * wide >= multiprocessors if few else deep and multiprocessors <= 5 * wide < 5 * multiprocessors
-    if tile <= 32 and enough:
-        twice = tile == 16 and 3 * wide >= multiprocessors and (deep or (few and 2 * depth > DEEP))
-        return cut(128, wide, parts(wide, twice))
-    twice = deep and 3 * narrow >= multiprocessors
-    if tile == 64 and twice and narrow <= multiprocessors:
-        return cut(128, wide, 4)
-    return cut(64, narrow, parts(narrow, twice))
+    Of what was measured on an H200 with layers of DeepSeek-V3 and Kimi-K2, whole and cut by 2, 4 and 8, at 16, 32 and 64 rows;
+    docs/kernels-linear.md.
+    """
+    stage = (how.rows + how.columns) * SCALE_BLOCK
+    share = triton.cdiv(triton.cdiv(columns, how.columns) * how.parts, multiprocessors)
+    together = max(1, min(share, shared // (how.stages * stage + RESERVED)))
+    rounds = triton.cdiv(share, together) * triton.cdiv(depth // SCALE_BLOCK, how.parts)
+    programs = rounds * stage * (1 + BESIDE * (together - 1)) / PROGRAM_RATE
+    added = ADD_UP_US + how.parts * rows * columns * 4 / ADD_UP_RATE if how.parts > 1 else 0
+    return max(programs, columns * depth / MEMORY_RATE) + added
 
 
 def spread(programs: int, multiprocessors: int, stage_bytes: int, shared: int = SHARED) -> int:
