@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -30,6 +31,9 @@ from dcpbench.kernels.block_scaled import (
 )
 from dcpbench.kernels.e4m3 import capability
 from dcpbench.points.shapes import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FEW_ROWS = 128
 """Up to which reading the weights decides."""
@@ -237,16 +241,23 @@ def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: in
     """How a product is cut: as microseconds() says that it takes least."""
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
+    return min(
+        cuts(rows, columns, depth, multiprocessors, shared),
+        key=lambda how: microseconds(how, rows, columns, depth, multiprocessors, shared),
+    )
+
+
+def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
+    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice."""
     tile = max(16, triton.next_power_of_2(rows))
-    found = []
+    most = max(1, depth // SCALE_BLOCK // 2)
     for width in (64, 128) if tile < FEW_ROWS else (64,):
-        blocks, most = triton.cdiv(columns, width), max(1, depth // SCALE_BLOCK // 2)
+        blocks = triton.cdiv(columns, width)
         once = multiprocessors // blocks
         for parts in sorted({1, 2, 3, 4, once, 2 * once}):
             if parts == 1 or (1 < parts <= most and blocks * parts <= 4 * multiprocessors):
                 stages = spread(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
-                found.append(Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts))
-    return min(found, key=lambda how: microseconds(how, rows, columns, depth, multiprocessors, shared))
+                yield Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts)
 
 
 def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
