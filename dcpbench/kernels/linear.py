@@ -49,7 +49,7 @@ PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 49e3, 4.3e6, 0.9e6
 most; of parts that are stored and added up."""
 BESIDE = 0.8
 """By how much longer programs take for each one beside them."""
-ADD_UP_US = 0.7
+ADD_UP_US = 1.1
 """What adding up takes beside."""
 
 
@@ -75,27 +75,6 @@ def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
 
 
 @triton.jit
-def _ask_ahead(weight, columns, depth, groups, BLOCK_N: tl.constexpr):
-    """Brings the first groups of a program's columns into the L2 cache, which needs no room of the program's own.
-
-    Nobody waits for them, and there is nothing to be wrong: loads find what is in that cache or memory by then.
-    """
-    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
-    PIECES: tl.constexpr = THREADS // BLOCK_N
-    i = tl.arange(0, THREADS)
-    size = groups * 128 // PIECES
-    column = tl.minimum(tl.program_id(0) * BLOCK_N + i % BLOCK_N, columns - 1).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [weight + column * depth + i // BLOCK_N * size, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _product_kernel(
     x,
     x_scale,
@@ -110,8 +89,6 @@ def _product_kernel(
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth."""
@@ -121,21 +98,20 @@ def _product_kernel(
     k = tl.arange(0, 128)
     depth = groups * 128
     begin, end = groups * part // parts, groups * (part + 1) // parts
-    row = tl.minimum(m, rows - 1).to(tl.int64)
-    x_at = x + row[:, None] * depth + k[None, :]
-    w_at = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * depth + k[None, :]
-    x_scale_at = x_scale + row * groups
+    # Were the last row read in place of those that are not there, all programs would read the same few bytes at a time.
+    live = m < rows
+    x_at = x + m.to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = weight + (n % columns).to(tl.int64)[:, None] * depth + k[None, :]
+    x_scale_at = x_scale + m.to(tl.int64) * groups
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            _ask_ahead(weight + begin * 128, columns, depth, tl.minimum(end - begin, AHEAD), BLOCK_N)
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
-    for group in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=TOGETHER):
-        x_MK = tl.load(x_at + group * 128)
+    for group in tl.range(begin, end, num_stages=STAGES):
+        x_MK = tl.load(x_at + group * 128, mask=live[:, None], other=0.0)
         w_NK = tl.load(w_at + group * 128)
-        scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
+        scale_M = tl.load(x_scale_at + group, mask=live, other=0.0) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
             y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
         else:
@@ -143,7 +119,7 @@ def _product_kernel(
     if WEIGHT_FIRST:
         y = tl.trans(y)
     to = out + (part.to(tl.int64) * rows + m[:, None]) * columns + n[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
+    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
@@ -170,10 +146,6 @@ class Tiling:
     """Stretches of the depth that programs of their own take."""
     weight_first: bool = True
     """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
-    ahead: int = 0
-    """Groups of the weights that a program asks for before it waits for the rows."""
-    together: int = 1
-    """Groups that a round of the loop takes."""
 
 
 def product(
@@ -209,8 +181,6 @@ def product(
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
         STAGES=how.stages,
-        TOGETHER=how.together,
-        AHEAD=how.ahead,
         num_warps=how.warps,
         **early(device),
     )
@@ -263,8 +233,7 @@ def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int 
 def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
     """What a product of few rows takes, but for its start: as long as its longest programs, or as memory is read, and adding up.
 
-    Of what was measured on an H200 with layers of DeepSeek-V3 and Kimi-K2, whole and cut by 2, 4 and 8, at 16, 32 and 64 rows;
-    docs/kernels-linear.md.
+    Of what was measured on an H200 with layers of DeepSeek-V3 and Kimi-K2, whole and cut by 2, 4 and 8; docs/kernels-linear.md.
     """
     stage = (how.rows + how.columns) * SCALE_BLOCK
     share = triton.cdiv(triton.cdiv(columns, how.columns) * how.parts, multiprocessors)

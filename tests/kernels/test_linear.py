@@ -86,17 +86,22 @@ def test_a_multiprocessor_has_room_for_its_share_of_programs_alone(rows, columns
 
 
 def test_a_product_is_cut_nearly_as_the_fastest_that_was_measured():
-    """On an H200, layers whole and cut by 2, 4 and 8: the choice takes 1 % longer at most on average, nowhere a tenth longer."""
+    """On an H200, layers whole and cut by 2, 4 and 8: the choice takes ½ % longer at most on average, nowhere a tenth longer.
+
+    Tiles that 16, 32 and 64 rows fill: of others the kernels of that day read the last row again and again.
+    """
     longer = []
-    for line in map(json.loads, (MEASURED / "stages" / "sweep.jsonl").read_text(encoding="utf-8").splitlines()):
-        us = {}
-        for way, (columns, parts, _, _, rows) in line["how"].items():
-            if rows == "early" and not re.search("main|next|full", way):
-                us[columns, parts] = line["us"][way]
-        how = tiling(line["rows"], line["columns"], line["depth"], 132)
-        longer.append(us[how.columns, how.parts] / min(us.values()))
-    assert len(longer) == 76
-    assert statistics.geometric_mean(longer) < 1.01
+    for sweep, ours in (("stages", "alone"), ("cuts", "alone-next|new")):
+        for line in map(json.loads, (MEASURED / sweep / "sweep.jsonl").read_text(encoding="utf-8").splitlines()):
+            us = {}
+            for way, (columns, parts, *_) in line["how"].items():
+                if re.fullmatch(rf"{ours}|c\d+p\d+", way):
+                    us[columns, parts] = line["us"][way]
+            if line["rows"] in (16, 32, 64):
+                how = tiling(line["rows"], line["columns"], line["depth"], 132)
+                longer.append(us[how.columns, how.parts] / min(us.values()))
+    assert len(longer) == 75 + 75
+    assert statistics.geometric_mean(longer) < 1.005
     assert max(longer) < 1.1
 
 

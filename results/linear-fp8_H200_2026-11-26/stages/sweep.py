@@ -1,10 +1,10 @@
-"""Products of few rows over e4m3 weights: main's cut against those of branch lin2, and cuts around them.
+"""Products of few rows over e4m3 weights: main's cut against those of its successor, and cuts around them.
 
-    python lin2_sweep.py compile I N                compiles the I-th of N parts of all kernels that are needed
-    python lin2_sweep.py check                      every candidate on odd shapes, against fp64 and bit for bit
-    python lin2_sweep.py where [OUT.jsonl]          on which multiprocessors programs of a product ran, by %smid
-    python lin2_sweep.py SECONDS [OUT.jsonl]        times
-    python lin2_sweep.py summary OUT.jsonl          of a sweep's file; needs no GPU
+    python sweep.py compile I N                compiles the I-th of N parts of all kernels that are needed
+    python sweep.py check                      every candidate on odd shapes, against fp64 and bit for bit
+    python sweep.py where [OUT.jsonl]          on which multiprocessors programs of a product ran, by %smid
+    python sweep.py SECONDS [OUT.jsonl]        times
+    python sweep.py summary OUT.jsonl          of a sweep's file; needs no GPU
 
 A call quantises its rows and multiplies, but for ways that end in -pre, whose rows were quantised before. It reads other
 weights than the call before, and stands in a CUDA graph of as many calls as fill the L2 cache four times over. Ways take
