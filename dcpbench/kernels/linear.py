@@ -21,6 +21,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from dcpbench.kernels.block_scaled import (
+    FEW_ROWS,
     Rows,
     Scaled,
     dequantise_rows,
@@ -35,8 +36,6 @@ from dcpbench.points.shapes import SCALE_BLOCK
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FEW_ROWS = 128
-"""Up to which reading the weights decides."""
 HOPPER = 9
 """Major compute capability."""
 SHARED, RESERVED = 228 * 1024, 1024
@@ -78,6 +77,8 @@ def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
 def _product_kernel(
     x,
     x_scale,
+    scale_row,
+    scale_group,
     weight,
     weight_scale,
     out,
@@ -102,7 +103,7 @@ def _product_kernel(
     live = m < rows
     x_at = x + m.to(tl.int64)[:, None] * depth + k[None, :]
     w_at = weight + (n % columns).to(tl.int64)[:, None] * depth + k[None, :]
-    x_scale_at = x_scale + m.to(tl.int64) * groups
+    x_scale_at = x_scale + m * scale_row
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -111,7 +112,7 @@ def _product_kernel(
     for group in tl.range(begin, end, num_stages=STAGES):
         x_MK = tl.load(x_at + group * 128, mask=live[:, None], other=0.0)
         w_NK = tl.load(w_at + group * 128)
-        scale_M = tl.load(x_scale_at + group, mask=live, other=0.0) * tl.load(w_scale_at + group)
+        scale_M = tl.load(x_scale_at + group * scale_group, mask=live, other=0.0) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
             y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
         else:
@@ -170,6 +171,7 @@ def product(
     _product_kernel[(triton.cdiv(columns, how.columns), triton.cdiv(rows, how.rows), how.parts)](
         x.data,
         x.scale,
+        *x.scale.stride(),
         weight.data,
         weight.scale,
         partial,

@@ -105,6 +105,20 @@ def test_a_product_is_cut_nearly_as_the_fastest_that_was_measured():
     assert max(longer) < 1.1
 
 
+@pytest.mark.parametrize("rows", [17, 200])
+def test_scales_of_rows_are_read_as_they_lie(rows, device):
+    """Those of a row side by side, or those of a group; past 128 rows on Hopper by other kernels."""
+    x, weight = operands(rows, 256, 640, device)
+    found = block_scaled.quantise_rows(x)
+    of_rows, of_groups = found.scale.contiguous(), found.scale.T.contiguous().T
+    assert of_rows.stride() == (5, 1)
+    assert of_groups.stride() == (1, rows)
+    one, other = (
+        product(Scaled(found.data, scale, found.block), weight, torch.float32) for scale in (of_rows, of_groups)
+    )
+    assert torch.equal(one, other)
+
+
 def test_scales_of_other_blocks_would_be_noticed(device):
     x, weight = operands(4, 256, 256, device)
     wanted, lost = truth(x, weight)
