@@ -14,28 +14,23 @@ none is timed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
+import functools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import msgspec
 import torch
 
 from dcpbench.bench.operators import attention
-from dcpbench.bench.operators.calls import gpu_times
 from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.kernels import attention as kernels
-from dcpbench.measuring.timing import capture
 from dcpbench.points.names import BACKENDS, FP8
+from tools.versions import Version, measured, told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Sequence
 
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.kernels.attention import AttentionSpec, Backend
@@ -50,45 +45,16 @@ CASES = "8x8192,48x8192,8x32768,48x32768"
 
 
 def loaded(checkout: Path) -> Make:
-    """What makes a checkout's own backend; its modules stand in for ours while one of them is loaded or run."""
-    found: dict[str, ModuleType] = {}
-
-    @contextlib.contextmanager
-    def instead() -> Iterator[None]:
-        names = {f"{kernels.__name__}.{name}": module for name, module in found.items()}
-        parents = [mock.patch.object(kernels, name, module, create=True) for name, module in found.items()]
-        before = {name: sys.modules.get(name) for name in names}
-        with contextlib.ExitStack() as all_of_them:
-            for parent in parents:
-                all_of_them.enter_context(parent)
-            sys.modules.update(names)
-            try:
-                yield
-            finally:  # these alone: what else was imported meanwhile stays, or its classes would be there twice
-                for name, module in before.items():
-                    if module is None:
-                        del sys.modules[name]
-                    else:
-                        sys.modules[name] = module
-
-    for name in OURS:
-        path = checkout / ROOM / f"{name}.py"
-        if not path.is_file() or (name.startswith("hopper_mla") and not torch.cuda.is_available()):
-            continue  # of another version, or written in what needs a GPU
-        spec = importlib.util.spec_from_file_location(f"{kernels.__name__}.{name}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        with instead():
-            spec.loader.exec_module(module)
-        found[name] = module
+    """What makes a checkout's own backend."""
+    names = [name for name in OURS if torch.cuda.is_available() or not name.startswith("hopper_mla")]
+    version = Version(checkout, kernels, names)
 
     def make(_: str, spec: AttentionSpec) -> Backend:
-        backend: Backend = found["triton_mla"].TritonBackend(spec)
+        backend: Backend = version.modules["triton_mla"].TritonBackend(spec)
         run = backend.run
 
         def as_it_was(*tensors: Any) -> None:  # noqa: ANN401 - of Backend.run
-            with instead():
+            with version.instead():
                 run(*tensors)
 
         backend.run = as_it_was  # type: ignore[method-assign,assignment]
@@ -97,44 +63,21 @@ def loaded(checkout: Path) -> Make:
     return make
 
 
-def measured(
-    case: Case, ways: dict[str, Make | None], work: attention.Attention, settings: BenchSettings
-) -> dict[str, Any]:
-    """A line of the file. `ways`: what makes each one's backend; None for the backend of that name."""
-    wrong: dict[str, str] = {}
-    ready: dict[str, tuple[Calls, Callable[[], None]]] = {}
-    for name, make in ways.items():
-        try:
-            with mock.patch.object(attention, "make_backend", make or kernels.make_backend):
-                calls = work.build(Case(variant=name, sizes=case.sizes, calls=case.calls))
-            said = calls.check(calls.run)
-            replay = capture(calls.run).replay if work.device.type == "cuda" else calls.run
-            said = said or calls.check(replay)
-        except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
-            lines = str(e).strip().split("\n")
-            said = f"{type(e).__name__}: {lines[-1]}"  # compilers say what is wrong at the end
-        if said:
-            wrong[name] = said
-        else:
-            ready[name] = calls, replay
-    passes = [(replay, len(calls.calls)) for calls, replay in ready.values()] if work.device.type == "cuda" else []
-    times, gpu = gpu_times(passes, work.device, settings) if passes else ([], None)
-    found = {name: {"error": calls.error()} for name, (calls, _) in ready.items() if calls.error is not None}
-    for name, time in zip(ready if times else (), times, strict=True):
-        found[name] |= {"median_us": time.median_us, "low_us": time.low_us, "high_us": time.high_us}
-    return {"sizes": case.sizes, "found": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
+def builds(case: Case, ways: dict[str, Make | None], work: attention.Attention) -> dict[str, Callable[[], Calls]]:
+    """Each one's calls. `ways`: what makes its backend; None for the backend of that name."""
+
+    def build(name: str, make: Make | None) -> Calls:
+        with mock.patch.object(attention, "make_backend", make or kernels.make_backend):
+            return work.build(Case(variant=name, sizes=case.sizes, calls=case.calls))
+
+    return {name: functools.partial(build, name, make) for name, make in ways.items()}
 
 
 def said(line: dict[str, Any]) -> str:
-    """A case in a line: µs, and how many times as fast as the first that was timed; without a GPU errors alone."""
-    sizes, found = line["sizes"], line["found"]
-    us = {name: one["median_us"] for name, one in found.items() if "median_us" in one}
-    first = next(iter(us.values()), math.nan)
-    told = [f"{name} {t:.1f} µs ({first / t:.3f})" for name, t in us.items()]
-    told = told or [f"{name} is right, error {one['error']:.2g}" for name, one in found.items()]
-    told += [f"{name} WRONG: {why}" for name, why in line["wrong"].items()]
+    """A case in a line."""
+    sizes = line["sizes"]
     mean = f", values with a mean of {sizes['mean']:g}" if sizes.get("mean") else ""
-    return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}{mean}: {', '.join(told)}"
+    return f"{sizes['requests']} × {sizes['context']:,}, H={sizes['heads']}, {sizes['kv']}{mean}: {told(line)}"
 
 
 def cases(asked: argparse.Namespace) -> list[Case]:
@@ -188,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ok = True
     with asked.out.open("a", encoding="utf-8") as file:
         for case in cases(asked):
-            line = measured(case, ways, work, settings)
+            line = measured(case.sizes, builds(case, ways, work), device, settings)
             sys.stdout.write(f"{said(line)}\n")
             sys.stdout.flush()
             file.write(json.dumps(line) + "\n")

@@ -14,8 +14,12 @@ import triton.language as tl
 from dcpbench.kernels.e4m3 import LARGEST, capability, e4m3_byte, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
+FEW_ROWS = 128
+"""Up to which a product is bound by the reading of its weights, and scales of a group lie side by side."""
 GROUPS, MORE_GROUPS, MANY = 8, 32, 16384
 """That a program quantises; past so many in all."""
+SCALE_STRIDES = ("scale_row", "scale_group")
+"""Arguments of kernels that take scales of rows as they lie. Where nothing is gained by knowing them, batches of all sizes have one kernel."""
 LEAST = 1e-10
 """Of a block's largest number, so that a block of zeros has a scale."""
 
@@ -27,7 +31,8 @@ class Scaled:
     data: torch.Tensor
     """e4m3 [..., N, K], contiguous."""
     scale: torch.Tensor
-    """fp32, contiguous: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], of rows [N, ⌈K / block[1]⌉]."""
+    """fp32: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], contiguous; of rows [N, ⌈K / block[1]⌉], as empty_rows() has them
+    or contiguous."""
     block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
     """Rows and columns that share a scale; the last ones may be fewer. Rows of activations have each their own. Smaller
     than published where a rank's border cuts blocks."""
@@ -55,10 +60,15 @@ def quantised_for(weight: torch.Tensor | Scaled | None) -> bool:
 
 
 def empty_rows(rows: int, depth: int, device: torch.device) -> Scaled:
-    """Room for rows in groups of 128 columns; `depth` must be a multiple of that."""
+    """Room for rows in groups of 128 columns; `depth` must be a multiple of that.
+
+    A program of a product reads a group's scales of all its rows at once. Of few rows these lie side by side.
+    """
     assert depth % SCALE_BLOCK == 0
+    groups = depth // SCALE_BLOCK
     data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty(rows, depth // SCALE_BLOCK, dtype=torch.float32, device=device)
+    strides = (1, rows) if rows <= FEW_ROWS else (groups, 1)
+    scale = torch.empty_strided((rows, groups), strides, dtype=torch.float32, device=device)
     return Scaled(data, scale, (1, SCALE_BLOCK))
 
 
@@ -76,6 +86,8 @@ def store_quantised(
     x,
     data,
     scale,
+    scale_row,
+    scale_group,
     row,
     first,
     width,
@@ -84,11 +96,14 @@ def store_quantised(
     LARGEST: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """BLOCK numbers of a row in fp32, from column `first` on, which begins a group: 0 past the row's `width`."""
+    """BLOCK numbers of a row in fp32, from column `first` on, which begins a group: 0 past the row's `width`.
+
+    `scale_row`, `scale_group`: from a scale to that of the next row, and of the next group.
+    """
     g = tl.arange(0, BLOCK // 128)
     byte_GK, scale_G = quantised(tl.reshape(x, [BLOCK // 128, 128]), LEAST, LARGEST, NATIVE)
     live = first + g * 128 < width
-    tl.store(scale + row * (width // 128) + first // 128 + g, scale_G, mask=live)
+    tl.store(scale + row * scale_row + (first // 128 + g) * scale_group, scale_G, mask=live)
     at = row * width + first + g[:, None] * 128 + tl.arange(0, 128)[None, :]
     tl.store(data + at, byte_GK, mask=live[:, None])
 
@@ -96,18 +111,23 @@ def store_quantised(
 def into(rows: Scaled | None) -> dict[str, object]:
     """Arguments of a kernel that stores quantised rows, or does not."""
     given: dict[str, object] = {"data": None, "scale": None, "NATIVE": False, "EARLY": False}
+    row = group = 0
     if rows is not None:
-        device = rows.data.device
+        device, (row, group) = rows.data.device, rows.scale.stride()
         given = {"data": rows.data.view(torch.uint8), "scale": rows.scale, "NATIVE": has_cast(device), **early(device)}
-    return given | {"QUANTISED": rows is not None, "LEAST": LEAST, "LARGEST": LARGEST}
+    at = {"scale_row": row, "scale_group": group}
+    return given | at | {"QUANTISED": rows is not None, "LEAST": LEAST, "LARGEST": LARGEST}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALE_STRIDES)
 def _rows_kernel(
     x,
     data,
     scale,
+    scale_row,
+    scale_group,
     count,
+    groups,
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -118,19 +138,21 @@ def _rows_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
+    g = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     live = g < count
-    at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = g[:, None].to(tl.int64) * 128 + tl.arange(0, 128)[None, :]
     x_GK = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
     byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
-    tl.store(scale + g, scale_G, mask=live)
+    tl.store(scale + g // groups * scale_row + g % groups * scale_group, scale_G, mask=live)
     tl.store(data + at, byte_GK, mask=live[:, None])
 
 
 def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch whose programs may start while the kernel before it ends: they wait for it by themselves.
 
-    All kernels that are launched so must wait, so that whatever follows one of them follows all before it, too.
+    All programs of all kernels that are launched so must wait. As they let the next kernel's begin before they wait, these
+    may be there while kernels further back still run; but a kernel that is waited for has itself waited, so whatever follows
+    one of them follows all before it. Before it waits a program writes nothing, and reads nothing that any of them writes.
     """
     return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
 
@@ -144,7 +166,9 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         x_TK,
         rows.data.view(torch.uint8),
         rows.scale,
+        *rows.scale.stride(),
         count,
+        rows.scale.shape[1],
         LEAST=LEAST,
         LARGEST=LARGEST,
         BLOCK_G=block,

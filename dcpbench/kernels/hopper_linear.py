@@ -55,6 +55,7 @@ def _load(x, weight, tiles, bars, sizes, STAGES: gl.constexpr, TOGETHER: gl.cons
 @gluon.jit
 def _multiply(
     scales,
+    scale_strides,
     out,
     tiles,
     bars,
@@ -66,6 +67,7 @@ def _multiply(
 ):
     """Rows 64 · WHO to 64 · WHO + 63 of each tile."""
     x_scale, w_scale = scales
+    scale_row, scale_group = scale_strides
     x_tiles, w_tiles = tiles
     full, empty = bars
     down, across, groups = sizes
@@ -77,11 +79,11 @@ def _multiply(
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
         m, n = place(tile, down, across, TOGETHER)
         row = (m * 2 + WHO) * SLICE + r
-        scale_at = x_scale + gl.minimum(row, rows - 1).to(gl.int64) * groups
+        scale_at = x_scale + gl.minimum(row, rows - 1).to(gl.int64) * scale_row
         w_scale_at = w_scale + n * groups
         y = zero
         for group in range(groups):
-            scale = gl.load(scale_at + group) * gl.load(w_scale_at + group)
+            scale = gl.load(scale_at + group * scale_group) * gl.load(w_scale_at + group)
             i = done % STAGES
             mbarrier.wait(full.index(i), (done // STAGES) & 1)
             w = w_tiles.index(i).permute((1, 0))
@@ -99,6 +101,8 @@ def _multiply(
 def _product_kernel(
     x,
     x_scale,
+    scale_row,
+    scale_group,
     weight,
     w_scale,
     out,
@@ -117,11 +121,12 @@ def _product_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     sizes = (gl.cdiv(rows, 2 * SLICE), gl.cdiv(columns, GROUP), groups)
-    tiles, bars, scales, extent = (x_tiles, w_tiles), (full, empty), (x_scale, w_scale), (rows, columns)
+    tiles, bars, extent = (x_tiles, w_tiles), (full, empty), (rows, columns)
+    scales, strides = (x_scale, w_scale), (scale_row, scale_group)
     gl.warp_specialize(
         [
-            (_multiply, (scales, out, tiles, bars, sizes, extent, 0, STAGES, TOGETHER)),
-            (_multiply, (scales, out, tiles, bars, sizes, extent, 1, STAGES, TOGETHER)),
+            (_multiply, (scales, strides, out, tiles, bars, sizes, extent, 0, STAGES, TOGETHER)),
+            (_multiply, (scales, strides, out, tiles, bars, sizes, extent, 1, STAGES, TOGETHER)),
             (_load, (x, weight, tiles, bars, sizes, STAGES, TOGETHER)),
         ],
         [4, 1],
@@ -137,6 +142,7 @@ def product(x: Scaled, weight: Scaled, out: torch.Tensor, programs: int, stages:
     _product_kernel[(min(programs, tiles),)](
         TensorDescriptor.from_tensor(x.data, [64, 128], layout),
         x.scale,
+        *x.scale.stride(),
         TensorDescriptor.from_tensor(weight.data, [128, 128], layout),
         weight.scale,
         out,

@@ -58,7 +58,8 @@ def write_rows(
     Always a kernel: without a GPU it runs in Triton's interpreter.
 
     Two hints, for speed only: about one row of `share` is valid; and `settled` promises that neither new_BQ nor row_B
-    was written by the kernel that is launched directly before, so that both may be read while that one still runs.
+    was written by the kernel that is launched directly before, so that both may be read while that one still runs; nor by
+    those before it, if it lets this one begin before it has waited for them, as norms and linear layers over e4m3 do.
     """
     nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
     launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.block_scaled import Rows, Scaled, empty_rows, into, quantised_for, store_quantised
+from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_rows, into, quantised_for, store_quantised
 from dcpbench.kernels.norm import norm_reference, normalised
 from dcpbench.kernels.rope import rope_reference, turn
 
@@ -72,7 +72,7 @@ def _normalised(x, weight, width, eps, BLOCK: tl.constexpr):
     return normalised(value, factors, width, eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALE_STRIDES)
 def _latent_kernel(
     qkv,
     q_norm,
@@ -88,6 +88,8 @@ def _latent_kernel(
     eps,
     data,
     scale,
+    scale_row,
+    scale_group,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORMS_Q: tl.constexpr,
@@ -119,7 +121,9 @@ def _latent_kernel(
     elif NORMS_Q:
         q = _normalised(qkv, q_norm, q_width, eps, BLOCK_Q)
         if QUANTISED:
-            store_quantised(q.to(tl.float32), data, scale, b, 0, q_width, BLOCK_Q, LEAST, LARGEST, NATIVE)
+            store_quantised(
+                q.to(tl.float32), data, scale, scale_row, scale_group, b, 0, q_width, BLOCK_Q, LEAST, LARGEST, NATIVE
+            )
         else:
             d = tl.arange(0, BLOCK_Q)
             tl.store(out + b * q_width + d, q, mask=d < q_width)

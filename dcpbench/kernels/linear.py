@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from dcpbench.kernels.block_scaled import (
+    FEW_ROWS,
     Rows,
     Scaled,
     dequantise_rows,
@@ -31,14 +33,23 @@ from dcpbench.kernels.block_scaled import (
 from dcpbench.kernels.e4m3 import capability
 from dcpbench.points.shapes import SCALE_BLOCK
 
-FEW_ROWS = 128
-"""Up to which reading the weights decides."""
-FEWEST_ROWS = 8
-"""Up to which hardly any of a tile's rows are there, and broad programs are best."""
-DEEP = 7168
-"""Depth from which on a program that takes all of it begins and ends in little of its time."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 HOPPER = 9
 """Major compute capability."""
+SHARED, RESERVED = 228 * 1024, 1024
+"""Bytes of shared memory that a multiprocessor of a Hopper has, and that each program takes beside its own."""
+FEWEST_STAGES = 4
+MOST_TOGETHER = 3
+"""Programs on a multiprocessor from which on they hide each other's waiting."""
+PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 49e3, 4.3e6, 0.9e6
+"""Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
+most; of parts that are stored and added up."""
+BESIDE = 0.8
+"""By how much longer programs take for each one beside them."""
+ADD_UP_US = 1.1
+"""What adding up takes beside."""
 
 
 def linear(
@@ -66,6 +77,8 @@ def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
 def _product_kernel(
     x,
     x_scale,
+    scale_row,
+    scale_group,
     weight,
     weight_scale,
     out,
@@ -86,20 +99,20 @@ def _product_kernel(
     k = tl.arange(0, 128)
     depth = groups * 128
     begin, end = groups * part // parts, groups * (part + 1) // parts
-    row = tl.minimum(m, rows - 1).to(tl.int64)
-    x_at = x + row[:, None] * depth + k[None, :]
-    w_at = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * depth + k[None, :]
-    x_scale_at = x_scale + row * groups
+    # Were the last row read in place of those that are not there, all programs would read the same few bytes at a time.
+    live = m < rows
+    x_at = x + m.to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = weight + (n % columns).to(tl.int64)[:, None] * depth + k[None, :]
+    x_scale_at = x_scale + m * scale_row
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
     if EARLY:
-        if parts > 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
     for group in tl.range(begin, end, num_stages=STAGES):
-        x_MK = tl.load(x_at + group * 128)
+        x_MK = tl.load(x_at + group * 128, mask=live[:, None], other=0.0)
         w_NK = tl.load(w_at + group * 128)
-        scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
+        scale_M = tl.load(x_scale_at + group * scale_group, mask=live, other=0.0) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
             y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
         else:
@@ -107,7 +120,7 @@ def _product_kernel(
     if WEIGHT_FIRST:
         y = tl.trans(y)
     to = out + (part.to(tl.int64) * rows + m[:, None]) * columns + n[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
+    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
@@ -151,13 +164,14 @@ def product(
 
         hopper_linear.product(x, weight, out, multiprocessors(device))
         return out
-    how = how or tiling(rows, columns, depth, multiprocessors(device))
+    how = how or tiling(rows, columns, depth, multiprocessors(device), shared_memory(device))
     partial = out
     if how.parts > 1:
         partial = torch.empty(how.parts, rows, columns, dtype=torch.float32, device=device)
     _product_kernel[(triton.cdiv(columns, how.columns), triton.cdiv(rows, how.rows), how.parts)](
         x.data,
         x.scale,
+        *x.scale.stride(),
         weight.data,
         weight.scale,
         partial,
@@ -186,26 +200,58 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def tiling(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling:
-    """How a product is cut.
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor; the interpreter minds none."""
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else SHARED
+    )
 
-    Near the fastest of some 60 on an H200 with DeepSeek-V3's layers whole and cut by 4 and 8; docs/kernels-linear.md.
-    """
+
+@functools.cache
+def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Tiling:
+    """How a product is cut: as microseconds() says that it takes least."""
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
+    return min(
+        cuts(rows, columns, depth, multiprocessors, shared),
+        key=lambda how: microseconds(how, rows, columns, depth, multiprocessors, shared),
+    )
+
+
+def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
+    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice."""
     tile = max(16, triton.next_power_of_2(rows))
-    groups, wide, narrow = depth // SCALE_BLOCK, triton.cdiv(columns, 128), triton.cdiv(columns, 64)
+    most = max(1, depth // SCALE_BLOCK // 2)
+    for width in (64, 128) if tile < FEW_ROWS else (64,):
+        blocks = triton.cdiv(columns, width)
+        once = multiprocessors // blocks
+        for parts in sorted({1, 2, 3, 4, once, 2 * once}):
+            if parts == 1 or (1 < parts <= most and blocks * parts <= 4 * multiprocessors):
+                stages = spread(blocks * parts, multiprocessors, (tile + width) * SCALE_BLOCK, shared)
+                yield Tiling(rows=tile, columns=width, stages=stages, warps=4, parts=parts)
 
-    def parts(blocks: int, twice: bool) -> int:
-        """So many that there are programs for all multiprocessors, once or twice."""
-        return min(max(1, (2 if twice else 1) * multiprocessors // blocks), max(1, groups // 2))
 
-    few, deep = rows <= FEWEST_ROWS, depth >= DEEP
-    enough = 8 * wide >= multiprocessors if few else deep and multiprocessors <= 5 * wide < 5 * multiprocessors
-    if tile <= 32 and enough:
-        twice = tile == 16 and 3 * wide >= multiprocessors and (deep or (few and 2 * depth > DEEP))
-        return Tiling(rows=tile, columns=128, stages=4 if few or twice else 6, warps=4, parts=parts(wide, twice))
-    twice = deep and 3 * narrow >= multiprocessors
-    if tile == 64 and twice and narrow <= multiprocessors:
-        return Tiling(rows=tile, columns=128, stages=4, warps=4, parts=4)
-    return Tiling(rows=tile, columns=64, stages=6 if tile <= 32 else 4, warps=4, parts=parts(narrow, twice))
+def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
+    """What a product of few rows takes, but for its start: as long as its longest programs, or as memory is read, and adding up.
+
+    Of what was measured on an H200 with layers of DeepSeek-V3 and Kimi-K2, whole and cut by 2, 4 and 8; docs/kernels-linear.md.
+    """
+    stage = (how.rows + how.columns) * SCALE_BLOCK
+    share = triton.cdiv(triton.cdiv(columns, how.columns) * how.parts, multiprocessors)
+    together = max(1, min(share, shared // (how.stages * stage + RESERVED)))
+    rounds = triton.cdiv(share, together) * triton.cdiv(depth // SCALE_BLOCK, how.parts)
+    programs = rounds * stage * (1 + BESIDE * (together - 1)) / PROGRAM_RATE
+    added = ADD_UP_US + how.parts * rows * columns * 4 / ADD_UP_RATE if how.parts > 1 else 0
+    return max(programs, columns * depth / MEMORY_RATE) + added
+
+
+def spread(programs: int, multiprocessors: int, stage_bytes: int, shared: int = SHARED) -> int:
+    """The fewest stages that leave a multiprocessor no room for more programs than its share.
+
+    Programs of a product may begin while those of the kernel before still run. A multiprocessor takes none with this much
+    shared memory until it has none of the others left, and the first ones to be free would take all that fit: a third of
+    the GPU then does all of the work.
+    """
+    together = min(triton.cdiv(programs, multiprocessors), MOST_TOGETHER)
+    return max(FEWEST_STAGES, (shared // (together + 1) - RESERVED) // stage_bytes + 1)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.block_scaled import Rows, Scaled, empty_rows, into, quantised_for, store_quantised
+from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_rows, into, quantised_for, store_quantised
 
 
 class Mark(NamedTuple):
@@ -69,7 +69,7 @@ def normalised(value, weight, width, eps):
     return (wide * factor).to(value.dtype) * weight
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", *SCALE_STRIDES])
 def _norm_kernel(
     x,
     residual,
@@ -82,6 +82,8 @@ def _norm_kernel(
     number,
     data,
     scale,
+    scale_row,
+    scale_group,
     ADD: tl.constexpr,
     MARK: tl.constexpr,
     KEEP: tl.constexpr,
@@ -111,7 +113,9 @@ def _norm_kernel(
     if KEEP:
         tl.store(out + b * width + d, normed, mask=inside)
     if QUANTISED:
-        store_quantised(normed.to(tl.float32), data, scale, b, 0, width, BLOCK, LEAST, LARGEST, NATIVE)
+        store_quantised(
+            normed.to(tl.float32), data, scale, scale_row, scale_group, b, 0, width, BLOCK, LEAST, LARGEST, NATIVE
+        )
 
 
 def norm_fused(

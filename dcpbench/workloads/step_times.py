@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.kernels import linear, moe
+from dcpbench.kernels import block_scaled, moe
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.floors import Sharding, step_floors
@@ -76,7 +76,7 @@ def kernel_changes(sharding: Sharding) -> list[int]:
     """Most rows of a replica up to which linear layers and experts run by the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
     experts = moe.changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
-    return [tokens // layout.dp for tokens in experts] + ([linear.FEW_ROWS] if sharding.scaled else [])
+    return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.scaled else [])
 
 
 def measure(

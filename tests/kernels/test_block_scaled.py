@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcpbench.kernels import block_scaled
-from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.block_scaled import Rows, Scaled
 from dcpbench.kernels.moe import experts_reference, scaled
 
 HALF_STEP = 2.0**-4
@@ -27,6 +27,12 @@ def test_rows_are_quantised_as_the_reference_does(count, device):
     assert torch.equal(found.scale, wanted.scale)
     assert torch.equal(found.data.float(), wanted.data.float())
     assert found.scale.shape == (count, 3)
+
+
+def test_scales_of_few_rows_lie_side_by_side_for_a_group(device):
+    """A program of a product reads those of all its rows at once; past 128 rows they lie as the rows do."""
+    assert block_scaled.quantise_rows(rows(128, 384, device)).scale.T.is_contiguous()
+    assert block_scaled.quantise_rows(rows(129, 384, device)).scale.is_contiguous()
 
 
 def test_rows_come_back_within_half_a_step_of_their_group(device):
@@ -90,3 +96,8 @@ def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for
     ):
         other = scaled.experts(x, *wrong, weights, ids.int(), first, shared).float()
         assert (other - wanted).norm() > 4 * error * wanted.norm(), "scales of other blocks go unnoticed"
+    quantised = block_scaled.quantise_rows(x)
+    for scale in (quantised.scale.contiguous(), quantised.scale.T.contiguous().T):
+        given = Rows(Scaled(quantised.data, scale, quantised.block), x.dtype)
+        again = scaled.experts(given, gate_up, down, weights, ids.int(), first, shared)
+        assert torch.equal(again, found), "scales are not read as they lie"

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels import block_scaled
+from dcpbench.kernels.block_scaled import SCALE_STRIDES
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
 from dcpbench.kernels.moe.prompts import combine, empty_tiles
 
@@ -92,10 +93,12 @@ def _accumulate(x_MK, w_NK, y, scale_M, WEIGHT_FIRST: tl.constexpr, SCALED: tl.c
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALE_STRIDES)
 def _product_kernel(
     x,
     x_scale,
+    scale_row,
+    scale_group,
     weight,
     weight_scale,
     source,
@@ -143,7 +146,7 @@ def _product_kernel(
     up_at = w_at + columns.to(tl.int64) * depth
     groups = tl.cdiv(depth, BLOCK_K)
     if SCALED:
-        x_scale_at = x_scale + read.to(tl.int64) * groups
+        x_scale_at = x_scale + read.to(tl.int64) * scale_row
         w_scale_at = weight_scale + (expert.to(tl.int64) * (height // 128) + block * BLOCK_N // 128) * groups
         up_scale_at = w_scale_at + columns // 128 * groups
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
@@ -152,7 +155,7 @@ def _product_kernel(
         at = group * BLOCK_K
         inside = (at + k < depth)[None, :]
         x_MK = tl.load(x_at + at, mask=inside, other=0.0)
-        scale_M = tl.load(x_scale_at + group) if SCALED else 1.0
+        scale_M = tl.load(x_scale_at + group * scale_group) if SCALED else 1.0
         of_w = scale_M * tl.load(w_scale_at + group) if SCALED else 1.0
         y = _accumulate(x_MK, tl.load(w_at + at, mask=inside, other=0.0), y, of_w, WEIGHT_FIRST, SCALED)
         if GATED:
@@ -245,6 +248,7 @@ def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, ga
     block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
         *x,
+        *(x[1].stride() if x[1] is not None else (0, 0)),
         *weight,
         plan.source,
         plan.tiles,

@@ -146,7 +146,7 @@ def product(
     """Sorted rows [rows, in] times their expert's weights, in bf16 [rows, out].
 
     Args:
-        x: quantised rows, those of an expert together.
+        x: quantised rows, those of an expert together; scales contiguous, as gate_up() has them.
         weight: [E, out, in] in blocks of 128 × 128; in and out are multiples of 128.
         tiles: of up to ROWS rows; see prompts.cut.
         total: how many tiles there are.
@@ -154,6 +154,7 @@ def product(
         together: tiles that go through the columns side by side.
     """
     _, columns, depth = weight.data.shape
+    assert x.scale.is_contiguous()
     out = torch.empty(len(x.data), columns, dtype=torch.bfloat16, device=x.data.device)
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     _product_kernel[(torch.cuda.get_device_properties(out.device).multi_processor_count,)](

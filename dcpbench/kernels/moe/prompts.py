@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dcpbench.kernels.block_scaled import Rows, Scaled, empty_rows, into, store_quantised
+from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_rows, into, store_quantised
 
 BLOCK_K = 64
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
@@ -58,13 +58,15 @@ def _scatter_kernel(x, ids, place, out, first, width, TOP_K: tl.constexpr, LOCAL
     tl.store(out + row * width + d, tl.load(x + i // TOP_K * width + d, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALE_STRIDES)
 def _silu_mul_kernel(
     x,
     out,
     width,
     data,
     scale,
+    scale_row,
+    scale_group,
     QUANTISED: tl.constexpr,
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
@@ -84,7 +86,9 @@ def _silu_mul_kernel(
     up = tl.load(x + t * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
     y = (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
     if QUANTISED:
-        store_quantised(y.to(tl.float32), data, scale, t, first, width, BLOCK, LEAST, LARGEST, NATIVE)
+        store_quantised(
+            y.to(tl.float32), data, scale, scale_row, scale_group, t, first, width, BLOCK, LEAST, LARGEST, NATIVE
+        )
     else:
         tl.store(out + t * width + i, y, mask=inside)
 

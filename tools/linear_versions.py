@@ -1,0 +1,154 @@
+"""Versions of our linear layer over e4m3 weights beside one another, or the ways to cut it, timed in turns so that all meet the same clocks.
+
+    git worktree add /tmp/before main~3
+    python -m tools.linear_versions now=. before=/tmp/before -o versions.jsonl
+    python -m tools.linear_versions now=. --cuts --rows 16,64 --tp 8 --matrix q_b,o -o cuts.jsonl
+
+A version is a checkout of this project, of which the kernels of linear layers are taken and nothing else. `--cuts`: all that this checkout's
+tiling() chooses from, too; c64p2 is 64 columns a program and two stretches of the depth. A call quantises its rows and multiplies. Each line of
+FILE is a layer: µs of a call of each, from a CUDA graph over cold weights, with the interval of its median, its error against fp64, and what was
+wrong. A version that cannot be compiled, or is wrong, says so and is not timed; the command then ends with 1. Without a GPU all are checked and none
+is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from dcpbench import kernels
+from dcpbench.bench.cases import LAYERS_BY_NAME, linear_layers
+from dcpbench.bench.operators import linear
+from dcpbench.bench.record import BenchSettings, Case
+from dcpbench.kernels import block_scaled
+from dcpbench.kernels import linear as ours
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.points.shapes import load_shape
+from tools.versions import Version, measured, told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from dcpbench.bench.operators.calls import Calls
+
+    Prepare = Callable[[torch.Tensor, "torch.Tensor | Scaled"], Callable[[], tuple[torch.Tensor]]]
+    """As bench.operators.linear.VARIANTS have it."""
+
+MODULES = ("e4m3", "block_scaled", "hopper_linear", "linear")
+
+
+def loaded(checkout: Path) -> Prepare:
+    """A checkout's own layer, by its kernels on a CPU, too."""
+    names = [name for name in MODULES if torch.cuda.is_available() or not name.startswith("hopper")]
+    version = Version(checkout, kernels, names)
+    quantise, product = version.modules["block_scaled"].quantise_rows, version.modules["linear"].product
+
+    def prepare(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+        assert isinstance(weight_NK, Scaled)
+        weight = version.modules["block_scaled"].Scaled(weight_NK.data, weight_NK.scale, weight_NK.block)
+
+        def call() -> tuple[torch.Tensor]:
+            with version.instead():
+                return (product(quantise(x_TK), weight, x_TK.dtype),)
+
+        return call
+
+    return prepare
+
+
+def cut(how: ours.Tiling) -> Prepare:
+    """Our layer, cut like this."""
+
+    def prepare(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
+        assert isinstance(weight_NK, Scaled)
+        return lambda: (ours.product(block_scaled.quantise_rows(x_TK), weight_NK, x_TK.dtype, how),)
+
+    return prepare
+
+
+def builds(case: Case, ways: dict[str, Prepare], work: linear.Linear) -> dict[str, Callable[[], Calls]]:
+    """Each one's calls."""
+
+    def build(name: str, prepare: Prepare) -> Calls:
+        with mock.patch.dict(linear.VARIANTS, {name: prepare}):
+            return work.build(Case(variant=name, sizes=case.sizes, calls=case.calls))
+
+    return {name: functools.partial(build, name, prepare) for name, prepare in ways.items()}
+
+
+def cases(asked: argparse.Namespace) -> list[Case]:
+    """Of all layers that were asked for; those of the same size once, with all their names."""
+    found: dict[tuple[int, int], list[str]] = {}
+    shape = load_shape(asked.model)
+    for tp in map(int, asked.tp.split(",")):
+        for layer, product in linear_layers(shape, tp).items():
+            if layer in asked.matrix.split(","):
+                found.setdefault((product.inputs, product.outputs), []).append(f"tp{tp} {layer}")
+    return [
+        Case(
+            variant="",
+            sizes={"layer": ", ".join(names), "inputs": k, "outputs": n, "rows": rows, "weights": "fp8"},
+            calls=0,
+        )
+        for rows in map(int, asked.rows.split(","))
+        for (k, n), names in found.items()
+    ]
+
+
+def cuts(sizes: dict[str, Any], device: torch.device) -> dict[str, Prepare]:
+    """All of a layer, by name."""
+    room = ours.multiprocessors(device), ours.shared_memory(device)
+    found = ours.cuts(sizes["rows"], sizes["outputs"], sizes["inputs"], *room)
+    return {f"c{how.columns}p{how.parts}": cut(how) for how in found}
+
+
+def said(line: dict[str, Any]) -> str:
+    """A layer in a line."""
+    sizes = line["sizes"]
+    return f"{sizes['layer']}, {sizes['rows']} rows of {sizes['inputs']:,} by {sizes['outputs']:,}: {told(line)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", metavar="NAME=CHECKOUT")
+    parser.add_argument("--cuts", action="store_true", help="with all ways to cut ours; up to 128 rows")
+    parser.add_argument("--model", default="deepseek-v3", help="default: %(default)s")
+    parser.add_argument("--tp", default="1,2,4,8", help="ranks that layers are cut by; default: %(default)s")
+    parser.add_argument("--rows", default="1,16,32,64,128", help="default: %(default)s")
+    parser.add_argument("--matrix", default=",".join(LAYERS_BY_NAME), help="default: %(default)s")
+    parser.add_argument(
+        "--seconds", type=float, default=0.1, help="of each layer and way at most; default: %(default)s"
+    )
+    parser.add_argument("-o", "--out", type=Path, required=True, help="append a line of JSON for each layer")
+    asked = parser.parse_args(arguments)
+    ways: dict[str, Prepare] = {}
+    for word in asked.versions:
+        name, _, checkout = word.partition("=")
+        if not (Path(checkout or "nowhere") / "dcpbench/kernels/linear.py").is_file():
+            parser.error(f"{word} is no NAME=CHECKOUT of this project: it has no dcpbench/kernels/linear.py")
+        ways[name] = loaded(Path(checkout))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    work, settings = linear.Linear(device, seed=0), BenchSettings(seconds=asked.seconds)
+    ok = True
+    with asked.out.open("a", encoding="utf-8") as file:
+        for case in cases(asked):
+            every = ways | (cuts(case.sizes, device) if asked.cuts else {})
+            line = measured(case.sizes, builds(case, every, work), device, settings)
+            sys.stdout.write(f"{said(line)}\n")
+            sys.stdout.flush()
+            file.write(json.dumps(line) + "\n")
+            ok = ok and not line["wrong"]
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

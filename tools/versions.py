@@ -1,0 +1,101 @@
+"""Kernels of other checkouts of this project in one process with ours, checked and timed in turns: for the *_versions tools."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import msgspec
+
+from dcpbench.bench.operators.calls import gpu_times
+from dcpbench.measuring.timing import capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from types import ModuleType
+
+    import torch
+
+    from dcpbench.bench.operators.calls import Calls
+    from dcpbench.bench.record import BenchSettings
+
+
+class Version:
+    """Modules of a checkout, that stand in for ours while one of them is loaded or run."""
+
+    def __init__(self, checkout: Path, package: ModuleType, names: Sequence[str]) -> None:
+        """`names`: of modules of the package, each behind those that it imports; what the checkout has not is left out."""
+        self.package = package
+        self.modules: dict[str, ModuleType] = {}
+        room = checkout.joinpath(*package.__name__.split("."))
+        for name in names:
+            path = room / f"{name}.py"
+            if path.is_file():
+                spec = importlib.util.spec_from_file_location(f"{package.__name__}.{name}", path)
+                assert spec is not None
+                assert spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                with self.instead():
+                    spec.loader.exec_module(module)
+                self.modules[name] = module
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """What is imported by name are this version's modules."""
+        names = {f"{self.package.__name__}.{name}": module for name, module in self.modules.items()}
+        parents = [mock.patch.object(self.package, name, module, create=True) for name, module in self.modules.items()]
+        before = {name: sys.modules.get(name) for name in names}
+        with contextlib.ExitStack() as all_of_them:
+            for parent in parents:
+                all_of_them.enter_context(parent)
+            sys.modules.update(names)
+            try:
+                yield
+            finally:  # these alone: what else was imported meanwhile stays, or its classes would be there twice
+                for name, module in before.items():
+                    if module is None:
+                        del sys.modules[name]
+                    else:
+                        sys.modules[name] = module
+
+
+def measured(
+    sizes: dict[str, Any], builds: dict[str, Callable[[], Calls]], device: torch.device, settings: BenchSettings
+) -> dict[str, Any]:
+    """A line of a file: µs of a call of each, from a CUDA graph, and its error, or what was wrong. Without a GPU none is timed."""
+    wrong: dict[str, str] = {}
+    ready: dict[str, tuple[Calls, Callable[[], None]]] = {}
+    for name, build in builds.items():
+        try:
+            calls = build()
+            said = calls.check(calls.run)
+            replay = capture(calls.run).replay if device.type == "cuda" else calls.run
+            said = said or calls.check(replay)
+        except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
+            lines = str(e).strip().split("\n")
+            said = f"{type(e).__name__}: {lines[-1]}"  # compilers say what is wrong at the end
+        if said:
+            wrong[name] = said
+        else:
+            ready[name] = calls, replay
+    passes = [(replay, len(calls.calls)) for calls, replay in ready.values()] if device.type == "cuda" else []
+    times, gpu = gpu_times(passes, device, settings) if passes else ([], None)
+    found = {name: {"error": calls.error()} for name, (calls, _) in ready.items() if calls.error is not None}
+    for name, time in zip(ready if times else (), times, strict=True):
+        found[name] |= {"median_us": time.median_us, "low_us": time.low_us, "high_us": time.high_us}
+    return {"sizes": sizes, "found": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
+
+
+def told(line: dict[str, Any]) -> str:
+    """What was found, in a line: µs, and how many times as fast as the first that was timed; without a GPU errors alone."""
+    found = line["found"]
+    us = {name: one["median_us"] for name, one in found.items() if "median_us" in one}
+    first = next(iter(us.values()), math.nan)
+    said = [f"{name} {t:.1f} µs ({first / t:.3f})" for name, t in us.items()]
+    said = said or [f"{name} is right, error {one['error']:.2g}" for name, one in found.items()]
+    return ", ".join(said + [f"{name} WRONG: {why}" for name, why in line["wrong"].items()])
