@@ -9,14 +9,14 @@
 //
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
-static constexpr int KEPT = 14;            // stretches of 32 columns of q, of 18, in registers: as many as are left
+static constexpr int KEPT = 13;            // stretches of 32 columns of q, of 18, in registers: as many as are left
 static constexpr int STAGES = 4;           // tiles that have landed or are under way
 static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
 static constexpr int COLUMNS = 256;        // of a half of the values
-static constexpr float RAISED = 8;         // weights are 2^8 times as large as of a softmax: the least of e4m3 is 2^-9
+static constexpr float RAISED = 6;         // weights are 2^6 at `Scored::top`: scores may rise by 2.8 above it, and the least of e4m3 is 2^-9
 static constexpr float LARGEST = 448;      // number of e4m3
 
 struct Tile {
@@ -78,18 +78,22 @@ __device__ __forceinline__ void largest(const float (&s)[32], const float (&scal
     for (int i = 0; i < 2; ++i) top[i] = ceilf(top[i] * scale[i]);
 }
 
-// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads.
-__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&total)[2], u32 (&p)[8]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        s[i] = power(s[i] * scale[i / 2 % 2] - (top[i / 2 % 2] - RAISED));
-        total[i / 2 % 2] += s[i];
-    }
+// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads, and their sums. Returns the
+// largest.
+__device__ __forceinline__ float weigh(const float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&sum)[2], u32 (&p)[8]) {
+    float most[2] = {0, 0};
+    sum[0] = sum[1] = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int at = i / 2 * 8 + i % 2 * 2;
-        p[i] = rounded(s[at], s[at + 1], s[at + 4], s[at + 5]);
+        float w[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = power(s[at + j / 2 * 4 + j % 2] * scale[i % 2] - (top[i % 2] - RAISED));
+        sum[i % 2] += (w[0] + w[1]) + (w[2] + w[3]);
+        most[i % 2] = fmaxf(most[i % 2], fmaxf(fmaxf(w[0], w[1]), fmaxf(w[2], w[3])));
+        p[i] = rounded(w[0], w[1], w[2], w[3]);
     }
+    return fmaxf(most[0], most[1]);
 }
 
 __device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
@@ -245,28 +249,38 @@ struct Hand {
 struct Scored {
     Turn turn;
     Hand hand;
-    float top[2], total[2]; // of a thread's two heads: the next whole number above the largest score times log2(e), and the sum of its weights
+    // Of a thread's two heads: a whole number to which scores times log2(e) are held, near the largest, and the sum of weights.
+    float top[2], total[2];
 };
 
-// Hands over the weights of a tile and by what sums so far shrink.
-__device__ __forceinline__ void hand_over(Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], int live) {
+// Hands over the weights of a tile and by what sums so far shrink. Only of a piece's first tile, and where a weight is more than e4m3 holds,
+// is the largest score sought.
+__device__ __forceinline__ void hand_over(Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], int live, bool moved) {
     if (live < TILE) mask(s, live);
-    float here[2], by[2];
+    float by[2] = {1, 1}, sum[2];
     u32 p[8];
-    largest(s, scale, here);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        here[i] = fmaxf(scored.top[i], here[i]);
-        by[i] = power(scored.top[i] - here[i]);
-        scored.top[i] = here[i];
-        scored.total[i] *= by[i];
+    if (!moved) {
+        moved = __any_sync(~0u, weigh(s, scored.top, scale, sum, p) > LARGEST);
     }
-    weigh(s, scored.top, scale, scored.total, p);
+    if (moved) {
+        float here[2];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i])); // or what both ways have in common takes registers
+        largest(s, scale, here);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            here[i] = fmaxf(scored.top[i], here[i]);
+            by[i] = power(scored.top[i] - here[i]);
+            scored.top[i] = here[i];
+        }
+        weigh(s, scored.top, scale, sum, p);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scored.total[i] = scored.total[i] * by[i] + sum[i];
     const int slot = scored.hand.slot(), row = row_of(thread());
     wait_for(&sh.added[slot], scored.hand.phase() ^ 1);
     store_weights(sh.weights[slot], p);
     if (thread() % 4 == 0) sh.shrink[slot][row] = by[0], sh.shrink[slot][row + 8] = by[1];
-    const bool moved = __any_sync(~0u, by[0] != 1 || by[1] != 1);
     if (thread() % 32 == 0) ((u32*)&sh.moved[slot])[thread() % GROUP / 32] = moved;
     fence_async();
     __syncwarp();
@@ -282,7 +296,7 @@ __device__ __forceinline__ void take_tiles(
         begin_scores(sh, scored.turn, kept, s);
         mma_wait<0>();
         scored.turn.next();
-        hand_over(sh, scored, s, scale, piece.length - t * TILE);
+        hand_over(sh, scored, s, scale, piece.length - t * TILE, t == piece.t0);
     }
 }
 
