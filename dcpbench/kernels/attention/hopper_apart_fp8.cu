@@ -68,6 +68,14 @@ __device__ __forceinline__ u32 rounded(float a, float b, float c, float d) {
     return out;
 }
 
+// Whether what `wait_for` waits for is there.
+__device__ __forceinline__ bool has_come(u64* bar, u32 phase) {
+    u32 there;
+    asm volatile("{\n.reg .pred there;\nmbarrier.test_wait.parity.shared::cta.b64 there, [%1], %2;\nselp.u32 %0, 1, 0, there;\n}\n"
+                 : "=r"(there) : "r"(shared_address(bar)), "r"(phase) : "memory");
+    return __all_sync(~0u, there);
+}
+
 __device__ __forceinline__ void let_go(u64* bar) {
     if (thread() % 32 == 0) arrive_at(bar);
 }
@@ -374,23 +382,41 @@ __device__ __forceinline__ void load_factors(const float* from, float (&by)[16])
 __device__ __forceinline__ void shrink_sums(Shared& sh, const Hand& hand, float (&o)[128]) {
     const uint4 moved = sh.moved[hand.slot()];
     if (!__any_sync(~0u, moved.x | moved.y | moved.z | moved.w)) return;
-    float by[16];
-    load_factors(sh.shrink[hand.slot()], by);
 #pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] *= by[i % 32 / 4 * 2 + i % 2];
+    for (int j = 0; j < 8; ++j) {
+        const float2 by = *(const float2*)(sh.shrink[hand.slot()] + 8 * j + thread() % 4 * 2);
+#pragma unroll
+        for (int i = 4 * j; i < 128; i += 32) o[i] *= by.x, o[i + 1] *= by.y, o[i + 2] *= by.x, o[i + 3] *= by.y;
+    }
 }
 
-// Adds half of a tile's values to sums, 64 columns at a time, of which a warp has 16 that lie side by side: 16 * (4 * warp + block).
-__device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& hand, int half, float (&o)[128]) {
+// A lane's row of the first 16 columns of a warp, whose 64 lie side by side: further ones are exclusive or with 16 times their number.
+__device__ __forceinline__ u32 values_of(Shared& sh, const Turn& turn, int half) {
     const u32 lane = thread() % 32, warp = thread() % GROUP / 32, at = lane % 8;
-    const u32 from = shared_address(sh.kv[turn.slot].latent[2 * half]) + warp / 2 * BLOCK + lane * 128 + ((at ^ (warp % 2 * 4)) << 4);
-    const u32 weights = ALONG + place(&sh, sh.weights[hand.slot()]);
-    u32 first[4], second[4], v[8];
-    float x[32];
+    return shared_address(sh.kv[turn.slot].latent[2 * half]) + warp / 2 * BLOCK + lane * 128 + ((at ^ (warp % 2 * 4)) << 4);
+}
+
+// The first operand for the first columns of a tile, once it has landed; of its rows and those of later tiles `live` are left.
+__device__ __forceinline__ void begin_values(Shared& sh, const Turn& turn, int half, int live, u32 (&v)[8]) {
+    wait_for(&sh.full[turn.slot][half], turn.phase);
+    if (live < TILE) clear(sh.kv[turn.slot], half, live);
+    const u32 from = values_of(sh, turn, half);
+    u32 first[4], second[4];
     load_values(from, first);
     load_values(from + 32 * 128, second);
     turn_over(first, v);
     turn_over(second, v + 4);
+}
+
+// Adds half of a tile's values to sums, 64 columns at a time, of which `v` has the first and then the first of the next tile. Of the latter's and
+// later rows `live` are left. It may still be under way.
+__device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half, int live, u32 (&v)[8], float (&o)[128]) {
+    const u32 from = values_of(sh, turn, half), weights = ALONG + place(&sh, sh.weights[hand.slot()]);
+    const Turn own = turn;
+    turn.next();
+    u32 first[4], second[4];
+    float x[32];
+    bool landed = false;
     wait_for(&sh.weighed[hand.slot()], hand.phase());
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
@@ -398,21 +424,22 @@ __device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& ha
 #pragma unroll
         for (int k = 0; k < 2; ++k) mma_products(x, v + 4 * k, weights + k * STEP, k);
         mma_commit();
-        const u32 next = from ^ ((block + 1) << 4); // half of it is loaded ahead, as registers are short
-        if (block < 3) load_values(next, first);
+        if (block == 3) landed = live >= TILE && has_come(&sh.full[turn.slot][half], turn.phase);
+        const u32 next = block < 3 ? from ^ ((block + 1) << 4) : landed ? from + (turn.slot - own.slot) * (u32)sizeof(Tile) : from;
+        load_values(next, first); // half of it is loaded ahead, as registers are short
         if (block == 0) shrink_sums(sh, hand, o);
         mma_wait<0>();
-        if (block < 3) load_values(next + 32 * 128, second);
+        load_values(next + 32 * 128, second);
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[32 * block + i] += x[i];
-        if (block < 3) {
-            turn_over(first, v);
-            turn_over(second, v + 4);
-        }
+        turn_over(first, v);
+        turn_over(second, v + 4);
     }
     __syncwarp();
     let_go(&sh.added[hand.slot()]);
-    let_go(&sh.empty[turn.slot]);
+    let_go(&sh.empty[own.slot]);
+    ++hand.count;
+    if (!landed && live > 0) begin_values(sh, turn, half, live, v);
 }
 
 // Results of a thread: of each of its heads two columns that lie side by side of any 16.
@@ -451,12 +478,9 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments8& a, const Sh
         float o[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0;
-        for (int t = piece.t0; t < piece.t1; ++t, turn.next(), ++hand.count) {
-            const int live = piece.length - t * TILE;
-            wait_for(&sh.full[turn.slot][half], turn.phase);
-            if (live < TILE) clear(sh.kv[turn.slot], half, live);
-            add(sh, turn, hand, half, o);
-        }
+        u32 v[8];
+        begin_values(sh, turn, half, piece.length - piece.t0 * TILE, v);
+        for (int t = piece.t0 + 1; t <= piece.t1; ++t) add(sh, turn, hand, half, t < piece.t1 ? piece.length - t * TILE : 0, v, o);
         float by[16];
         wait_for(&sh.weighed[hand.slot()], hand.phase());
         load_factors(sh.shrink[hand.slot()], by);
