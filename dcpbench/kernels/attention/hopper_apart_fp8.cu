@@ -68,14 +68,6 @@ __device__ __forceinline__ u32 rounded(float a, float b, float c, float d) {
     return out;
 }
 
-// Whether what `wait_for` waits for is there.
-__device__ __forceinline__ bool has_come(u64* bar, u32 phase) {
-    u32 there;
-    asm volatile("{\n.reg .pred there;\nmbarrier.test_wait.parity.shared::cta.b64 there, [%1], %2;\nselp.u32 %0, 1, 0, there;\n}\n"
-                 : "=r"(there) : "r"(shared_address(bar)), "r"(phase) : "memory");
-    return __all_sync(~0u, there);
-}
-
 __device__ __forceinline__ void let_go(u64* bar) {
     if (thread() % 32 == 0) arrive_at(bar);
 }
@@ -261,9 +253,11 @@ struct Scored {
     float top[2], total[2];
 };
 
-// Hands over the weights of a tile and by what sums so far shrink. Only of a piece's first tile, and where a weight is more than e4m3 holds,
-// is the largest score sought.
-__device__ __forceinline__ void hand_over(Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], int live, bool moved) {
+// Waits for a tile's scores, and stores its weights and by what sums so far shrink. Only of a piece's first tile, and where a weight is more
+// than e4m3 holds, is the largest score sought.
+__device__ __forceinline__ void store_tile(Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], int live, bool moved) {
+    mma_wait<0>();
+    scored.turn.next();
     if (live < TILE) mask(s, live);
     float by[2] = {1, 1}, sum[2];
     u32 p[8];
@@ -290,22 +284,30 @@ __device__ __forceinline__ void hand_over(Shared& sh, Scored& scored, float (&s)
     store_weights(sh.weights[slot], p);
     if (thread() % 4 == 0) sh.shrink[slot][row] = by[0], sh.shrink[slot][row + 8] = by[1];
     if (thread() % 32 == 0) ((u32*)&sh.moved[slot])[thread() % GROUP / 32] = moved;
+}
+
+// Hands over what has been stored.
+__device__ __forceinline__ void hand_over(Shared& sh, Scored& scored) {
     fence_async();
     __syncwarp();
-    let_go(&sh.weighed[slot]);
+    let_go(&sh.weighed[scored.hand.slot()]);
     ++scored.hand.count;
 }
 
-// A piece's tiles.
+// A piece's tiles, each begun before weights of the one before are handed over. The last is by itself, as products that a branch may begin
+// are serialised.
 __device__ __forceinline__ void take_tiles(
     Shared& sh, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
-    for (int t = piece.t0; t < piece.t1; ++t) {
-        float s[32];
+    float s[32];
+    begin_scores(sh, scored.turn, kept, s);
+    int t = piece.t0;
+    for (; t + 1 < piece.t1; ++t) {
+        store_tile(sh, scored, s, scale, TILE, t == piece.t0);
         begin_scores(sh, scored.turn, kept, s);
-        mma_wait<0>();
-        scored.turn.next();
-        hand_over(sh, scored, s, scale, piece.length - t * TILE, t == piece.t0);
+        hand_over(sh, scored);
     }
+    store_tile(sh, scored, s, scale, piece.length - t * TILE, t == piece.t0);
+    hand_over(sh, scored);
 }
 
 // Scores and the running softmax of each piece; also the log-sum-exps.
@@ -409,14 +411,13 @@ __device__ __forceinline__ void begin_values(Shared& sh, const Turn& turn, int h
 }
 
 // Adds half of a tile's values to sums, 64 columns at a time, of which `v` has the first and then the first of the next tile. Of the latter's and
-// later rows `live` are left. It may still be under way.
+// later rows `live` are left. It has landed, as its scores are begun before weights of this one are handed over.
 __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half, int live, u32 (&v)[8], float (&o)[128]) {
     const u32 from = values_of(sh, turn, half), weights = ALONG + place(&sh, sh.weights[hand.slot()]);
     const Turn own = turn;
     turn.next();
     u32 first[4], second[4];
     float x[32];
-    bool landed = false;
     wait_for(&sh.weighed[hand.slot()], hand.phase());
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
@@ -424,8 +425,8 @@ __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half
 #pragma unroll
         for (int k = 0; k < 2; ++k) mma_products(x, v + 4 * k, weights + k * STEP, k);
         mma_commit();
-        if (block == 3) landed = live >= TILE && has_come(&sh.full[turn.slot][half], turn.phase);
-        const u32 next = block < 3 ? from ^ ((block + 1) << 4) : landed ? from + (turn.slot - own.slot) * (u32)sizeof(Tile) : from;
+        if (block == 3 && live >= TILE) wait_for(&sh.full[turn.slot][half], turn.phase);
+        const u32 next = block < 3 ? from ^ ((block + 1) << 4) : from + (turn.slot - own.slot) * (u32)sizeof(Tile);
         load_values(next, first); // half of it is loaded ahead, as registers are short
         if (block == 0) shrink_sums(sh, hand, o);
         mma_wait<0>();
@@ -439,7 +440,7 @@ __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half
     let_go(&sh.added[hand.slot()]);
     let_go(&sh.empty[own.slot]);
     ++hand.count;
-    if (!landed && live > 0) begin_values(sh, turn, half, live, v);
+    if (live > 0 && live < TILE) begin_values(sh, turn, half, live, v);
 }
 
 // Results of a thread: of each of its heads two columns that lie side by side of any 16.
