@@ -10,7 +10,7 @@
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
 static constexpr int KEPT = 13;            // stretches of 32 columns of q, of 18, in registers: as many as are left
-static constexpr int STAGES = 4;           // tiles that have landed or are under way
+static constexpr int STAGES = 5;           // tiles that have landed or are under way
 static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
@@ -27,9 +27,11 @@ struct Tile {
 enum Half { LEFT, RIGHT };
 
 struct Shared {
-    alignas(1024) Tile q;
+    union {
+        alignas(1024) Tile q;
+        char weights[SLOTS][THIN]; // where stretches of q were that are in registers
+    };
     Tile kv[STAGES];
-    char weights[SLOTS][THIN];
     float shrink[SLOTS][HEADS]; // of sums so far; behind a piece's last tile what makes them averages
     uint4 moved[SLOTS];         // whether any of those of 16 heads is not 1
     float q_scale[HEADS];       // what q was divided by
@@ -39,6 +41,7 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
+static_assert(SLOTS * THIN <= KEPT / 4 * BLOCK, "weights lie where q is still read");
 
 enum Barrier { Q_READY = 1, SCORERS, CLEARED };
 
@@ -318,7 +321,9 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         if (first) {
             meet(Q_READY, 3 * GROUP);
         } else {
-            meet(SCORERS, GROUP); // all have done with q before this
+            const u32 last = scored.hand.count - 1;
+            wait_for(&sh.added[last % SLOTS], last / SLOTS % 2); // weights lie where q comes
+            meet(SCORERS, GROUP);                                // all have done with q before this
 #pragma unroll 1
             for (int head = threadIdx.x % GROUP / 4; head < HEADS; head += GROUP / 4) round_q(sh.q, sh.q_scale, a, b, head_block, head);
             meet(SCORERS, GROUP);
@@ -329,6 +334,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         scored.top[0] = scored.top[1] = -INFINITY, scored.total[0] = scored.total[1] = 0;
         u32 kept[4 * KEPT + 1];
         keep(sh.q, kept);
+        meet(SCORERS, GROUP); // before weights come there
         take_tiles(sh, piece, kept, scale, scored);
 
         const int slot = scored.hand.slot();
