@@ -9,7 +9,7 @@
 //
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
-static constexpr int KEPT = 13;            // stretches of 32 columns of q, of 18, in registers: as many as are left
+static constexpr int KEPT = 12;            // stretches of 32 columns of q, of 18, in registers: as many as are left
 static constexpr int STAGES = 5;           // tiles that have landed or are under way
 static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
@@ -32,8 +32,8 @@ struct Shared {
         char weights[SLOTS][THIN]; // where stretches of q were that are in registers
     };
     Tile kv[STAGES];
-    float shrink[SLOTS][HEADS]; // of sums so far; behind a piece's last tile what makes them averages
-    uint4 moved[SLOTS];         // whether any of those of 16 heads is not 1
+    float shrink[SLOTS][HEADS]; // of sums so far, where they do; behind a piece's last tile what makes them averages
+    uint4 moved[SLOTS];         // whether those of each 16 heads do
     float q_scale[HEADS];       // what q was divided by
     u64 full[STAGES][2];        // of left and right half, the latter with the rope block
     u64 empty[STAGES];
@@ -99,12 +99,14 @@ __device__ __forceinline__ float weigh(const float (&s)[32], const float (&top)[
     return fmaxf(most[0], most[1]);
 }
 
-__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = row_of(thread()) + i % 2 * 8, group = i / 2;
-        *(u32*)(to + row * 64 + ((group ^ (row / 2 % 4)) << 4) + thread() % 4 * 4) = p[i];
-    }
+// Where a lane's row of the first four matrices of weights is; those of the other 32 rows are exclusive or with 32 from there.
+__device__ __forceinline__ u32 weights_of(Shared& sh) {
+    const u32 lane = threadIdx.x % 32, head = threadIdx.x % GROUP / 32 * 16 + lane % 16;
+    return shared_address(sh.weights[0]) + head * 64 + (((lane / 16) ^ (head / 2 % 4)) << 4);
+}
+
+__device__ __forceinline__ void store_matrices(u32 to, const u32* p) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
 }
 
 struct Arguments8 : Arguments {
@@ -222,7 +224,7 @@ __device__ __forceinline__ void keep(const Tile& q, u32 (&kept)[4 * KEPT + 1]) {
 
 // Begins the scores of a tile, once it has landed.
 __device__ __forceinline__ void begin_scores(Shared& sh, const Turn& turn, const u32 (&kept)[4 * KEPT + 1], float (&s)[32]) {
-    const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, &sh.kv[turn.slot]);
+    const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, sh.kv) + turn.slot * (u32)(sizeof(Tile) >> 4);
 #pragma unroll
     for (int k = 0; k < WIDTH / 32; ++k) {
         if (k == 0 || k == 8) {
@@ -258,7 +260,8 @@ struct Scored {
 
 // Waits for a tile's scores, and stores its weights and by what sums so far shrink. Only of a piece's first tile, and where a weight is more
 // than e4m3 holds, is the largest score sought.
-__device__ __forceinline__ void store_tile(Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], int live, bool moved) {
+__device__ __forceinline__ void store_tile(
+    Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], u32 to, int live, bool moved) {
     mma_wait<0>();
     scored.turn.next();
     if (live < TILE) mask(s, live);
@@ -282,10 +285,14 @@ __device__ __forceinline__ void store_tile(Shared& sh, Scored& scored, float (&s
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) scored.total[i] = scored.total[i] * by[i] + sum[i];
-    const int slot = scored.hand.slot(), row = row_of(thread());
+    const int slot = scored.hand.slot();
     wait_for(&sh.added[slot], scored.hand.phase() ^ 1);
-    store_weights(sh.weights[slot], p);
-    if (thread() % 4 == 0) sh.shrink[slot][row] = by[0], sh.shrink[slot][row + 8] = by[1];
+    store_matrices(to + slot * THIN, p);
+    store_matrices((to + slot * THIN) ^ 32, p + 4);
+    if (moved && thread() % 4 == 0) {
+        const int row = row_of(thread());
+        sh.shrink[slot][row] = by[0], sh.shrink[slot][row + 8] = by[1];
+    }
     if (thread() % 32 == 0) ((u32*)&sh.moved[slot])[thread() % GROUP / 32] = moved;
 }
 
@@ -301,15 +308,16 @@ __device__ __forceinline__ void hand_over(Shared& sh, Scored& scored) {
 // are serialised.
 __device__ __forceinline__ void take_tiles(
     Shared& sh, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
+    const u32 to = weights_of(sh);
     float s[32];
     begin_scores(sh, scored.turn, kept, s);
     int t = piece.t0;
     for (; t + 1 < piece.t1; ++t) {
-        store_tile(sh, scored, s, scale, TILE, t == piece.t0);
+        store_tile(sh, scored, s, scale, to, TILE, t == piece.t0);
         begin_scores(sh, scored.turn, kept, s);
         hand_over(sh, scored);
     }
-    store_tile(sh, scored, s, scale, piece.length - t * TILE, t == piece.t0);
+    store_tile(sh, scored, s, scale, to, piece.length - t * TILE, t == piece.t0);
     hand_over(sh, scored);
 }
 
@@ -390,9 +398,11 @@ __device__ __forceinline__ void load_factors(const float* from, float (&by)[16])
 __device__ __forceinline__ void shrink_sums(Shared& sh, const Hand& hand, float (&o)[128]) {
     const uint4 moved = sh.moved[hand.slot()];
     if (!__any_sync(~0u, moved.x | moved.y | moved.z | moved.w)) return;
+    const u32 of[4] = {moved.x, moved.y, moved.z, moved.w};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float2 by = *(const float2*)(sh.shrink[hand.slot()] + 8 * j + thread() % 4 * 2);
+        float2 by = make_float2(1, 1);
+        if (of[j / 2]) by = *(const float2*)(sh.shrink[hand.slot()] + 8 * j + thread() % 4 * 2);
 #pragma unroll
         for (int i = 4 * j; i < 128; i += 32) o[i] *= by.x, o[i + 1] *= by.y, o[i + 2] *= by.x, o[i + 3] *= by.y;
     }
@@ -419,10 +429,10 @@ __device__ __forceinline__ void begin_values(Shared& sh, const Turn& turn, int h
 // Adds half of a tile's values to sums, 64 columns at a time, of which `v` has the first and then the first of the next tile. Of the latter's and
 // later rows `live` are left. It has landed, as its scores are begun before weights of this one are handed over.
 __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half, int live, u32 (&v)[8], float (&o)[128]) {
-    const u32 from = values_of(sh, turn, half), weights = ALONG + place(&sh, sh.weights[hand.slot()]);
+    const u32 weights = ALONG + place(&sh, sh.weights) + hand.slot() * (THIN >> 4);
     const Turn own = turn;
     turn.next();
-    u32 first[4], second[4];
+    u32 from, first[4], second[4];
     float x[32];
     wait_for(&sh.weighed[hand.slot()], hand.phase());
 #pragma unroll
@@ -431,6 +441,7 @@ __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half
 #pragma unroll
         for (int k = 0; k < 2; ++k) mma_products(x, v + 4 * k, weights + k * STEP, k);
         mma_commit();
+        if (block == 0) from = values_of(sh, own, half);
         if (block == 3 && live >= TILE) wait_for(&sh.full[turn.slot][half], turn.phase);
         const u32 next = block < 3 ? from ^ ((block + 1) << 4) : from + (turn.slot - own.slot) * (u32)sizeof(Tile);
         load_values(next, first); // half of it is loaded ahead, as registers are short
