@@ -461,6 +461,26 @@ def test_values_in_e4m3_that_have_a_mean_are_added_up_to_the_end(heads):
     assert_agrees(*case, run(backend, *case[:3]), limit=1e-2, of_lse=0.5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_scores_over_fp8_rows_may_rise_and_fall_by_more_than_weights_can_hold(heads):
+    """By 64 * 2 / 24 every 100 rows and by 130 in the end, for odd heads downwards: e4m3 holds 2^-9 to 448, or 12 of it.
+
+    Queries of 1 and -1 are not changed by rounding, so weights alone are off.
+    """
+    spec, q, kv, shards = problem(CUDA, torch.bfloat16, (1000, 1, 0, 700, 64), heads=heads, page_size=64, **FULL)
+    q.copy_(torch.where(q < 0, -1.0, 1.0))
+    q[:, 0::2, 512:], q[:, 1::2, 512:] = 1.0, -1.0
+    for pages, length in zip(shards.pages, shards.lengths, strict=True):
+        row = torch.arange(length, device=CUDA)
+        page = torch.from_numpy(pages.astype(np.int64)).to(CUDA)[row // 64]
+        kv[page, row % 64, 512:] = torch.where(row < length - 50, row // 100 * 2, 64).to(kv.dtype)[:, None]
+    case = in_fp8(spec, q, kv, shards)
+    backend = make_backend("triton", case[0])
+    backend.plan(shards)
+    assert_agrees(*case, run(backend, *case[:3]), limit=max(1e-2, rounding_error(backend.rounds, 1.0)))
+
+
 @pytest.mark.parametrize(
     ("page_size", "installed", "heads", "kernel", "fp8"),
     [

@@ -9,14 +9,14 @@
 //
 // Tensor cores keep some 13 bits of sums over e4m3, so each tile's products leave them and are added up outside.
 
-static constexpr int KEPT = 14;            // stretches of 32 columns of q, of 18, in registers: as many as are left
-static constexpr int STAGES = 4;           // tiles that have landed or are under way
+static constexpr int KEPT = 12;            // stretches of 32 columns of q, of 18, in registers: as many as are left
+static constexpr int STAGES = 5;           // tiles that have landed or are under way
 static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
 static constexpr int COLUMNS = 256;        // of a half of the values
-static constexpr float RAISED = 8;         // weights are 2^8 times as large as of a softmax: the least of e4m3 is 2^-9
+static constexpr float RAISED = 6;         // weights are 2^6 at `Scored::top`: scores may rise by 2.8 above it, and the least of e4m3 is 2^-9
 static constexpr float LARGEST = 448;      // number of e4m3
 
 struct Tile {
@@ -27,11 +27,13 @@ struct Tile {
 enum Half { LEFT, RIGHT };
 
 struct Shared {
-    alignas(1024) Tile q;
+    union {
+        alignas(1024) Tile q;
+        char weights[SLOTS][THIN]; // where stretches of q were that are in registers
+    };
     Tile kv[STAGES];
-    char weights[SLOTS][THIN];
-    float shrink[SLOTS][HEADS]; // of sums so far; behind a piece's last tile what makes them averages
-    uint4 moved[SLOTS];         // whether any of those of 16 heads is not 1
+    float shrink[SLOTS][HEADS]; // of sums so far, where they do; behind a piece's last tile what makes them averages
+    uint4 moved[SLOTS];         // whether those of each 16 heads do
     float q_scale[HEADS];       // what q was divided by
     u64 full[STAGES][2];        // of left and right half, the latter with the rope block
     u64 empty[STAGES];
@@ -39,6 +41,7 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= 227 * 1024, "more than a program may have");
+static_assert(SLOTS * THIN <= KEPT / 4 * BLOCK, "weights lie where q is still read");
 
 enum Barrier { Q_READY = 1, SCORERS, CLEARED };
 
@@ -78,26 +81,32 @@ __device__ __forceinline__ void largest(const float (&s)[32], const float (&scal
     for (int i = 0; i < 2; ++i) top[i] = ceilf(top[i] * scale[i]);
 }
 
-// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads.
-__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&total)[2], u32 (&p)[8]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        s[i] = power(s[i] * scale[i / 2 % 2] - (top[i / 2 % 2] - RAISED));
-        total[i / 2 % 2] += s[i];
-    }
+// Weights of a thread's rows, four a register: of 16 * g + {2c, 2c + 1, 8 + 2c, 8 + 2c + 1}, for both of its heads, and their sums. Returns the
+// largest.
+__device__ __forceinline__ float weigh(const float (&s)[32], const float (&top)[2], const float (&scale)[2], float (&sum)[2], u32 (&p)[8]) {
+    float most[2] = {0, 0};
+    sum[0] = sum[1] = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int at = i / 2 * 8 + i % 2 * 2;
-        p[i] = rounded(s[at], s[at + 1], s[at + 4], s[at + 5]);
+        float w[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = power(s[at + j / 2 * 4 + j % 2] * scale[i % 2] - (top[i % 2] - RAISED));
+        sum[i % 2] += (w[0] + w[1]) + (w[2] + w[3]);
+        most[i % 2] = fmaxf(most[i % 2], fmaxf(fmaxf(w[0], w[1]), fmaxf(w[2], w[3])));
+        p[i] = rounded(w[0], w[1], w[2], w[3]);
     }
+    return fmaxf(most[0], most[1]);
 }
 
-__device__ __forceinline__ void store_weights(char* to, const u32 (&p)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = row_of(thread()) + i % 2 * 8, group = i / 2;
-        *(u32*)(to + row * 64 + ((group ^ (row / 2 % 4)) << 4) + thread() % 4 * 4) = p[i];
-    }
+// Where a lane's row of the first four matrices of weights is; those of the other 32 rows are exclusive or with 32 from there.
+__device__ __forceinline__ u32 weights_of(Shared& sh) {
+    const u32 lane = threadIdx.x % 32, head = threadIdx.x % GROUP / 32 * 16 + lane % 16;
+    return shared_address(sh.weights[0]) + head * 64 + (((lane / 16) ^ (head / 2 % 4)) << 4);
+}
+
+__device__ __forceinline__ void store_matrices(u32 to, const u32* p) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]) : "memory");
 }
 
 struct Arguments8 : Arguments {
@@ -215,7 +224,7 @@ __device__ __forceinline__ void keep(const Tile& q, u32 (&kept)[4 * KEPT + 1]) {
 
 // Begins the scores of a tile, once it has landed.
 __device__ __forceinline__ void begin_scores(Shared& sh, const Turn& turn, const u32 (&kept)[4 * KEPT + 1], float (&s)[32]) {
-    const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, &sh.kv[turn.slot]);
+    const u32 q = ALONG + place(&sh, &sh.q), rows = ALONG + place(&sh, sh.kv) + turn.slot * (u32)(sizeof(Tile) >> 4);
 #pragma unroll
     for (int k = 0; k < WIDTH / 32; ++k) {
         if (k == 0 || k == 8) {
@@ -245,45 +254,71 @@ struct Hand {
 struct Scored {
     Turn turn;
     Hand hand;
-    float top[2], total[2]; // of a thread's two heads: the next whole number above the largest score times log2(e), and the sum of its weights
+    // Of a thread's two heads: a whole number to which scores times log2(e) are held, near the largest, and the sum of weights.
+    float top[2], total[2];
 };
 
-// Hands over the weights of a tile and by what sums so far shrink.
-__device__ __forceinline__ void hand_over(Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], int live) {
+// Waits for a tile's scores, and stores its weights and by what sums so far shrink. Only of a piece's first tile, and where a weight is more
+// than e4m3 holds, is the largest score sought.
+__device__ __forceinline__ void store_tile(
+    Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], u32 to, int live, bool moved) {
+    mma_wait<0>();
+    scored.turn.next();
     if (live < TILE) mask(s, live);
-    float here[2], by[2];
+    float by[2] = {1, 1}, sum[2];
     u32 p[8];
-    largest(s, scale, here);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        here[i] = fmaxf(scored.top[i], here[i]);
-        by[i] = power(scored.top[i] - here[i]);
-        scored.top[i] = here[i];
-        scored.total[i] *= by[i];
+    if (!moved) {
+        moved = __any_sync(~0u, weigh(s, scored.top, scale, sum, p) > LARGEST);
     }
-    weigh(s, scored.top, scale, scored.total, p);
-    const int slot = scored.hand.slot(), row = row_of(thread());
+    if (moved) {
+        float here[2];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i])); // or what both ways have in common takes registers
+        largest(s, scale, here);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            here[i] = fmaxf(scored.top[i], here[i]);
+            by[i] = power(scored.top[i] - here[i]);
+            scored.top[i] = here[i];
+        }
+        weigh(s, scored.top, scale, sum, p);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scored.total[i] = scored.total[i] * by[i] + sum[i];
+    const int slot = scored.hand.slot();
     wait_for(&sh.added[slot], scored.hand.phase() ^ 1);
-    store_weights(sh.weights[slot], p);
-    if (thread() % 4 == 0) sh.shrink[slot][row] = by[0], sh.shrink[slot][row + 8] = by[1];
-    const bool moved = __any_sync(~0u, by[0] != 1 || by[1] != 1);
+    store_matrices(to + slot * THIN, p);
+    store_matrices((to + slot * THIN) ^ 32, p + 4);
+    if (moved && thread() % 4 == 0) {
+        const int row = row_of(thread());
+        sh.shrink[slot][row] = by[0], sh.shrink[slot][row + 8] = by[1];
+    }
     if (thread() % 32 == 0) ((u32*)&sh.moved[slot])[thread() % GROUP / 32] = moved;
+}
+
+// Hands over what has been stored.
+__device__ __forceinline__ void hand_over(Shared& sh, Scored& scored) {
     fence_async();
     __syncwarp();
-    let_go(&sh.weighed[slot]);
+    let_go(&sh.weighed[scored.hand.slot()]);
     ++scored.hand.count;
 }
 
-// A piece's tiles.
+// A piece's tiles, each begun before weights of the one before are handed over. The last is by itself, as products that a branch may begin
+// are serialised.
 __device__ __forceinline__ void take_tiles(
     Shared& sh, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
-    for (int t = piece.t0; t < piece.t1; ++t) {
-        float s[32];
+    const u32 to = weights_of(sh);
+    float s[32];
+    begin_scores(sh, scored.turn, kept, s);
+    int t = piece.t0;
+    for (; t + 1 < piece.t1; ++t) {
+        store_tile(sh, scored, s, scale, to, TILE, t == piece.t0);
         begin_scores(sh, scored.turn, kept, s);
-        mma_wait<0>();
-        scored.turn.next();
-        hand_over(sh, scored, s, scale, piece.length - t * TILE);
+        hand_over(sh, scored);
     }
+    store_tile(sh, scored, s, scale, to, piece.length - t * TILE, t == piece.t0);
+    hand_over(sh, scored);
 }
 
 // Scores and the running softmax of each piece; also the log-sum-exps.
@@ -294,7 +329,9 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         if (first) {
             meet(Q_READY, 3 * GROUP);
         } else {
-            meet(SCORERS, GROUP); // all have done with q before this
+            const u32 last = scored.hand.count - 1;
+            wait_for(&sh.added[last % SLOTS], last / SLOTS % 2); // weights lie where q comes
+            meet(SCORERS, GROUP);                                // all have done with q before this
 #pragma unroll 1
             for (int head = threadIdx.x % GROUP / 4; head < HEADS; head += GROUP / 4) round_q(sh.q, sh.q_scale, a, b, head_block, head);
             meet(SCORERS, GROUP);
@@ -305,6 +342,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         scored.top[0] = scored.top[1] = -INFINITY, scored.total[0] = scored.total[1] = 0;
         u32 kept[4 * KEPT + 1];
         keep(sh.q, kept);
+        meet(SCORERS, GROUP); // before weights come there
         take_tiles(sh, piece, kept, scale, scored);
 
         const int slot = scored.hand.slot();
@@ -360,23 +398,42 @@ __device__ __forceinline__ void load_factors(const float* from, float (&by)[16])
 __device__ __forceinline__ void shrink_sums(Shared& sh, const Hand& hand, float (&o)[128]) {
     const uint4 moved = sh.moved[hand.slot()];
     if (!__any_sync(~0u, moved.x | moved.y | moved.z | moved.w)) return;
-    float by[16];
-    load_factors(sh.shrink[hand.slot()], by);
+    const u32 of[4] = {moved.x, moved.y, moved.z, moved.w};
 #pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] *= by[i % 32 / 4 * 2 + i % 2];
+    for (int j = 0; j < 8; ++j) {
+        float2 by = make_float2(1, 1);
+        if (of[j / 2]) by = *(const float2*)(sh.shrink[hand.slot()] + 8 * j + thread() % 4 * 2);
+#pragma unroll
+        for (int i = 4 * j; i < 128; i += 32) o[i] *= by.x, o[i + 1] *= by.y, o[i + 2] *= by.x, o[i + 3] *= by.y;
+    }
 }
 
-// Adds half of a tile's values to sums, 64 columns at a time, of which a warp has 16 that lie side by side: 16 * (4 * warp + block).
-__device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& hand, int half, float (&o)[128]) {
+// A lane's row of the first 16 columns of a warp, whose 64 lie side by side: further ones are exclusive or with 16 times their number.
+__device__ __forceinline__ u32 values_of(Shared& sh, const Turn& turn, int half) {
     const u32 lane = thread() % 32, warp = thread() % GROUP / 32, at = lane % 8;
-    const u32 from = shared_address(sh.kv[turn.slot].latent[2 * half]) + warp / 2 * BLOCK + lane * 128 + ((at ^ (warp % 2 * 4)) << 4);
-    const u32 weights = ALONG + place(&sh, sh.weights[hand.slot()]);
-    u32 first[4], second[4], v[8];
-    float x[32];
+    return shared_address(sh.kv[turn.slot].latent[2 * half]) + warp / 2 * BLOCK + lane * 128 + ((at ^ (warp % 2 * 4)) << 4);
+}
+
+// The first operand for the first columns of a tile, once it has landed; of its rows and those of later tiles `live` are left.
+__device__ __forceinline__ void begin_values(Shared& sh, const Turn& turn, int half, int live, u32 (&v)[8]) {
+    wait_for(&sh.full[turn.slot][half], turn.phase);
+    if (live < TILE) clear(sh.kv[turn.slot], half, live);
+    const u32 from = values_of(sh, turn, half);
+    u32 first[4], second[4];
     load_values(from, first);
     load_values(from + 32 * 128, second);
     turn_over(first, v);
     turn_over(second, v + 4);
+}
+
+// Adds half of a tile's values to sums, 64 columns at a time, of which `v` has the first and then the first of the next tile. Of the latter's and
+// later rows `live` are left. It has landed, as its scores are begun before weights of this one are handed over.
+__device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half, int live, u32 (&v)[8], float (&o)[128]) {
+    const u32 weights = ALONG + place(&sh, sh.weights) + hand.slot() * (THIN >> 4);
+    const Turn own = turn;
+    turn.next();
+    u32 from, first[4], second[4];
+    float x[32];
     wait_for(&sh.weighed[hand.slot()], hand.phase());
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
@@ -384,21 +441,23 @@ __device__ __forceinline__ void add(Shared& sh, const Turn& turn, const Hand& ha
 #pragma unroll
         for (int k = 0; k < 2; ++k) mma_products(x, v + 4 * k, weights + k * STEP, k);
         mma_commit();
-        const u32 next = from ^ ((block + 1) << 4); // half of it is loaded ahead, as registers are short
-        if (block < 3) load_values(next, first);
+        if (block == 0) from = values_of(sh, own, half);
+        if (block == 3 && live >= TILE) wait_for(&sh.full[turn.slot][half], turn.phase);
+        const u32 next = block < 3 ? from ^ ((block + 1) << 4) : from + (turn.slot - own.slot) * (u32)sizeof(Tile);
+        load_values(next, first); // half of it is loaded ahead, as registers are short
         if (block == 0) shrink_sums(sh, hand, o);
         mma_wait<0>();
-        if (block < 3) load_values(next + 32 * 128, second);
+        load_values(next + 32 * 128, second);
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[32 * block + i] += x[i];
-        if (block < 3) {
-            turn_over(first, v);
-            turn_over(second, v + 4);
-        }
+        turn_over(first, v);
+        turn_over(second, v + 4);
     }
     __syncwarp();
     let_go(&sh.added[hand.slot()]);
-    let_go(&sh.empty[turn.slot]);
+    let_go(&sh.empty[own.slot]);
+    ++hand.count;
+    if (live > 0 && live < TILE) begin_values(sh, turn, half, live, v);
 }
 
 // Results of a thread: of each of its heads two columns that lie side by side of any 16.
@@ -437,12 +496,9 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments8& a, const Sh
         float o[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0;
-        for (int t = piece.t0; t < piece.t1; ++t, turn.next(), ++hand.count) {
-            const int live = piece.length - t * TILE;
-            wait_for(&sh.full[turn.slot][half], turn.phase);
-            if (live < TILE) clear(sh.kv[turn.slot], half, live);
-            add(sh, turn, hand, half, o);
-        }
+        u32 v[8];
+        begin_values(sh, turn, half, piece.length - piece.t0 * TILE, v);
+        for (int t = piece.t0 + 1; t <= piece.t1; ++t) add(sh, turn, hand, half, t < piece.t1 ? piece.length - t * TILE : 0, v, o);
         float by[16];
         wait_for(&sh.weighed[hand.slot()], hand.phase());
         load_factors(sh.shrink[hand.slot()], by);
