@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.bench.cases import COLLECTIVES, REGISTERED_COLLECTIVES
-from dcpbench.commands.calibrate import ROWS
 from dcpbench.plan.grid import load_text
 from dcpbench.points.names import EXCHANGES
 from dcpbench.records.runs import read_run
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 BAR = 0.05
+REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 LIVE, EMULATED = "live", "emulated"
 MACHINE = "machine.toml"
 """In the folder, what `calibrate` makes."""
@@ -67,7 +67,7 @@ def wire(folder: Path, ranks: int) -> list[Step]:
                 "--ranks",
                 str(ranks),
                 "--requests",
-                ROWS[bench],
+                REQUESTS,
                 "--seconds",
                 "0.1",
                 *more[bench],

@@ -247,7 +247,7 @@ def collectives_cases(asked: Asked) -> list[Case]:
     grid = itertools.product(
         widths,
         asked.names("variant", (*COLLECTIVES, *REGISTERED_COLLECTIVES), COLLECTIVES),
-        asked.counts("requests", (1, 4), (1, 8, 32, 128, 512, 4096)),
+        asked.counts("requests", (1, 4), (1, 8, 32, 128, 512)),
     )
     return [asked.case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
 

@@ -21,8 +21,7 @@ OUTPUT = panel("Output")
 
 HEADS = COUNTS("Query heads of a DCP group. Default: 128 on a GPU; 8 on the CPU.")
 REQUESTS = COUNTS(
-    "Requests of a decode step. Default: 1,8,32,128 on a GPU, 512 for merge and collectives, too, 4096 for collectives as in "
-    "a chunk; a few on the CPU."
+    "Requests of a decode step. Default: 1,8,32,128 on a GPU, 512 for merge and collectives, too; a few on the CPU."
 )
 LAYERS = WHAT(
     "Calls of a pass. Default: as many sets of tensors as keep the L2 cache cold, or 16 where inputs were just written "

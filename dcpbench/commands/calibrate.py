@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord
     from dcpbench.points.wire import Sample
 
-STEPS = "1,2,4,8,16,32,64,128,256,512"
-ROWS = {"collectives": f"{STEPS},1024,2048,4096,8192", "exchange": STEPS}
-"""Of messages: requests of decode steps, and tokens of chunks, which need no exchange."""
+REQUESTS = "1,2,4,8,16,32,64,128,256,512"
+"""Sizes of messages: a step of each, between 10 KB and 7 MB."""
 OF_BENCH = {"collectives": commands.Collectives, "exchange": commands.Exchange}
 
 
@@ -101,7 +100,7 @@ def calibrate(
         most = max(sample.ranks for samples in machine.calls.values() for sample in samples)
         say(
             f"Not measured: {listed(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
-            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {ROWS[bench]} --ranks {most} -o FOLDER, and name "
+            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {most} -o FOLDER, and name "
             "FOLDER here, too."
         )
     if as_json:
@@ -154,7 +153,7 @@ def _measured() -> "list[BenchRecord]":
         while ranks <= count:
             for bench in calibration.BENCHES:
                 say(f"{bench} on {ranks} GPUs …")
-                sizes = vars(OF_BENCH[bench](requests=ROWS[bench], ranks=ranks))
+                sizes = vars(OF_BENCH[bench](requests=REQUESTS, ranks=ranks))
                 benches.run(bench, sizes, benches.Options(output=Path(folder) / f"{bench}-{ranks}"))
             ranks *= 2
         return calibration.records_in([Path(folder)])

@@ -1,11 +1,8 @@
 """Stand-in for a call between ranks: what it would leave, and the time that it would take, in one kernel.
 
-Every block copies its part and then multiplies until so many nanoseconds have passed since its own start, by the GPU's global
+Every block copies its part and then waits until so many nanoseconds have passed since its own start, by the GPU's global
 timer: the copy is part of the time, as a collective's own reading and writing is, and the stream is held as long as by a
 collective. CUDA graphs may hold it. On the CPU it copies and does not wait.
-
-Why it multiplies: a GPU that rests in between has power left at its limit, and clocks higher in the work that follows. Of
-several the one that all others wait for decides, and that one never rests (docs/emulation.md).
 """
 
 from __future__ import annotations
@@ -20,25 +17,13 @@ from triton.language.extra.cuda import globaltimer
 from dcpbench.measuring.timing import capture
 
 BLOCK = 4096
-SIDE = 64
-"""Rows, columns and depth of the products that pass the time."""
-PRODUCTS = 2
-"""Between two looks at the timer: some 0.15 µs."""
+MOST_BLOCKS = 32
+"""About as many as NCCL takes for a large message."""
 PASSES, CALLS = 5, 200
 
 
 @triton.jit(do_not_specialize=["size", "copies", "wait_ns"])
-def _hold_kernel(
-    x_ptr,
-    out_ptr,
-    size,
-    copies,
-    wait_ns,
-    COPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIDE: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-):
+def _hold_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOCK: tl.constexpr):
     end = globaltimer() + wait_ns
     if COPY:
         for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
@@ -48,15 +33,8 @@ def _hold_kernel(
             for _ in range(copies):
                 tl.store(to, x, at < size)
                 to += size
-    m = tl.arange(0, SIDE)
-    a = ((m[:, None] * 73 + m[None, :] * 151) % 127 - 63).to(tl.bfloat16)
-    b = ((m[:, None] * 89 + m[None, :] * 37) % 113 - 56).to(tl.bfloat16)
-    y = tl.zeros([SIDE, SIDE], tl.float32)
     while globaltimer() < end:
-        for _ in tl.static_range(PRODUCTS):
-            y = tl.dot(a, b, y)
-    # whole numbers have no halves: nothing is stored, which the compiler does not know
-    tl.store(out_ptr + tl.zeros([SIDE, SIDE], tl.int32), (y * 0).to(out_ptr.dtype.element_ty), y == 0.5)
+        pass
 
 
 def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
@@ -69,19 +47,20 @@ def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
         if out is not None:
             out.view(copies, -1).copy_(x.reshape(1, -1).expand(copies, -1))
         return
-    _launch(x, x if out is None else out, copies, max(round((seconds - overhead_s(x.device)) * 1e9), 0))
+    held_ns = max(round((seconds - overhead_s(x.device)) * 1e9), 0)
+    blocks = max(min(triton.cdiv(x.numel(), BLOCK), MOST_BLOCKS), 1) if copies else 1
+    _hold_kernel[(blocks,)](x, x if out is None else out, x.numel(), copies, held_ns, COPY=copies > 0, BLOCK=BLOCK)
 
 
 @functools.cache
 def overhead_s(device: torch.device) -> float:
     """What a kernel that holds nothing takes in a row of them in a CUDA graph: the wait is shorter by as much."""
-    nothing = torch.empty(1, device=device)
-    _launch(nothing, nothing, 0, 0)
+    _launch(device)
     torch.cuda.synchronize(device)
 
     def calls() -> None:
         for _ in range(CALLS):
-            _launch(nothing, nothing, 0, 0)
+            _launch(device)
 
     graph = capture(calls)
     times = []
@@ -95,8 +74,6 @@ def overhead_s(device: torch.device) -> float:
     return sorted(times)[PASSES // 2]
 
 
-def _launch(x: torch.Tensor, out: torch.Tensor, copies: int, wait_ns: int) -> None:
-    blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _hold_kernel[(blocks,)](
-        x, out, x.numel(), copies, wait_ns, COPY=copies > 0, BLOCK=BLOCK, SIDE=SIDE, PRODUCTS=PRODUCTS
-    )
+def _launch(device: torch.device) -> None:
+    nothing = torch.empty(1, device=device)
+    _hold_kernel[(1,)](nothing, nothing, 1, 0, 0, COPY=False, BLOCK=BLOCK)

@@ -22,7 +22,6 @@ WIRE = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
 FOUR, TWO = RESULTS / "kernels-exchanges_4xH200_2026-11-21", RESULTS / "emulated-against-live_2xH200_2026-11-23"
 BENCHES = [
     *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
-    WIRE / "collectives-2-chunks",
     FOUR / "exchange-q-replicate",
 ]
 OLDER = [FOUR / "exchange", TWO / "exchange-2"]
