@@ -197,3 +197,4 @@ if __name__ == "__main__":
     emulated()
     print()
     four.against_live(HERE)
+    four.against_live(HERE / "again")
