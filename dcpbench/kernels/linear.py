@@ -90,9 +90,10 @@ def _product_kernel(
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth."""
+    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth. WHOLE: all tiles have all rows."""
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
@@ -110,7 +111,8 @@ def _product_kernel(
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
     for group in tl.range(begin, end, num_stages=STAGES):
-        x_MK = tl.load(x_at + group * 128, mask=live[:, None], other=0.0)
+        at = x_at + group * 128
+        x_MK = tl.load(at) if WHOLE else tl.load(at, mask=live[:, None], other=0.0)
         w_NK = tl.load(w_at + group * 128)
         scale_M = tl.load(x_scale_at + group * scale_group, mask=live, other=0.0) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
@@ -183,6 +185,7 @@ def product(
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
         STAGES=how.stages,
+        WHOLE=rows % how.rows == 0,
         num_warps=how.warps,
         **early(device),
     )
