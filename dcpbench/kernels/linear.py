@@ -43,12 +43,12 @@ SHARED, RESERVED = 228 * 1024, 1024
 FEWEST_STAGES = 4
 MOST_TOGETHER = 3
 """Programs on a multiprocessor from which on they hide each other's waiting."""
-PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 49e3, 4.3e6, 0.9e6
+PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6
 """Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
 most; of parts that are stored and added up."""
-BESIDE = 0.8
+BESIDE = 0.43
 """By how much longer programs take for each one beside them."""
-ADD_UP_US = 1.1
+ADD_UP_US = 1.7
 """What adding up takes beside."""
 
 
@@ -223,10 +223,13 @@ def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: in
 
 
 def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
-    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice."""
+    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice.
+
+    Of those that take as long the first is chosen: broader programs read rows fewer times.
+    """
     tile = max(16, triton.next_power_of_2(rows))
     most = max(1, depth // SCALE_BLOCK // 2)
-    for width in (64, 128) if tile < FEW_ROWS else (64,):
+    for width in (128, 64) if tile < FEW_ROWS else (64,):
         blocks = triton.cdiv(columns, width)
         once = multiprocessors // blocks
         for parts in sorted({1, 2, 3, 4, once, 2 * once}):
