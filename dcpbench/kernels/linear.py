@@ -43,12 +43,12 @@ SHARED, RESERVED = 228 * 1024, 1024
 FEWEST_STAGES = 4
 MOST_TOGETHER = 3
 """Programs on a multiprocessor from which on they hide each other's waiting."""
-PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 49e3, 4.3e6, 0.9e6
+PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6
 """Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
 most; of parts that are stored and added up."""
-BESIDE = 0.8
+BESIDE = 0.43
 """By how much longer programs take for each one beside them."""
-ADD_UP_US = 1.1
+ADD_UP_US = 1.7
 """What adding up takes beside."""
 
 
@@ -90,9 +90,10 @@ def _product_kernel(
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth."""
+    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth. WHOLE: all tiles have all rows."""
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
@@ -110,7 +111,8 @@ def _product_kernel(
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
     for group in tl.range(begin, end, num_stages=STAGES):
-        x_MK = tl.load(x_at + group * 128, mask=live[:, None], other=0.0)
+        at = x_at + group * 128
+        x_MK = tl.load(at) if WHOLE else tl.load(at, mask=live[:, None], other=0.0)
         w_NK = tl.load(w_at + group * 128)
         scale_M = tl.load(x_scale_at + group * scale_group, mask=live, other=0.0) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
@@ -183,6 +185,7 @@ def product(
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
         STAGES=how.stages,
+        WHOLE=rows % how.rows == 0,
         num_warps=how.warps,
         **early(device),
     )
@@ -220,10 +223,13 @@ def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: in
 
 
 def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Iterator[Tiling]:
-    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice."""
+    """All that a product of few rows is chosen from: one to four parts, or as many as fill the GPU once or twice.
+
+    Of those that take as long the first is chosen: broader programs read rows fewer times.
+    """
     tile = max(16, triton.next_power_of_2(rows))
     most = max(1, depth // SCALE_BLOCK // 2)
-    for width in (64, 128) if tile < FEW_ROWS else (64,):
+    for width in (128, 64) if tile < FEW_ROWS else (64,):
         blocks = triton.cdiv(columns, width)
         once = multiprocessors // blocks
         for parts in sorted({1, 2, 3, 4, once, 2 * once}):
