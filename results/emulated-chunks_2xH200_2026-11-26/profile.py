@@ -1,4 +1,4 @@
-"""python prof_patch.py TREE: step times of a few cases alone, printed, and a trace of two of each of two chunks."""
+"""python profile.py CHECKOUT: it then takes step times of four chunks alone, and profiles three steps of each: name, start and ns of all on the GPU."""
 import sys
 p = sys.argv[1] + "/dcpbench/workloads/step_times.py"
 s = open(p).read()

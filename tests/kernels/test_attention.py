@@ -481,6 +481,26 @@ def test_scores_over_fp8_rows_may_rise_and_fall_by_more_than_weights_can_hold(he
     assert_agrees(*case, run(backend, *case[:3]), limit=max(1e-2, rounding_error(backend.rounds, 1.0)))
 
 
+@pytest.mark.gpu
+def test_rows_over_fp8_keep_their_weight_beside_one_that_is_scored_far_above_them():
+    """Row 0 is 11 above 16,383 others, of a deviation of a quarter: each has 2^-16 of its weight, all have a fifth of the sum.
+
+    Blocks of 64 heads are as many as multiprocessors, so that no piece ends before the request.
+    """
+    heads = 64 * torch.cuda.get_device_properties(CUDA).multi_processor_count
+    spec, q, kv, shards = problem(CUDA, torch.bfloat16, (16_384,), heads=heads, page_size=64, **FULL)
+    q.mul_(0.25 / (spec.scale * 512**0.5))
+    q[..., 512:] = 0
+    q[..., 512] = 1
+    kv[..., :512] += 1
+    kv[..., 512] = 0
+    kv[int(shards.pages[0][0]), 0, 512] = 11 / spec.scale
+    case = in_fp8(spec, q, kv, shards)
+    backend = make_backend("triton", case[0])
+    backend.plan(shards)
+    assert_agrees(*case, run(backend, *case[:3]), limit=0.05)
+
+
 @pytest.mark.parametrize(
     ("page_size", "installed", "heads", "kernel", "fp8"),
     [

@@ -89,7 +89,7 @@ def test_a_product_is_cut_nearly_as_the_fastest_that_was_measured():
     """On an H200, layers whole and cut by 2, 4 and 8: the choice takes ½ % longer at most on average, nowhere a tenth longer.
 
     Before the last sweep tiles read the last row in place of those that were not there, and scales of a row lay side by side:
-    at 16 and 32 rows neither decides how to cut.
+    at 16 and 32 rows neither decides how to cut. At 64 the choice takes 2 % longer there on average, 9 % at most.
     """
     few = (16, 32)
     sweeps = (("stages", "alone", few), ("cuts", "alone-next|new", few), ("before-and-now", "now", range(1, 129)))

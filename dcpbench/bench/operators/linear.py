@@ -73,10 +73,11 @@ def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[
             f"--variant deepgemm needs DeepGEMM ({e}); install sgl-deep-gemm, or leave it out with --variant triton."
         ) from e
     x = quantise_rows(x_TK)
+    scale = x.scale.contiguous()  # a row's side by side, as it brings them into its own order
     y = torch.empty(len(x_TK), len(weight_NK.data), dtype=x_TK.dtype, device=x_TK.device)
 
     def call() -> tuple[torch.Tensor]:
-        deep_gemm.fp8_gemm_nt((x.data, x.scale), (weight_NK.data, weight_NK.scale), y)
+        deep_gemm.fp8_gemm_nt((x.data, scale), (weight_NK.data, weight_NK.scale), y)
         return (y,)
 
     return call

@@ -214,7 +214,7 @@ def deepgemm(inputs: Inputs) -> Ready:
     weight = inputs.weight
     if isinstance(weight, Scaled):
         flat = block_scaled.quantise_rows(x.flatten(0, 1))
-        x8 = flat.data.view(x.shape), flat.scale.reshape(*x.shape[:2], -1)
+        x8 = flat.data.view(x.shape), flat.scale.contiguous().view(*x.shape[:2], -1)
         weight8 = weight.data, weight.scale
 
         def call() -> tuple[torch.Tensor]:

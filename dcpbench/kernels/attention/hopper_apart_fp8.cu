@@ -16,7 +16,7 @@ static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
 static constexpr int COLUMNS = 256;        // of a half of the values
-static constexpr float RAISED = 6;         // weights are 2^6 at `Scored::top`: scores may rise by 2.8 above it, and the least of e4m3 is 2^-9
+static constexpr float RAISED = 8;         // weights are 2^8 at `Scored::top`: scores may rise by 0.8 above it, and the least of e4m3 is 2^-9
 static constexpr float LARGEST = 448;      // number of e4m3
 
 struct Tile {

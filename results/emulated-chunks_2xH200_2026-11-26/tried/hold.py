@@ -1,4 +1,4 @@
-"""python hold_patch.py TREE: step times of a few cases alone, printed; HOLD says how a call that leaves x as it is holds."""
+"""python hold.py CHECKOUT: it then takes step times of a few cases alone, printed; HOLD says how a call that leaves x as it is holds."""
 import sys
 p = sys.argv[1] + "/dcpbench/workloads/step_times.py"
 s = open(p).read()
