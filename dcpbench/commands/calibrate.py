@@ -14,7 +14,7 @@ from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord
-    from dcpbench.points.wire import Sample
+    from dcpbench.points.machines import Machine
 
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 """Sizes of messages: a step of each, between 10 KB and 7 MB."""
@@ -60,33 +60,18 @@ def calibrate(
 
     from dcpbench.bench import calibration
     from dcpbench.bench.shown import wire as shown
-    from dcpbench.errors import OutputError, UsageError
+    from dcpbench.errors import OutputError
     from dcpbench.points import gpus, machines
     from dcpbench.points.wire import Call
     from dcpbench.show.streams import write_json
 
-    _check_file(out)
+    _check_files(out, force=force)
     picture = out.with_suffix(".png")
-    there = [str(path) for path in (out, picture) if path.exists()]
-    if there and not force:
-        raise OutputError(f"{' and '.join(there)} would be written over; add --force, or name another file with --out.")
-
-    def described(name: str, gpu: str, measured: str = "", calls: "dict[str, list[Sample]] | None" = None) -> bytes:
-        host = gpus_per_host or machines.GPUS_PER_HOST
-        machine = machines.Machine(
-            name=name, gpu=gpu, gpus_per_host=host, link=link, measured=measured, calls=calls or {}
-        )
-        return machines.text(machine).encode()
-
-    machines.parse(described("options", gpu or gpus.GPUS[0].name), "these options")
+    host = gpus_per_host or machines.GPUS_PER_HOST
+    asked = machines.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
+    machines.parse(machines.text(asked).encode(), "these options")
     records = calibration.records_in(runs) if runs else _measured()
-    card, words = calibration.measured_on(records)
-    if gpu is None and not card:
-        raise UsageError(
-            "these benches name a GPU that dcpbench machines does not list; say with --gpu which is like it."
-        )
-    usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
-    written = described(name or usual, gpu or card, words, calibration.calls_of(records))
+    written = machines.text(_calibrated(asked, records, name, gpu)).encode()
     machine = machines.parse(written, "these options")
     try:
         out.write_bytes(written)
@@ -96,21 +81,10 @@ def calibrate(
     shown.write_picture(calls, picture, f"{machine.name}: {machine.measured}")
     found = calibration.quality(calls)
     lacks = calibration.lacking(machine.calls)
-    for bench, names in lacks.items():
-        most = max(sample.ranks for samples in machine.calls.values() for sample in samples)
-        say(
-            f"Not measured: {listed(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
-            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {most} -o FOLDER, and name "
-            "FOLDER here, too."
-        )
+    _say_lacking(lacks, most=max(n for call in calls for n in call.ranks))
     if as_json:
-        as_rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
-        told = {
-            "file": str(out),
-            "picture": str(picture),
-            "calls": as_rows,
-            "lacks": [*itertools.chain(*lacks.values())],
-        }
+        rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
+        told = {"file": str(out), "picture": str(picture), "calls": rows, "lacks": [*itertools.chain(*lacks.values())]}
         write_json(msgspec.json.encode(told).decode() + "\n")
         return 0
     console().print(shown.table(found))
@@ -119,8 +93,8 @@ def calibrate(
     return 0
 
 
-def _check_file(out: Path) -> None:
-    """Raise OutputError where the machine's file could not be written, or its picture would lie on it."""
+def _check_files(out: Path, *, force: bool) -> None:
+    """Raise OutputError where the machine's file could not be written, its picture would lie on it, or either is there."""
     from dcpbench.errors import OutputError
 
     if out.is_dir():
@@ -130,8 +104,40 @@ def _check_file(out: Path) -> None:
     elif out.suffix == ".png":
         why = "is the name of its picture"
     else:
+        there = [str(path) for path in (out, out.with_suffix(".png")) if path.exists()]
+        if there and not force:
+            raise OutputError(
+                f"{' and '.join(there)} would be written over; add --force, or name another file with --out."
+            )
         return
     raise OutputError(f"{out} {why}; name another file with --out, such as --out our-h200.toml.")
+
+
+def _calibrated(asked: "Machine", records: "list[BenchRecord]", name: str | None, gpu: str | None) -> "Machine":
+    """The machine asked for, with what was measured; its name and GPU are those of the benches where none was asked for."""
+    import msgspec
+
+    from dcpbench.bench import calibration
+    from dcpbench.errors import UsageError
+
+    card, measured = calibration.measured_on(records)
+    if gpu is None and not card:
+        raise UsageError(
+            "these benches name a GPU that dcpbench machines does not list; say with --gpu which is like it."
+        )
+    usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
+    calls = calibration.calls_of(records)
+    return msgspec.structs.replace(asked, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
+
+
+def _say_lacking(lacks: dict[str, list[str]], most: int) -> None:
+    """What was not measured, and what measures it on as many GPUs as the rest."""
+    for bench, names in lacks.items():
+        say(
+            f"Not measured: {listed(names)}; what needs them can be neither emulated nor forecast by this file. Type on these "
+            f"GPUs: dcpbench bench {bench} --variant {','.join(names)} --requests {REQUESTS} --ranks {most} -o FOLDER, and name "
+            "FOLDER here, too."
+        )
 
 
 def _measured() -> "list[BenchRecord]":
