@@ -24,6 +24,7 @@ from dcpbench.reports import (
     turns,
     words,
 )
+from dcpbench.reports.explain import definitions
 from dcpbench.show.text import capital
 
 if TYPE_CHECKING:
@@ -65,55 +66,71 @@ class Section:
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """All sections that have something to say."""
-    points, everything, found = frames.points, frames.everything, frames.findings
-    first, more = answer.split(frames)
+    folded, further = answer.split(frames)
+    sections = [
+        _answer(frames, pictures, folded),
+        *_performance(frames, pictures),
+        *_points(frames, pictures),
+        *_served(frames),
+        Section(
+            slug="client",
+            title="The client that sent the requests",
+            paragraphs=client.sentences(frames),
+            tables=[client.table(frames)],
+        ),
+        _comparisons(frames, further),
+        *_trust(frames),
+    ]
+    for section in sections:
+        section.tables = [table for table in section.tables if table.rows]
+        if all(table.title == explain.WORDS for table in section.tables) and not section.is_more_than_tables():
+            section.tables = []
+    return [s for s in sections if s.tables or s.is_more_than_tables()]
+
+
+def _drawn(pictures: list[Picture], *subjects: str) -> list[Picture]:
+    """Those of these subjects: of decode, then of served requests, live before replayed."""
+    return [p for subject in subjects for p in pictures if p.subject == subject]
+
+
+def _answer(frames: Frames, pictures: list[Picture], folded: list[str]) -> Section:
     lead = overview.sentence(frames)
     grids = answer_tables.grids(frames)
-    exchanged = exchanges.frame(findings.timed(points))
-    compared = [
-        table
-        for mode in ("decode", *MODES)
-        for table in (answer_tables.best(found.best, mode), answer_tables.ratios(found.ratios, mode))
-    ]
+    return Section(
+        slug="answer",
+        title="The answer",
+        lead=lead,
+        aside=capital(words.SEPARATOR.join(said for said in overview.caveats(frames) if said not in lead)),
+        first=_drawn(pictures, "overview"),
+        bullets=overview.short(frames),
+        folded=folded,
+        pictures=_drawn(pictures, "break-even"),
+        tables=[*grids, definitions(frames, "output throughput", "ratio, ×", "DCP pays", "clearly")] if grids else [],
+    )
 
-    def drawn(*subjects: str) -> list[Picture]:
-        """Pictures of these subjects: of decode, then of served requests, live before replayed."""
-        return [p for subject in subjects for p in pictures if p.subject == subject]
 
-    def defined(*names: str) -> Table:
-        return explain.definitions(frames, *names)
-
-    sections = [
-        Section(
-            slug="answer",
-            title="The answer",
-            lead=lead,
-            aside=capital(words.SEPARATOR.join(said for said in overview.caveats(frames) if said not in lead)),
-            first=drawn("overview"),
-            bullets=overview.short(frames),
-            folded=first,
-            pictures=drawn("break-even"),
-            tables=[*grids, defined("output throughput", "ratio, ×", "DCP pays", "clearly")] if grids else [],
-        ),
+def _performance(frames: Frames, pictures: list[Picture]) -> list[Section]:
+    """What loads get from layouts, in tokens and in latencies."""
+    return [
         Section(
             slug="throughput",
             title="Output throughput against load",
-            pictures=drawn("throughput"),
-            tables=[defined("output throughput", "per GPU", "steady", "goodput")],
+            pictures=_drawn(pictures, "throughput"),
+            tables=[definitions(frames, "output throughput", "per GPU", "steady", "goodput")],
         ),
         Section(
             slug="latency",
             title="TTFT and ITL, p50 and p99",
             paragraphs=figures.not_drawn(frames.served, "ttft", "itl"),
-            pictures=drawn("ttft", "itl"),
-            tables=[stalls.table(frames), defined("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")],
+            pictures=_drawn(pictures, "ttft", "itl"),
+            tables=[stalls.table(frames), definitions(frames, "TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")],
         ),
         Section(
             slug="frontier",
             title="Throughput per GPU against speed per user",
             paragraphs=figures.not_drawn(frames.served, "frontier"),
-            pictures=drawn("frontier"),
-            tables=[defined("per GPU", "per user")],
+            pictures=_drawn(pictures, "frontier"),
+            tables=[definitions(frames, "per GPU", "per user")],
         ),
         Section(
             slug="instances",
@@ -121,22 +138,29 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             bullets=instances.sentences(findings.timed(frames.served)),
             tables=[*instances.grid(frames), *(instances.table(frames, mode) for mode in MODES)],
         ),
+    ]
+
+
+def _points(frames: Frames, pictures: list[Picture]) -> list[Section]:
+    """What bounded them, where their time goes, which did not run, and every one of decode."""
+    points, everything = frames.points, frames.everything
+    return [
         Section(
             slug="kv",
             title="KV capacity and what bounded it",
-            pictures=drawn("kv"),
-            tables=[tables.kv(findings.kv_by_layout(everything)), defined("KV tokens per GiB")],
+            pictures=_drawn(pictures, "kv"),
+            tables=[tables.kv(findings.kv_by_layout(everything)), definitions(frames, "KV tokens per GiB")],
             bullets=explain.bounds(everything),
         ),
         Section(
             slug="time",
             title="Where a step's time goes",
             paragraphs=[*floors.sentences(points), *explain.phases(points)],
-            pictures=drawn("phases"),
+            pictures=_drawn(pictures, "phases"),
             tables=[
                 tables.steps(points),
                 floors.table(points),
-                defined("step time", "floor", "phases, GPU idle", "host syncs"),
+                definitions(frames, "step time", "floor", "phases, GPU idle", "host syncs"),
             ],
         ),
         Section(
@@ -158,46 +182,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             paragraphs=explain.absent(points),
             bullets=explain.marks(points),
         ),
-        *_served(frames),
-        Section(
-            slug="client",
-            title="The client that sent the requests",
-            paragraphs=client.sentences(frames),
-            tables=[client.table(frames)],
-        ),
-        Section(
-            slug="comparisons",
-            title="Every comparison",
-            bullets=more + exchanges.sentences(exchanged, frames),
-            tables=[*compared, exchanges.table(exchanged)],
-        ),
-        Section(
-            slug="repeats",
-            title="Whether repeats agree",
-            paragraphs=[] if everything.empty else [findings.repeats_sentence(answer.apart(frames))],
-            tables=[tables.repeats(found.repeats), tables.served_repeats(findings.served_repeats(frames.served))],
-        ),
-        Section(
-            slug="honesty",
-            title="Before you believe a number",
-            paragraphs=explain.honesty(everything),
-            tables=[tables.honesty(everything)],
-        ),
-        Section(
-            slug="run",
-            title="What was run",
-            commands=explain.commands(frames),
-            tables=[tables.runs(frames)],
-            paragraphs=explain.file_notes(frames),
-        ),
-        Section(slug="method", title="How it was measured", bullets=explain.method(frames), tables=[defined()]),
-        Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
     ]
-    for section in sections:
-        section.tables = [table for table in section.tables if table.rows]
-        if all(table.title == explain.WORDS for table in section.tables) and not section.is_more_than_tables():
-            section.tables = []
-    return [s for s in sections if s.tables or s.is_more_than_tables()]
 
 
 def _served(frames: Frames) -> list[Section]:
@@ -218,3 +203,49 @@ def _served(frames: Frames) -> list[Section]:
     ]
     compared = tables.replay(findings.replay_against_live(served))
     return [*told, Section(slug="serving-replay-error", title="Replay against live", tables=[compared])]
+
+
+def _comparisons(frames: Frames, further: list[str]) -> Section:
+    found = frames.findings
+    exchanged = exchanges.frame(findings.timed(frames.points))
+    compared = [
+        table
+        for mode in ("decode", *MODES)
+        for table in (answer_tables.best(found.best, mode), answer_tables.ratios(found.ratios, mode))
+    ]
+    return Section(
+        slug="comparisons",
+        title="Every comparison",
+        bullets=further + exchanges.sentences(exchanged, frames),
+        tables=[*compared, exchanges.table(exchanged)],
+    )
+
+
+def _trust(frames: Frames) -> list[Section]:
+    """Whether repeats agree, and what was run, how and on what."""
+    everything, repeats = frames.everything, frames.findings.repeats
+    return [
+        Section(
+            slug="repeats",
+            title="Whether repeats agree",
+            paragraphs=[] if everything.empty else [findings.repeats_sentence(answer.apart(frames))],
+            tables=[tables.repeats(repeats), tables.served_repeats(findings.served_repeats(frames.served))],
+        ),
+        Section(
+            slug="honesty",
+            title="Before you believe a number",
+            paragraphs=explain.honesty(everything),
+            tables=[tables.honesty(everything)],
+        ),
+        Section(
+            slug="run",
+            title="What was run",
+            commands=explain.commands(frames),
+            tables=[tables.runs(frames)],
+            paragraphs=explain.file_notes(frames),
+        ),
+        Section(
+            slug="method", title="How it was measured", bullets=explain.method(frames), tables=[definitions(frames)]
+        ),
+        Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
+    ]
