@@ -136,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (Path(checkout or "nowhere") / "dcpbench/kernels/linear.py").is_file():
             parser.error(f"{word} is no NAME=CHECKOUT of this project: it has no dcpbench/kernels/linear.py")
         ways[name] = loaded(Path(checkout))
-    if asked.cuts and max(map(int, asked.rows.split(","))) > ours.FEW_ROWS:
-        parser.error(f"--cuts are of up to {ours.FEW_ROWS} rows; try --rows {ours.FEW_ROWS}")
+    if asked.cuts and max(map(int, asked.rows.split(","))) > block_scaled.FEW_ROWS:
+        parser.error(f"--cuts are of up to {block_scaled.FEW_ROWS} rows; try --rows {block_scaled.FEW_ROWS}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work, settings = linear.Linear(device, seed=0), BenchSettings(seconds=asked.seconds)
     ok = True
