@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from dcpbench.bench.operators import attention
 from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.kernels import attention as kernels
 from dcpbench.points.names import BACKENDS, FP8
-from tools.versions import Version, measured, told
+from tools.versions import Version, measured, told, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,15 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ways[name] = loaded(Path(checkout)) if checkout else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work, settings = attention.Attention(device, seed=0, mean=asked.mean), BenchSettings(seconds=asked.seconds)
-    ok = True
-    with asked.out.open("a", encoding="utf-8") as file:
-        for case in cases(asked):
-            line = measured(case.sizes, builds(case, ways, work), device, settings)
-            sys.stdout.write(f"{said(line)}\n")
-            sys.stdout.flush()
-            file.write(json.dumps(line) + "\n")
-            ok = ok and not line["wrong"]
-    return 0 if ok else 1
+    lines = (measured(case.sizes, builds(case, ways, work), device, settings) for case in cases(asked))
+    return written(lines, asked.out, said)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,10 +30,10 @@ from dcpbench.kernels import block_scaled
 from dcpbench.kernels import linear as ours
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.points.shapes import load_shape
-from tools.versions import Version, measured, told
+from tools.versions import Version, measured, told, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from dcpbench.bench.operators.calls import Calls
@@ -140,16 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--cuts are of up to {block_scaled.FEW_ROWS} rows; try --rows {block_scaled.FEW_ROWS}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work, settings = linear.Linear(device, seed=0), BenchSettings(seconds=asked.seconds)
-    ok = True
-    with asked.out.open("a", encoding="utf-8") as file:
+
+    def lines() -> Iterator[dict[str, Any]]:
         for case in cases(asked):
             every = ways | (cuts(case.sizes, device) if asked.cuts else {})
-            line = measured(case.sizes, builds(case, every, work), device, settings)
-            sys.stdout.write(f"{said(line)}\n")
-            sys.stdout.flush()
-            file.write(json.dumps(line) + "\n")
-            ok = ok and not line["wrong"]
-    return 0 if ok else 1
+            yield measured(case.sizes, builds(case, every, work), device, settings)
+
+    return written(lines(), asked.out, said)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from dcpbench.bench.operators.calls import gpu_times
 from dcpbench.measuring.timing import capture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
     from types import ModuleType
 
@@ -89,6 +90,18 @@ def measured(
     for name, time in zip(ready if times else (), times, strict=True):
         found[name] |= {"median_us": time.median_us, "low_us": time.low_us, "high_us": time.high_us}
     return {"sizes": sizes, "found": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
+
+
+def written(lines: Iterable[dict[str, Any]], out: Path, said: Callable[[dict[str, Any]], str]) -> int:
+    """Say each line as soon as it is there, and append it to the file; 1 where something was wrong."""
+    ok = True
+    with out.open("a", encoding="utf-8") as file:
+        for line in lines:
+            sys.stdout.write(f"{said(line)}\n")
+            sys.stdout.flush()
+            file.write(json.dumps(line) + "\n")
+            ok = ok and not line["wrong"]
+    return 0 if ok else 1
 
 
 def told(line: dict[str, Any]) -> str:
