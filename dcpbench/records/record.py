@@ -207,15 +207,15 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     of the step's interval have both errors.
     """
     chunks_high: float = 0.0
-    """Share by which a step with prompts may be longer."""
+    """Share by which a step with prompts may be longer, where that is more than both errors together."""
     output_tok_s_low: float | None = None
     output_tok_s_high: float | None = None
     ttft_p50_ms_low: float | None = None
     ttft_p50_ms_high: float | None = None
     itl_p50_ms_low: float | None = None
     itl_p50_ms_high: float | None = None
-    """Of requests that were replayed: with all steps as much longer and shorter as these errors make the largest decode step, and
-    those with prompts longer by `chunks_high` where that is more.
+    """Of requests that were replayed: least and most of three replays, whose steps are as they were forecast, as much shorter
+    as these errors make the largest decode step, and as much longer, those with prompts by `chunks_high` where that is more.
     """
 
 

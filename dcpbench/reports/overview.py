@@ -111,7 +111,7 @@ def caveats(frames: Frames) -> list[str]:
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
         on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
-        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_of_prompts(frames)}")
+        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_at_slow_end(frames)}")
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():
@@ -123,16 +123,11 @@ def caveats(frames: Frames) -> list[str]:
     return said
 
 
-def _of_prompts(frames: Frames) -> str:
-    """What it does to a forecast of served loads that steps with prompts may be longer."""
-    known = [
-        (r.emulated, r.serve.ttft_ms.p50) for r in frames.records if r.emulated and r.serve and r.emulated.chunks_high
-    ]
-    longer = [e.ttft_p50_ms_high / p50 - 1 for e, p50 in known if e.ttft_p50_ms_high and p50]
-    if not longer:
-        return ""
-    share = max(e.chunks_high for e, _ in known)
-    return f"; steps with prompts may be {share:.0%} longer than that, and TTFT p50 {max(longer):.0%}"
+def _at_slow_end(frames: Frames) -> str:
+    """How much longer first tokens of forecasts take where steps are as long as they may be."""
+    known = [(r.emulated.ttft_p50_ms_high, r.serve.ttft_ms.p50) for r in frames.records if r.emulated and r.serve]
+    longer = max((high / p50 - 1 for high, p50 in known if high and p50), default=0.0)
+    return f"; TTFT p50 up to {longer:.0%} longer where steps are as long as they may be" if longer > 0 else ""
 
 
 def no_room(frames: Frames) -> pd.DataFrame:

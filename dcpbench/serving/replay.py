@@ -249,16 +249,8 @@ def replay_point(
     metrics = measured(found, write_samples(folder, point, rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:
-        slow, fast = (measured(served(times.scaled(*factors)), "") for factors in _forecast_factors(times))
-        emulated = msgspec.structs.replace(
-            emulated,
-            output_tok_s_low=slow.output_tok_s,
-            output_tok_s_high=fast.output_tok_s,
-            ttft_p50_ms_low=fast.ttft_ms.p50,
-            ttft_p50_ms_high=slow.ttft_ms.p50,
-            itl_p50_ms_low=fast.itl_ms.p50,
-            itl_p50_ms_high=slow.itl_ms.p50,
-        )
+        ends = [measured(served(times.scaled(*factors)), "") for factors in _forecast_factors(times)]
+        emulated = msgspec.structs.replace(emulated, **_spans([metrics, *ends]))
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
         point=point,
@@ -308,9 +300,23 @@ def _latencies(seconds: Iterable[float]) -> Latencies:
     return latencies([round(1e3 * s, 6) for s in seconds])
 
 
+def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
+    """Least and most of what a forecast's replays found: where requests wait for one another longer steps can bring one earlier."""
+    values = {
+        "output_tok_s": [m.output_tok_s for m in found],
+        "ttft_p50_ms": [m.ttft_ms.p50 for m in found],
+        "itl_p50_ms": [m.itl_ms.p50 for m in found],
+    }
+    known = {name: [v for v in of if v is not None] for name, of in values.items()}
+    return {
+        f"{name}_{end}": pick(of) for name, of in known.items() if of for end, pick in (("low", min), ("high", max))
+    }
+
+
 def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
-    """How many times as long steps without prompts, and with, are at the slow and at the fast end of a forecast's error; on the
-    CPU nothing waits for the wire.
+    """How many times as long steps without prompts, and with, are at the slow and at the fast end of a forecast's error.
+
+    On the CPU nothing waits for the wire.
     """
     emulated = times.emulated
     assert emulated is not None

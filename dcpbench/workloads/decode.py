@@ -260,7 +260,7 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
         wire_high_us=tally.high_us,
         ranks_low=RANKS_LOW,
         ranks_high=RANKS_HIGH,
-        chunks_high=CHUNKS_HIGH,
+        chunks_high=CHUNKS_HIGH if session.engine.device.type == "cuda" else 0.0,
     )
 
 

@@ -13,7 +13,7 @@ from dcpbench.points.budget import plan_engine
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
-from dcpbench.records.record import Record
+from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
 from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
@@ -99,6 +99,42 @@ class TestRecord:
     def test_marks_of_the_step_times_stay(self, file, tmp_path) -> None:
         write_step_times(file, msgspec.structs.replace(TIMES, marks=["throttled"]))
         assert run(file, tmp_path).marks[0] == "throttled"
+
+    def test_a_forecast_is_between_replays_of_shorter_and_of_longer_steps(self, file, tmp_path) -> None:
+        """Each token waits for a step. Ranks 1 % faster, or 2 % slower and 50 % with prompts: clients that never rest get the less."""
+        wire = Emulated(
+            machine="H200",
+            calls=1,
+            wire_us=1.0,
+            wire_low_us=1.0,
+            wire_high_us=1.0,
+            ranks_low=0.01,
+            ranks_high=0.02,
+            chunks_high=0.5,
+        )
+        write_step_times(file, msgspec.structs.replace(TIMES, emulated=wire))
+        record = run(file, tmp_path)
+        found, emulated = record.serve, record.emulated
+        assert emulated.output_tok_s_low < found.output_tok_s < emulated.output_tok_s_high
+        assert emulated.ttft_p50_ms_low < found.ttft_ms.p50 < emulated.ttft_p50_ms_high
+        assert emulated.itl_p50_ms_low < found.itl_ms.p50 < emulated.itl_p50_ms_high
+        assert emulated.output_tok_s_high == pytest.approx(found.output_tok_s / 0.99, rel=1e-3)
+        assert emulated.itl_p50_ms_high == pytest.approx(1.02 * found.itl_ms.p50, rel=1e-3)
+        assert emulated.ttft_p50_ms_high > 1.1 * found.ttft_ms.p50
+
+    def test_ends_that_are_not_in_the_order_of_steps_are_still_least_and_most(self) -> None:
+        def metrics(output_tok_s: float, ttft_ms: float | None) -> SimpleNamespace:
+            return SimpleNamespace(
+                output_tok_s=output_tok_s, ttft_ms=SimpleNamespace(p50=ttft_ms), itl_ms=SimpleNamespace(p50=None)
+            )
+
+        assert replay._spans([metrics(2.0, 9.0), metrics(1.0, 11.0), metrics(3.0, 10.0)]) == {
+            "output_tok_s_low": 1.0,
+            "output_tok_s_high": 3.0,
+            "ttft_p50_ms_low": 9.0,
+            "ttft_p50_ms_high": 11.0,
+        }
+        assert replay._spans([metrics(2.0, None)]) == {"output_tok_s_low": 2.0, "output_tok_s_high": 2.0}
 
     def test_samples_lie_beside_it(self, file, tmp_path) -> None:
         record = run(file, tmp_path)
@@ -243,8 +279,9 @@ def test_the_machine_of_the_step_times_can_be_asked_for() -> None:
 def test_the_error_of_a_forecast_is_that_of_the_step_with_most_requests(
     blocking: bool, chunks_high: float, factors: list[tuple[float, float]]
 ) -> None:
-    """10 µs of a step of 100, and 4 to 25 at the ends: 15 more, or 6 less; ranks are 2 % slower at most, and 1 % faster. Steps
-    with prompts are longer by what is known of them, where that is more. Where hosts block, nothing waits for the wire.
+    """10 µs of a step of 100, and 4 to 25 at the ends: 15 more, or 6 less; ranks are 2 % slower at most, and 1 % faster.
+
+    Steps with prompts are longer by what is known of them, where that is more. Where hosts block, nothing waits for the wire.
     """
     cases = [
         Measured(case=Case(decodes=(Decodes(n, 100),)), samples_ms=[ms]) for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))

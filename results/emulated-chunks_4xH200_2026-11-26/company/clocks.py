@@ -1,4 +1,4 @@
-"""python clocks_patch.py TREE: step times of a few cases alone, with clock and power of each, to $SAID-RANK.jsonl; $BUSY: modes of hold()."""
+"""python clocks.py TREE: step times of a few cases alone, with clock and power of each, to $SAID-RANK.jsonl; $BUSY: modes of hold()."""
 import sys
 p = sys.argv[1] + "/dcpbench/workloads/step_times.py"
 s = open(p).read()
