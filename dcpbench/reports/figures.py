@@ -337,7 +337,9 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
             color = colours(str(layout))[0]
             said = f"{layout!s}: no room from {count(own['concurrency'].min())}"
-            ax.text(0.98, 0.03 + LINE_OF_WORDS * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color)
+            ax.text(
+                0.98, 0.03 + LINE_OF_WORDS * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color
+            )
         measured_ticks(ax, rows["concurrency"])
         ax.tick_params(labelleft=j == 0, labelbottom=i == len(sides) - 1)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
