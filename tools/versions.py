@@ -7,6 +7,8 @@ import importlib.util
 import json
 import math
 import sys
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,7 +19,6 @@ from dcpbench.measuring.timing import capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
     from types import ModuleType
 
     import torch
@@ -78,8 +79,7 @@ def measured(
             replay = capture(calls.run).replay if device.type == "cuda" else calls.run
             said = said or calls.check(replay)
         except Exception as e:  # noqa: BLE001 -- a version that is being written may raise anything
-            lines = str(e).strip().split("\n")
-            said = f"{type(e).__name__}: {lines[-1]}"  # compilers say what is wrong at the end
+            said = _why(e)
         if said:
             wrong[name] = said
         else:
@@ -90,6 +90,15 @@ def measured(
     for name, time in zip(ready if times else (), times, strict=True):
         found[name] |= {"median_us": time.median_us, "low_us": time.low_us, "high_us": time.high_us}
     return {"sizes": sizes, "found": found, "wrong": wrong, "gpu": msgspec.to_builtins(gpu)}
+
+
+def _why(e: Exception) -> str:
+    """The last line of what it says, as compilers say there what is wrong, or else where it was raised."""
+    lines = str(e).strip().split("\n")
+    if not lines[-1]:
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        lines = [f"{Path(at.filename).name}:{at.lineno}: {at.line}"]
+    return f"{type(e).__name__}: {lines[-1]}"
 
 
 def written(lines: Iterable[dict[str, Any]], out: Path, said: Callable[[dict[str, Any]], str]) -> int:

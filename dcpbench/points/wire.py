@@ -215,6 +215,8 @@ RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 """Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
 the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
 within both errors (docs/emulation.md)."""
+CHUNKS_HIGH = 0.08
+"""The same where prompts are in a step, as far as it was found in 112 cases of two pairs of H200 (docs/emulation.md)."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -206,9 +206,17 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it. The ends
     of the step's interval have both errors.
     """
+    chunks_high: float = 0.0
+    """Share by which a step with prompts may be longer."""
     output_tok_s_low: float | None = None
     output_tok_s_high: float | None = None
-    """Of requests that were replayed: with all steps as much longer and shorter as these errors make the largest decode step."""
+    ttft_p50_ms_low: float | None = None
+    ttft_p50_ms_high: float | None = None
+    itl_p50_ms_low: float | None = None
+    itl_p50_ms_high: float | None = None
+    """Of requests that were replayed: with all steps as much longer and shorter as these errors make the largest decode step, and
+    those with prompts longer by `chunks_high` where that is more.
+    """
 
 
 class Kv(msgspec.Struct, frozen=True, kw_only=True):

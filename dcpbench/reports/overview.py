@@ -111,7 +111,7 @@ def caveats(frames: Frames) -> list[str]:
     if emulated.any():
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
         on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
-        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}")
+        said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_of_prompts(frames)}")
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():
@@ -121,6 +121,18 @@ def caveats(frames: Frames) -> list[str]:
         every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"
         said.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
     return said
+
+
+def _of_prompts(frames: Frames) -> str:
+    """What it does to a forecast of served loads that steps with prompts may be longer."""
+    known = [
+        (r.emulated, r.serve.ttft_ms.p50) for r in frames.records if r.emulated and r.serve and r.emulated.chunks_high
+    ]
+    longer = [e.ttft_p50_ms_high / p50 - 1 for e, p50 in known if e.ttft_p50_ms_high and p50]
+    if not longer:
+        return ""
+    share = max(e.chunks_high for e, _ in known)
+    return f"; steps with prompts may be {share:.0%} longer than that, and TTFT p50 {max(longer):.0%}"
 
 
 def no_room(frames: Frames) -> pd.DataFrame:

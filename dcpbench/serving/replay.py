@@ -249,8 +249,16 @@ def replay_point(
     metrics = measured(found, write_samples(folder, point, rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:
-        low, high = (measured(served(times.scaled(factor)), "").output_tok_s for factor in _forecast_factors(times))
-        emulated = msgspec.structs.replace(emulated, output_tok_s_low=low, output_tok_s_high=high)
+        slow, fast = (measured(served(times.scaled(*factors)), "") for factors in _forecast_factors(times))
+        emulated = msgspec.structs.replace(
+            emulated,
+            output_tok_s_low=slow.output_tok_s,
+            output_tok_s_high=fast.output_tok_s,
+            ttft_p50_ms_low=fast.ttft_ms.p50,
+            ttft_p50_ms_high=slow.ttft_ms.p50,
+            itl_p50_ms_low=fast.itl_ms.p50,
+            itl_p50_ms_high=slow.itl_ms.p50,
+        )
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
         point=point,
@@ -300,16 +308,18 @@ def _latencies(seconds: Iterable[float]) -> Latencies:
     return latencies([round(1e3 * s, 6) for s in seconds])
 
 
-def _forecast_factors(times: StepTimes) -> tuple[float, float]:
-    """By how much steps are longer and shorter at the ends of a forecast's error; on the CPU nothing waits for the wire."""
+def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
+    """How many times as long steps without prompts, and with, are at the slow and at the fast end of a forecast's error; on the
+    CPU nothing waits for the wire.
+    """
     emulated = times.emulated
     assert emulated is not None
     if times.blocking:
-        return 1.0, 1.0
+        return (1.0, 1.0), (1.0, 1.0)
     decodes = [m for m in times.cases if m.case.decodes and not m.case.chunks]
     step_us = 1e3 * max(decodes, key=lambda m: m.case.requests).median_ms
     shorter, longer = forecast_error(emulated, step_us)
-    return 1 + longer, 1 - shorter
+    return (1 + longer, 1 + max(longer, emulated.chunks_high)), (1 - shorter, 1 - shorter)
 
 
 def replay_from_file(

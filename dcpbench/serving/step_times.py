@@ -173,9 +173,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     gpu: Gpu | None = None
     """Clocks, power and temperature meanwhile, each of the rank that was worst off; None on the CPU, and in older files."""
 
-    def scaled(self, factor: float) -> StepTimes:
-        """All steps as many times as long."""
-        cases = [msgspec.structs.replace(m, samples_ms=[ms * factor for ms in m.samples_ms]) for m in self.cases]
+    def scaled(self, decodes: float, chunks: float) -> StepTimes:
+        """Steps without prompts, and with, so many times as long."""
+        cases = [
+            msgspec.structs.replace(m, samples_ms=[ms * (chunks if m.case.chunks else decodes) for ms in m.samples_ms])
+            for m in self.cases
+        ]
         return msgspec.structs.replace(self, cases=cases)
 
     @property

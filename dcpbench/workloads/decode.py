@@ -22,7 +22,7 @@ from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import floors, memory
 from dcpbench.points.machines import described
-from dcpbench.points.wire import RANKS_HIGH, RANKS_LOW
+from dcpbench.points.wire import CHUNKS_HIGH, RANKS_HIGH, RANKS_LOW
 from dcpbench.records import formulas
 from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
 from dcpbench.syncs.recorded import WORST_SITES
@@ -260,6 +260,7 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
         wire_high_us=tally.high_us,
         ranks_low=RANKS_LOW,
         ranks_high=RANKS_HIGH,
+        chunks_high=CHUNKS_HIGH,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 import sys
 import types
 
@@ -499,6 +500,27 @@ def test_rows_over_fp8_keep_their_weight_beside_one_that_is_scored_far_above_the
     backend = make_backend("triton", case[0])
     backend.plan(shards)
     assert_agrees(*case, run(backend, *case[:3]), limit=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [15, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_may_jump_from_tile_to_tile(dtype, tiles):
+    """By tens to thousands (base 2) up and down, in either tile of a pair and in both; of heads beside each other and of warps unequally.
+
+    Blocks of 64 heads are as many as multiprocessors, so that no piece ends before the request.
+    """
+    levels = (0, 100, 300, 250, 20, 900, 1000, 1200, 1150, 1140, 1230, 1250, 1262, 0, 1500, 1210)[:tiles]
+    heads = 64 * torch.cuda.get_device_properties(CUDA).multi_processor_count
+    spec, q, kv, shards = problem(CUDA, dtype, (64 * len(levels) - 7,), heads=heads, page_size=64, **FULL)
+    of_warps, of_heads = torch.tensor([1, 0.4, 0.1, 0.01]), torch.tensor([1, 0.01, -1, -0.1])
+    block = torch.outer(of_warps, of_heads).repeat(1, 4).flatten()  # a warp has 16 heads of 64
+    q[..., 512:] = block.repeat(heads // 64).to(CUDA)[:, None]
+    for page, level in zip(shards.pages[0], levels, strict=True):
+        kv[int(page), :, 512:] += level / (64 * spec.scale * math.log2(math.e))  # NaN past the end stays
+    backend = make_backend("triton", spec)
+    backend.plan(shards)
+    assert_agrees(spec, q, kv, shards, run(backend, spec, q, kv), limit=1e-2)
 
 
 @pytest.mark.parametrize(

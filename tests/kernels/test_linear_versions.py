@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -58,3 +59,15 @@ def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
         with pytest.raises(SystemExit):
             linear_versions.main([word, "-o", str(tmp_path / "found.jsonl")])
         assert f"{word} is no NAME=CHECKOUT" in capsys.readouterr().err
+
+
+def test_a_layer_that_kernels_do_not_take_says_which_of_them_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers of the tiny model are narrower than a block of scales, and assertions have no words."""
+    out = tmp_path / "tiny.jsonl"
+    asked = ["--model", "tiny", "--tp", "1", "--rows", "1", "--matrix", "q_b"]
+    assert linear_versions.main([f"now={HERE}", *asked, "-o", str(out)]) == 1
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert re.fullmatch(r"AssertionError: block_scaled\.py:\d+: assert depth % SCALE_BLOCK == 0", line["wrong"]["now"])
+    assert line["wrong"]["now"] in capsys.readouterr().out

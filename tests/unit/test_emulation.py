@@ -334,6 +334,8 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
     assert record.emulated.calls == calls(layout, exchange)
     assert record.emulated.output_tok_s_low == record.emulated.output_tok_s_high
     assert record.serve is not None
+    assert record.emulated.ttft_p50_ms_low == record.emulated.ttft_p50_ms_high == record.serve.ttft_ms.p50
+    assert record.emulated.itl_p50_ms_low == record.emulated.itl_p50_ms_high == record.serve.itl_ms.p50
     assert (record.serve.finished, record.serve.output_tokens) == (3, 9)
     assert {m.floor_ms for m in times.cases} == {None}
     assert times.path["emulate"] == "H200"

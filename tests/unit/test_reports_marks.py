@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.points.layout import Layout
-from dcpbench.records.record import Gpu
+from dcpbench.records.record import Emulated, Gpu
 from dcpbench.reports import answer, frames, marks, overview, sections, terminal_table
 from dcpbench.reports.page.points import page_data
 from tests.unit import record_builder as build
@@ -104,6 +104,37 @@ def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_poin
     assert headline("marked", records[:2])[-1] == "clocks limited at 2 of 2 points (1 by their step times)"
     assert headline("replays", [records[1]])[-1] == "clocks limited (by their step times)"
     assert headline("one", records[1:])[-1] == "clocks limited at 1 of 2 points (by their step times)"
+
+
+def test_the_headline_says_what_longer_steps_with_prompts_would_do_to_a_forecast(tmp_path: Path) -> None:
+    """TTFT p50 is 100 and 200 ms in it, and 120 and 260 where they are longer; an older record does not know."""
+
+    def headline(name: str, *ends_ms: tuple[float, float | None]) -> str:
+        records = []
+        for clients, (p50, high) in zip((8, 32), ends_ms, strict=False):
+            point = msgspec.structs.replace(serve.point(TP, clients), emulate="H200")
+            record = serve.served(point, marks=["emulated"])
+            assert record.serve is not None
+            metrics = msgspec.structs.replace(
+                record.serve, ttft_ms=msgspec.structs.replace(record.serve.ttft_ms, p50=p50)
+            )
+            emulated = Emulated(
+                machine="H200",
+                calls=1,
+                wire_us=1.0,
+                wire_low_us=1.0,
+                wire_high_us=1.0,
+                chunks_high=0.08 if high else 0.0,
+                ttft_p50_ms_high=high,
+            )
+            records.append(msgspec.structs.replace(record, serve=metrics, emulated=emulated))
+        found = overview.caveats(frames.load([build.write(tmp_path / name, records)]))
+        return next(words for words in found if words.startswith("forecast"))
+
+    said = "forecast: one rank ran, its wire modelled as of H200"
+    longer = "; steps with prompts may be 8% longer than that, and TTFT p50 30%"
+    assert headline("both", (100.0, 120.0), (200.0, 260.0)) == said + longer
+    assert headline("older", (100.0, None)) == said
 
 
 def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:

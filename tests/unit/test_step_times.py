@@ -252,6 +252,12 @@ class TestHost:
         assert times.host_ms(chunk) == pytest.approx(times.duration_ms(chunk) if as_running else host_ms)
         assert times.host_ms(decodes) == 0.0
 
+    def test_steps_with_prompts_can_be_made_longer_by_another_factor(self) -> None:
+        longer = TIMES.scaled(1.5, 2.0)
+        chunk, decodes = (Step(0, [one]) for one in (replica([], [(700, 256)]), replica([99, 1000])))
+        assert longer.duration_ms(decodes) == pytest.approx(1.5 * TIMES.duration_ms(decodes))
+        assert longer.duration_ms(chunk) == pytest.approx(2 * TIMES.duration_ms(chunk))
+
 
 class TestPath:
     def test_what_either_side_lacks_is_named_as_lacking(self) -> None:

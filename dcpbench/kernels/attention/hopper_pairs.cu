@@ -7,13 +7,14 @@ static constexpr int TILES = WIDTH / 64;
 static constexpr int BLOCK = 64 * 64 * 2;             // bytes of 64 rows and 64 columns, swizzled by 128 bytes
 static constexpr int ROPE = TILES - 1;
 static constexpr int FETCHED = 48; // tiles of a piece, every other of which L2 is told of ahead where several blocks of heads read them
+static constexpr float MOST = ELEMENT[0] == 'b' ? 0x1p64f : 0x1p15f; // that a thread's weights of a tile and head may come to: fp16 ends at 65504
 
 struct Shared {
-    alignas(1024) char q[TILES][BLOCK];
-    char kv[2][TILES][BLOCK]; // the rope block of the second tile also holds its weights
-    char weights[BLOCK];      // of the first tile
-    float top[2][HEADS];      // running largest score after the first and after the second tile, times log2(e), and next whole number
-    float shrink[HEADS];      // of sums so far, by the first tile
+    alignas(1024) char q[TILES][BLOCK]; // the rope block, which is kept in registers, then holds weights of the second tile
+    char kv[2][TILES][BLOCK];
+    char weights[BLOCK]; // of the first tile
+    float top[2][HEADS]; // what scores times log2(e) were last raised to in a first and in a second tile
+    int raised[2][4];    // pairs in which that was, of the heads of each warp
     float total[2][HEADS];
     u64 full[2][TILES];
     u64 empty[4]; // by Stretch
@@ -23,7 +24,7 @@ struct Shared {
 // What is let go together: half of the values of a tile, with the rope block by whoever is done with it last.
 enum Stretch { FIRST_LEFT, FIRST_RIGHT, SECOND_LEFT, SECOND_RIGHT };
 
-enum Barrier { BOTH = 1, FIRST_SCORED, FIRST_READY, SECOND_READY, CLEARED }; // and CLEARED + 1
+enum Barrier { BOTH = 1, FIRST_READY, SECOND_READY, CLEARED }; // and CLEARED + 1
 
 // The upper half of what describes blocks of 64 rows of 128 bytes, swizzled by as many. The lower half is a place, and where columns lead
 // how far it is from one block of 64 columns to the next.
@@ -72,13 +73,6 @@ __device__ __forceinline__ void mma_values(float (&o)[128], u32 weights, u32 val
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32." ELEMENT "." ELEMENT " " SUMS ", weights, values, 1, 1, 1, 0, 1;\n}\n"
                  : R32(o, 0), R32(o, 32), R32(o, 64), R32(o, 96)
                  : "r"(weights), "r"(values), "n"(SWIZZLED));
-}
-
-// Pairs of numbers times pairs: exact by powers of two, which all factors are by which sums and weights are shrunk.
-__device__ __forceinline__ u32 times(u32 x, u32 y) {
-    u32 out;
-    asm("mul." ELEMENT "x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
-    return out;
 }
 
 // Has L2 fetch a tile, of whose boxes each lane knows the first row in the pool.
@@ -132,13 +126,11 @@ struct Filler {
             const bool both = t + 1 < piece.t1;
             wait_for(&sh.empty[FIRST_LEFT], first);
             fill<0, 4>(sh, kv, 0, false, row0, policy);
-            if (both) {
-                wait_for(&sh.empty[SECOND_RIGHT], second);
-                fill<4, 8>(sh, kv, 1, false, row1, policy);
-            }
             wait_for(&sh.empty[FIRST_RIGHT], first);
             fill<4, 8>(sh, kv, 0, true, row0, policy);
             if (both) {
+                wait_for(&sh.empty[SECOND_RIGHT], second);
+                fill<4, 8>(sh, kv, 1, false, row1, policy);
                 wait_for(&sh.empty[SECOND_LEFT], second);
                 fill<0, 4>(sh, kv, 1, true, row1, policy);
             }
@@ -172,17 +164,50 @@ __device__ __forceinline__ void score_blocks(Shared& sh, const u32 (&q_rope)[16]
     }
 }
 
-__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], float scale, float (&total)[2]) {
+// Weights of a tile, and their sums.
+__device__ __forceinline__ void weigh(const float (&s)[32], const float (&top)[2], float scale, float (&sum)[2], u32 (&p)[16]) {
+    sum[0] = sum[1] = 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        s[i] = power(s[i] * scale - top[i / 2 % 2]);
-        total[i / 2 % 2] += s[i];
+    for (int i = 0; i < 16; ++i) {
+        const float a = power(s[2 * i] * scale - top[i % 2]), b = power(s[2 * i + 1] * scale - top[i % 2]);
+        sum[i % 2] += a + b;
+        p[i] = packed(a, b);
     }
 }
 
-__device__ __forceinline__ void pack(const float (&s)[32], u32 (&p)[16]) {
+// A warp has been told, or tells, that scores of its heads are held to more from a tile on.
+__device__ __forceinline__ int& raised(Shared& sh, int tile) { return sh.raised[tile][thread() % GROUP / 32]; }
+
+// Weights of a tile of a pair. Only of a piece's first tile, and where weights come to more than MOST, is the largest score sought, and held to.
+template <int tile>
+__device__ __forceinline__ void weigh_tile(
+    Shared& sh, int pair, bool first, float (&s)[32], float scale, float (&o)[128], float (&top)[2], float (&total)[2], u32 (&p)[16]) {
+    float sum[2];
+    bool raise = first;
+    if (!first) {
+        weigh(s, top, scale, sum, p);
+        raise = __any_sync(~0u, fmaxf(sum[0], sum[1]) > MOST);
+    }
+    if (raise) {
+        float here[2], by[2];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) p[i] = packed(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i])); // or what both ways have in common takes registers
+        largest(s, here);
+        const int row = row_of(thread());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            here[i] = fmaxf(top[i], ceilf(here[i] * scale));
+            by[i] = power(top[i] - here[i]);
+            total[i] *= by[i];
+            top[i] = here[i];
+            if (thread() % 4 == 0) sh.top[tile][row + 8 * i] = here[i];
+        }
+        raised(sh, tile) = pair;
+        if (tile) mma_wait<0>(); // warps that raise alone: PTX asks this of all four, sm_90a counts products by warp
+        if (!first) shrink_sums(o, by);
+        weigh(s, top, scale, sum, p);
+    }
+    total[0] += sum[0], total[1] += sum[1];
 }
 
 // Where in a swizzled block of heads a thread's matrices of the first 16 columns begin; those of the k-th are at 32 * k, xor.
@@ -236,10 +261,25 @@ struct Fills {
     u32 phase[2]; // of the next fill of each tile
 };
 
+// Mostly the other warpgroup's tile has not raised what scores are held to.
+__device__ __forceinline__ void follow(Shared& sh, int tile, int pair, bool first, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    if (!__any_sync(~0u, raised(sh, tile) == pair)) return;
+    const int row = row_of(thread());
+    float by[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float later = sh.top[tile][row + 8 * i];
+        by[i] = power(top[i] - later);
+        top[i] = later;
+        total[i] *= by[i];
+    }
+    if (!first) shrink_sums(o, by);
+}
+
 // The first tiles of a piece's pairs, and the left half of the values of all.
 __device__ __forceinline__ void take_first(
     Shared& sh, const u32 (&q_rope)[16], const Piece& piece, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
-    float s[32], shrink[2];
+    float s[32];
     u32 p[16];
     for (int t = piece.t0; t < piece.t1; t += 2) {
         const bool both = t + 1 < piece.t1;
@@ -252,52 +292,21 @@ __device__ __forceinline__ void take_first(
             mask(s, live);
             clear(sh.kv[0][0], live, CLEARED);
         }
-        const int row = row_of(thread());
-        float here[2];
-        largest(s, here);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            here[i] = fmaxf(top[i], ceilf(here[i] * scale));
-            shrink[i] = power(top[i] - here[i]);
-            top[i] = here[i];
-            total[i] *= shrink[i];
-            if (thread() % 4 == 0) sh.top[0][row + 8 * i] = here[i], sh.shrink[row + 8 * i] = shrink[i];
-        }
-        arrive(FIRST_SCORED, 2 * GROUP);
-        weigh(s, top, scale, total);
-        pack(s, p);
-        shrink_sums(o, shrink);
+        weigh_tile<0>(sh, t, t == piece.t0, s, scale, o, top, total, p);
+        store_weights(sh.weights, p);
+        fence_async();
+        arrive(FIRST_READY, 2 * GROUP);
         mma_begin();
         add_local(sh, 0, 0, o, p);
         mma_commit();
         mma_wait<0>();
         let_go(sh, FIRST_LEFT);
-        if (!both) {
-            store_weights(sh.weights, p);
-            fence_async();
-            arrive(FIRST_READY, 2 * GROUP);
-            return;
-        }
+        if (!both) return;
         meet(SECOND_READY, 2 * GROUP);
-        const int place = row_of(thread());
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float later = sh.top[1][place + 8 * i];
-            shrink[i] = power(top[i] - later);
-            total[i] *= shrink[i];
-            top[i] = later;
-        }
-        if (!__all_sync(~0u, shrink[0] == 1 && shrink[1] == 1)) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) p[i] = times(p[i], packed(shrink[i % 2], shrink[i % 2]));
-        }
-        store_weights(sh.weights, p);
-        fence_async();
-        arrive(FIRST_READY, 2 * GROUP);
         if (live < 2 * TILE) clear(sh.kv[1][0], live - TILE, CLEARED);
-        shrink_sums(o, shrink);
+        follow(sh, 1, t, false, o, top, total);
         mma_begin();
-        add_remote(sh, sh.kv[1][ROPE], 1, 0, o);
+        add_remote(sh, sh.q[ROPE], 1, 0, o);
         mma_commit();
         mma_wait<0>();
         let_go(sh, SECOND_LEFT);
@@ -306,16 +315,15 @@ __device__ __forceinline__ void take_first(
 
 // The second tile of a pair, and the right half of the values of both.
 __device__ __forceinline__ void second_of_pair(
-    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, int t, float scale, Fills& fills, float (&o)[128], float (&total)[2]) {
+    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, int t, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
     const int live = piece.length - t * TILE;
-    float shrink[2];
-    if (t + 1 == piece.t1) {
-        meet(FIRST_SCORED, 2 * GROUP);
-        if (live < TILE) clear(sh.kv[0][4], live, CLEARED + 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) shrink[i] = sh.shrink[row_of(thread()) + 8 * i], total[i] *= shrink[i];
-        shrink_sums(o, shrink);
+    float s[32];
+    u32 p[16];
+    const bool both = t + 1 < piece.t1, first = t == piece.t0;
+    if (!both) {
         meet(FIRST_READY, 2 * GROUP);
+        if (live < TILE) clear(sh.kv[0][4], live, CLEARED + 1);
+        follow(sh, 0, t, first, o, top, total);
         mma_begin();
         add_remote(sh, sh.weights, 0, 4, o);
         mma_commit();
@@ -323,8 +331,6 @@ __device__ __forceinline__ void second_of_pair(
         let_go(sh, FIRST_RIGHT);
         return;
     }
-    float s[32], top[2];
-    u32 p[16];
     score_blocks<4, 8>(sh, q_rope, 1, fills.phase[1], s, true);
     score_blocks<0, 4>(sh, q_rope, 1, fills.phase[1], s, false);
     score_blocks<ROPE, TILES>(sh, q_rope, 1, fills.phase[1], s, false);
@@ -335,34 +341,22 @@ __device__ __forceinline__ void second_of_pair(
         mask(s, live - TILE);
         clear(sh.kv[1][4], live - TILE, CLEARED + 1);
     }
-    largest(s, top);
-    meet(FIRST_SCORED, 2 * GROUP);
-    const int row = row_of(thread());
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float before = sh.top[0][row + 8 * i];
-        top[i] = fmaxf(before, ceilf(top[i] * scale));
-        shrink[i] = sh.shrink[row + 8 * i] * power(before - top[i]);
-        total[i] *= shrink[i];
-        if (thread() % 4 == 0) sh.top[1][row + 8 * i] = top[i];
-    }
-    weigh(s, top, scale, total);
-    pack(s, p);
-    store_weights(sh.kv[1][ROPE], p); // all warps have met since their scores of these rows
-    fence_async();
-    arrive(SECOND_READY, 2 * GROUP);
-    shrink_sums(o, shrink);
-    mma_begin();
-    add_local(sh, 1, 4, o, p);
-    mma_commit();
-    meet(FIRST_READY, 2 * GROUP);
+    meet(FIRST_READY, 2 * GROUP); // all have read the rope block of q, too
+    follow(sh, 0, t, first, o, top, total);
     mma_begin();
     add_remote(sh, sh.weights, 0, 4, o);
     mma_commit();
+    weigh_tile<1>(sh, t, false, s, scale, o, top, total, p);
+    store_weights(sh.q[ROPE], p);
+    fence_async();
+    arrive(SECOND_READY, 2 * GROUP);
+    mma_begin();
+    add_local(sh, 1, 4, o, p);
+    mma_commit();
     mma_wait<1>();
-    let_go(sh, SECOND_RIGHT);
-    mma_wait<0>();
     let_go(sh, FIRST_RIGHT);
+    mma_wait<0>();
+    let_go(sh, SECOND_RIGHT);
 }
 
 // Results of a head, which four threads hold: of two blocks of 8 columns, threads with even numbers write the first and those
@@ -400,7 +394,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
         if (group == 0)
             take_first(sh, q_rope, piece, a.scale_log2, fills, o, top, total);
         else
-            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, q_rope, piece, t, a.scale_log2, fills, o, total);
+            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, q_rope, piece, t, a.scale_log2, fills, o, top, total);
         if (lane == 0) arrive_at(&sh.q_empty);
 
         const int row = row_of(threadIdx.x);
@@ -425,6 +419,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
             if (live && group == 0 && lane % 4 == 0) store_lse(a, whole, b, slot, h, sh.top[1][row + 8 * i] + log2f(sum));
         }
         count_pieces(a, own, piece, b, tiles, part);
+        raised(sh, group) = -1;
         meet(BOTH, 2 * GROUP);
     });
 }
@@ -438,6 +433,7 @@ hopper_pairs(const __grid_constant__ TensorMap q_map, const __grid_constant__ Te
     const int part = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     const int first_tiles = tiles_of_request(a.lengths, threadIdx.x % 32, a.batch);
+    if (threadIdx.x < 2 * GROUP) raised(sh, threadIdx.x / GROUP) = -1;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * TILES; ++i) init_barrier(&sh.full[0][0] + i, 1);
         for (int i = 0; i < 4; ++i) init_barrier(&sh.empty[i], 4);
