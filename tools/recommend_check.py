@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 ONE = ROOT / "results" / "fp8_H200_2026-11-23"
-NOW = sorted(path.parent for path in (ROOT / "results" / "decode-fp8_4xH200_2026-11-26").glob("*/records.jsonl"))
+FOUR_NOW = ROOT / "results" / "decode-fp8_4xH200_2026-11-26"
+GRID_NOW = [FOUR_NOW / name for name in ("deepseek-v3", "kimi-k2")]
+NOW = [*GRID_NOW, ROOT / "results" / "steps-fp8_H200_2026-11-26" / "now"]
 """What today's kernels were measured in; fp8 in all other folders is of those up to commit 630e490a."""
 PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
 PAIR = ROOT / "results" / "decode-serving_2xH200_2026-11-26"
@@ -52,7 +54,7 @@ TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]
 FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
 """What was measured before all else of these: step times, and decode."""
 SETS = {
-    "decode in fp8, measured": NOW,
+    "decode in fp8, measured": GRID_NOW,
     "decode in bf16, measured": BF16,
     "decode in bf16 on two, measured": TWO_BF16,
 }
