@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
 ONE = ROOT / "results" / "fp8_H200_2026-11-23"
+FOUR_NOW = ROOT / "results" / "decode-fp8_4xH200_2026-11-26"
+GRID_NOW = [FOUR_NOW / name for name in ("deepseek-v3", "kimi-k2")]
+NOW = [*GRID_NOW, ROOT / "results" / "steps-fp8_H200_2026-11-26" / "now"]
+"""What today's kernels were measured in; fp8 in all other folders is of those up to commit 630e490a."""
 PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
 PAIR = ROOT / "results" / "decode-serving_2xH200_2026-11-26"
 TWO, TWO_BF16, TWO_EXPERTS = (sorted((PAIR / name).iterdir()) for name in ("grid", "bf16", "experts"))
@@ -42,7 +46,7 @@ FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").i
 BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
 EXPERTS = sorted((FOUR / "experts").iterdir())
 ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
-STEPPED = [*FP8, *BF16, *EXPERTS, *ALONE]
+STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE]
 """Decode, a step a record."""
 V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())
 TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]
@@ -50,14 +54,20 @@ TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]
 FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
 """What was measured before all else of these: step times, and decode."""
 SETS = {
-    "decode in fp8, measured": FP8,
+    "decode in fp8, measured": GRID_NOW,
     "decode in bf16, measured": BF16,
-    "decode in fp8 on two, measured": TWO,
     "decode in bf16 on two, measured": TWO_BF16,
+}
+BEFORE = {
+    "decode in fp8 with older kernels, measured": FP8,
+    "decode in fp8 on two, measured": TWO,
     "decode in fp8 on two with experts whole and cut, measured": TWO_EXPERTS,
     "decode in fp8 with experts whole and cut, measured": EXPERTS,
     "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
+"""Of kernels up to 630e490a, so that they are scored by what steps took with these."""
+OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, "attention", estimate.MULTIPLIED["attention"])}
+"""What steps of these kernels take beyond today's, of which it is a share: launches with fp8 weights, attention over an fp8 cache."""
 AFTERWARDS = {
     "decode in bf16": BF16,
     "decode in fp8 on two": TWO,
@@ -68,6 +78,9 @@ AFTERWARDS = {
 }
 """Loads measured after FIRST, hours later on other machines."""
 UNITS = {
+    OLDER[estimate.QUANTISING]: "µs a layer",
+    OLDER["attention"]: "× the floor",
+    OLDER[estimate.MULTIPLIED["attention"]]: "× the floor",
     **dict.fromkeys(estimate.PER_LAYER, "µs a layer"),
     **dict.fromkeys(estimate.CALLED, "× the wire's"),
     estimate.WAITING: "× what drawing experts makes of it",
@@ -78,8 +91,8 @@ Case = tuple[str, dict[str, float], float]
 """Model, terms, measured µs."""
 
 
-def cases(timed: list[Path], stepped: list[Path]) -> tuple[list[Case], list[str]]:
-    """Of the steps of runs, and the runs that they lie in."""
+def cases(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[list[Case], list[str]]:
+    """Of the steps of runs, and the runs that they lie in; all but `now` are of older kernels."""
     found: list[Case] = []
     for run in timed:
         for file in sorted(run.glob("step-times/*.json")):
@@ -89,7 +102,7 @@ def cases(timed: list[Path], stepped: list[Path]) -> tuple[list[Case], list[str]
     for run in stepped:
         for r in read_run(run).records:
             if r.metrics is not None:
-                found.append(case(r.point, None, r.metrics.step_ms.median))
+                found.append(case(r.point, None, r.metrics.step_ms.median, older=run not in now))
     return found, [str(run.relative_to(ROOT)) for run in (*timed, *stepped)]
 
 
@@ -99,32 +112,58 @@ def point_of(path: Mapping[str, object], records: list[Record]) -> Point:
     return next(r.point for r in records if all(getattr(r.point, name) == path[name] for name in same))
 
 
-def case(point: Point, rows: StepRows | None, ms: float) -> Case:
+def case(point: Point, rows: StepRows | None, ms: float, *, older: bool = True) -> Case:
     """A step that took so long; without rows, that in which all of a point's requests decode."""
     of = Estimator(point, described(MEASURED_ON), {})
     terms = of.terms(rows or of.decode_rows(point.concurrency, point.context))
     assert terms is not None
-    return point.model, terms, ms * 1e3
+    over_fp8 = {estimate.QUANTISING: True} | dict.fromkeys(OLDER, point.kv_dtype == "fp8")
+    more = {extra: terms[name] if older and over_fp8[name] else 0.0 for name, extra in OLDER.items()}
+    return point.model, terms | more, ms * 1e3
 
 
-def fitted(timed: list[Path], stepped: list[Path]) -> estimate.Steps:
-    """Everything but the bands, which scores say."""
-    found, sources = cases(timed, stepped)
+def fitted(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[estimate.Steps, estimate.Steps]:
+    """Everything but the bands, which scores say: of the kernels of `now`, and of those before, which are the same without any."""
+    found, sources = cases(timed, stepped, now)
+    more = tuple(OLDER.values()) if now else ()
     models = list(dict.fromkeys(model for model, _, _ in found))
-    without = {left: estimate.fit([(t, us) for model, t, us in found if model != left]) for left in models}
-    errors = [abs(estimate.us(t, without[model]) / us - 1) for model, t, us in found]
+    without = {left: estimate.fit([(t, us) for model, t, us in found if model != left], more) for left in models}
+    terms = estimate.fit([(t, us) for _, t, us in found], more)
+    errors = [abs(estimate.us({n: t[n] for n in terms}, without[model]) / us - 1) for model, t, us in found]
     say(
         f"{len(found)} steps; of a model that the fit had not seen p50 {np.median(errors):.1%}, p90 {np.quantile(errors, 0.9):.1%}"
     )
-    return estimate.Steps(
-        terms=estimate.fit([(t, us) for _, t, us in found]),
-        without=without,
-        band=0.0,
-        ratio_band=0.0,
-        machine=MEASURED_ON,
-        sources=sources,
-        steps=len(found),
+    said(terms)
+    today, before = (
+        estimate.Steps(
+            terms=made(terms),
+            without={left: made(of) for left, of in without.items()},
+            band=0.0,
+            ratio_band=0.0,
+            machine=MEASURED_ON,
+            sources=sources,
+            steps=len(found),
+        )
+        for made in (of_today, of_before)
     )
+    return today, before
+
+
+def of_today(terms: dict[str, float]) -> dict[str, float]:
+    """Without what older kernels took beyond."""
+    return {name: terms[name] for name in estimate.TERMS}
+
+
+def of_before(terms: dict[str, float]) -> dict[str, float]:
+    """With it, of steps with fp8 weights over an fp8 cache."""
+    return {name: terms[name] + terms.get(OLDER.get(name, ""), 0.0) for name in estimate.TERMS}
+
+
+def said(terms: dict[str, float]) -> None:
+    """Each share on a line."""
+    for name, factor in terms.items():
+        share = 1 / factor if factor and name in estimate.FLOORED else factor
+        say(f"  {name}: {share:.3g} {UNITS[name]}" if factor else f"  {name}: not told apart from others")
 
 
 def scored(name: str, folders: list[Path], steps: estimate.Steps, every: int) -> Score:
@@ -162,21 +201,19 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--every", type=int, default=1)
     asked = parser.parse_args()
-    steps = fitted(TIMED, STEPPED)
-    for name, factor in steps.terms.items():
-        share = 1 / factor if factor and name in estimate.FLOORED else factor
-        say(f"  {name}: {share:.3g} {UNITS[name]}" if factor else f"  {name}: not told apart from others")
+    steps, before = fitted(TIMED, STEPPED, NOW)
     errors: list[float] = []
     ratios: list[float] = []
-    for name, folders in SETS.items():
+    for name, folders in (SETS | BEFORE).items():
         if asked.quick and not name.startswith("decode"):
             continue
-        found = scored(name, folders, steps, 1 if name.startswith("decode") else asked.every)
+        by = before if name in BEFORE else steps
+        found = scored(name, folders, by, 1 if name.startswith("decode") else asked.every)
         errors += list(np.abs(found.errors))
         ratios += list(np.abs(found.ratio_errors))
     if not asked.quick:
         say("Loads measured after the steps that are fitted here:")
-        first = fitted(*FIRST)
+        first, _ = fitted(*FIRST, now=[])
         for name, folders in AFTERWARDS.items():
             scored(name, folders, first, 1 if name.startswith("decode") else asked.every)
     steps = msgspec.structs.replace(

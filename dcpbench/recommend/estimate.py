@@ -176,20 +176,21 @@ def calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dic
     return found
 
 
-def fit(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence[str] = ()) -> dict[str, float]:
     """Least squares of relative errors over (terms, measured µs): no part takes less than its floor, nothing is negative.
 
     Solved for what parts take beyond their floors (Lawson and Hanson 1974, chapter 23). A part that no step multiplied as
-    long as its floor has the share with which it was read, and the reverse.
+    long as its floor has the share with which it was read, and the reverse. `more_terms`: others, of which nothing is known.
     """
-    table = np.array([[terms[name] for name in TERMS] for terms, _ in found])
+    every = (*TERMS, *more_terms)
+    table = np.array([[terms[name] for name in every] for terms, _ in found])
     table /= np.array([[us] for _, us in found])
-    floors = np.array([name in FLOORED for name in TERMS])
+    floors = np.array([name in FLOORED for name in every])
     present = np.abs(table).sum(axis=0) > 0
     scale = np.where(present, np.abs(table).max(axis=0), 1.0)
     more = _not_negative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
-    solved = dict(zip(TERMS, map(float, np.where(present, floors + more, 0.0)), strict=True))
-    known = dict(zip(TERMS, present, strict=True))
+    solved = dict(zip(every, map(float, np.where(present, floors + more, 0.0)), strict=True))
+    known = dict(zip(every, present, strict=True))
     for read, multiplied in MULTIPLIED.items():
         for one, other in ((read, multiplied), (multiplied, read)):
             if known[other] and not known[one]:

@@ -68,6 +68,8 @@ LABEL_WIDTH = 30
 """Letters of a bar's label on a line; a longer one takes two."""
 ASIDE = 0.05
 """From one point to the next where they stand beside their load, as a share of it."""
+LINE_OF_WORDS = 0.1
+"""Of the height of a panel, what a line of small words takes."""
 LEGEND_WIDTH, LONGEST_NAME = 64, 160
 """Letters of a name in a legend on a line, and of all of it: names of a server's settings differ at their ends."""
 
@@ -335,12 +337,16 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
             color = colours(str(layout))[0]
             said = f"{layout!s}: no room from {count(own['concurrency'].min())}"
-            ax.text(0.98, 0.03 + 0.1 * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color)
+            ax.text(
+                0.98, 0.03 + LINE_OF_WORDS * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color
+            )
         measured_ticks(ax, rows["concurrency"])
         ax.tick_params(labelleft=j == 0, labelbottom=i == len(sides) - 1)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     for ax in grid[-1]:
         ax.set_xlabel(DECODE.label, fontsize=9)
+    bottom, top = grid[0][0].get_ylim()
+    grid[0][0].set_ylim(bottom, top + LINE_OF_WORDS * (top - bottom))
     figure.supylabel("output over the best other layout", fontsize=10)
     _overview_legend(figure, rows, style)
     return figure

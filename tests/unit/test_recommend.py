@@ -107,6 +107,19 @@ def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
     assert faster["linear, multiplied"] == 1.0
 
 
+def test_what_older_steps_take_beyond_is_told_from_what_all_take() -> None:
+    """Launches of 3 µs a layer, 2 more in steps of older kernels: the half of them that has the term says so, and no other is it."""
+    seen = [
+        (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "launch, older": older})
+        for experts, older in ((100.0, 61.0), (500.0, 0.0), (900.0, 61.0), (50.0, 0.0))
+    ]
+    found = [(terms, 3 * 61.0 + 2 * terms["launch, older"] + 1.5 * terms["experts"]) for terms in seen]
+    fitted = estimate.fit(found, ["launch, older"])
+    assert (fitted["launch"], fitted["launch, older"]) == (pytest.approx(3.0), pytest.approx(2.0))
+    assert fitted["experts"] == pytest.approx(1.5)
+    assert estimate.fit(found)["launch"] > 3.1
+
+
 def of_steps(prompt: int = 0, exchange: str = "none", context: int = 4000, **of: object) -> dict[str, float]:
     """Terms of a step of 8 requests of so many tokens, or of a prompt, of DeepSeek-V3 on H200."""
     estimator = Estimator(point(**of, exchange=exchange), described("H200"), estimate.published().terms)
