@@ -302,7 +302,7 @@ def _latencies(seconds: Iterable[float]) -> Latencies:
 
 def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
     """Least and most of what a forecast's replays found: where requests wait for one another longer steps can bring one earlier."""
-    values = {
+    values: dict[str, list[float | None]] = {
         "output_tok_s": [m.output_tok_s for m in found],
         "ttft_p50_ms": [m.ttft_ms.p50 for m in found],
         "itl_p50_ms": [m.itl_ms.p50 for m in found],
