@@ -67,7 +67,7 @@ BEFORE = {
 }
 """Of kernels up to 630e490a, so that they are scored by what steps took with these."""
 OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, "attention", estimate.MULTIPLIED["attention"])}
-"""What steps of these kernels take beyond today's, of which it is a share: launches with fp8 weights, attention over an fp8 cache."""
+"""What steps of these kernels over an fp8 cache take beyond today's, of which it is a share: launches with fp8 weights, and attention."""
 AFTERWARDS = {
     "decode in bf16": BF16,
     "decode in fp8 on two": TWO,
@@ -117,8 +117,8 @@ def case(point: Point, rows: StepRows | None, ms: float, *, older: bool = True) 
     of = Estimator(point, described(MEASURED_ON), {})
     terms = of.terms(rows or of.decode_rows(point.concurrency, point.context))
     assert terms is not None
-    over_fp8 = {estimate.QUANTISING: True} | dict.fromkeys(OLDER, point.kv_dtype == "fp8")
-    more = {extra: terms[name] if older and over_fp8[name] else 0.0 for name, extra in OLDER.items()}
+    beyond = older and point.kv_dtype == "fp8"
+    more = {extra: terms[name] if beyond else 0.0 for name, extra in OLDER.items()}
     return point.model, terms | more, ms * 1e3
 
 

@@ -287,8 +287,9 @@ def test_the_error_of_a_forecast_is_that_of_the_step_with_most_requests(
         Measured(case=Case(decodes=(Decodes(n, 100),)), samples_ms=[ms]) for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))
     ]
     cases.append(Measured(case=Case(chunks=(Chunks(16, 8, 0),)), samples_ms=[7.0]))
-    wire = SimpleNamespace(wire_us=10.0, wire_low_us=4.0, wire_high_us=25.0, ranks_low=0.01, ranks_high=0.02)
-    wire.chunks_high = chunks_high
+    wire = SimpleNamespace(
+        wire_us=10.0, wire_low_us=4.0, wire_high_us=25.0, ranks_low=0.01, ranks_high=0.02, chunks_high=chunks_high
+    )
     times = SimpleNamespace(emulated=wire, blocking=blocking, cases=cases)
     for found, wanted in zip(replay._forecast_factors(times), factors, strict=True):  # type: ignore[arg-type]
         assert found == pytest.approx(wanted)
