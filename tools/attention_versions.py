@@ -26,7 +26,7 @@ from dcpbench.bench.operators import attention
 from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.kernels import attention as kernels
 from dcpbench.points.names import BACKENDS, FP8
-from tools.versions import Version, measured, told, written
+from tools.versions import Version, asked_for, measured, told, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ways[name] = loaded(Path(checkout)) if checkout else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work, settings = attention.Attention(device, seed=0, mean=asked.mean), BenchSettings(seconds=asked.seconds)
-    lines = (measured(case.sizes, builds(case, ways, work), device, settings) for case in cases(asked))
+    found = asked_for(parser, lambda: cases(asked))
+    lines = (measured(case.sizes, builds(case, ways, work), device, settings) for case in found)
     return written(lines, asked.out, said)
 
 

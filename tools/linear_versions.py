@@ -30,7 +30,7 @@ from dcpbench.kernels import block_scaled
 from dcpbench.kernels import linear as ours
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.points.shapes import load_shape
-from tools.versions import Version, measured, told, written
+from tools.versions import Version, asked_for, measured, told, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -135,13 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (Path(checkout or "nowhere") / "dcpbench/kernels/linear.py").is_file():
             parser.error(f"{word} is no NAME=CHECKOUT of this project: it has no dcpbench/kernels/linear.py")
         ways[name] = loaded(Path(checkout))
-    if asked.cuts and max(map(int, asked.rows.split(","))) > block_scaled.FEW_ROWS:
+    found = asked_for(parser, lambda: cases(asked))
+    if asked.cuts and max(int(case.sizes["rows"]) for case in found) > block_scaled.FEW_ROWS:
         parser.error(f"--cuts are of up to {block_scaled.FEW_ROWS} rows; try --rows {block_scaled.FEW_ROWS}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work, settings = linear.Linear(device, seed=0), BenchSettings(seconds=asked.seconds)
 
     def lines() -> Iterator[dict[str, Any]]:
-        for case in cases(asked):
+        for case in found:
             every = ways | (cuts(case.sizes, device) if asked.cuts else {})
             yield measured(case.sizes, builds(case, every, work), device, settings)
 

@@ -15,16 +15,18 @@ from unittest import mock
 import msgspec
 
 from dcpbench.bench.operators.calls import gpu_times
+from dcpbench.errors import UsageError
 from dcpbench.measuring.timing import capture
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
     import torch
 
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.bench.record import BenchSettings
+    from dcpbench.bench.record import BenchSettings, Case
 
 
 class Version:
@@ -64,6 +66,19 @@ class Version:
                         del sys.modules[name]
                     else:
                         sys.modules[name] = module
+
+
+def asked_for(parser: argparse.ArgumentParser, cases: Callable[[], list[Case]]) -> list[Case]:
+    """What to measure; ends with the parser's error where that cannot be said of what was typed."""
+    try:
+        found = cases()
+    except UsageError as e:
+        parser.error(str(e))
+    except ValueError as e:
+        parser.error(f"{e}: sizes are whole numbers; --help has the defaults")
+    if not found:
+        parser.error("none of what was asked for is there to be measured; --help has the defaults")
+    return found
 
 
 def measured(

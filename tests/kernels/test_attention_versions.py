@@ -91,3 +91,13 @@ def test_times_stand_beside_the_first_ones() -> None:
         attention_versions.said(line | {"wrong": {}})
         == "8 × 8,192, H=64, fp8: now 40.0 µs (1.000), flashmla 50.0 µs (0.800)"
     )
+
+
+@pytest.mark.parametrize("typed", [("--cases", "x"), ("--heads", "16,y")])
+def test_sizes_that_are_no_numbers_are_named(
+    typed: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        attention_versions.main([f"now={HERE}", *typed, "-o", str(tmp_path / "found.jsonl")])
+    assert end.value.code == 2
+    assert "sizes are whole numbers" in capsys.readouterr().err

@@ -71,3 +71,23 @@ def test_a_layer_that_kernels_do_not_take_says_which_of_them_refused(
     (line,) = map(json.loads, out.read_text().splitlines())
     assert re.fullmatch(r"AssertionError: block_scaled\.py:\d+: assert depth % SCALE_BLOCK == 0", line["wrong"]["now"])
     assert line["wrong"]["now"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--rows", "x"], "invalid literal for int() with base 10: 'x': sizes are whole numbers"),
+        (["--model", "nonsense"], "--model nonsense: neither a known model nor a folder"),
+        (["--matrix", "nonsense"], "none of what was asked for is there to be measured"),
+        (["--cuts", "--rows", "16,200"], "--cuts are of up to 128 rows; try --rows 128"),
+    ],
+)
+def test_nonsense_is_named_before_anything_is_measured(
+    typed: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "found.jsonl"
+    with pytest.raises(SystemExit) as end:
+        linear_versions.main([f"now={HERE}", *typed, "-o", str(out)])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
