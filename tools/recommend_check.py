@@ -66,7 +66,8 @@ BEFORE = {
     "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
 """Of kernels up to 630e490a, so that they are scored by what steps took with these."""
-OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, "attention", estimate.MULTIPLIED["attention"])}
+FP8_MULTIPLIED = estimate.MULTIPLIED[estimate.FP8_ATTENTION]
+OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, estimate.FP8_ATTENTION, FP8_MULTIPLIED)}
 """What steps of these kernels over an fp8 cache take beyond today's, of which it is a share: launches with fp8 weights, and attention."""
 AFTERWARDS = {
     "decode in bf16": BF16,
@@ -79,8 +80,8 @@ AFTERWARDS = {
 """Loads measured after FIRST, hours later on other machines."""
 UNITS = {
     OLDER[estimate.QUANTISING]: "µs a layer",
-    OLDER["attention"]: "× the floor",
-    OLDER[estimate.MULTIPLIED["attention"]]: "× the floor",
+    OLDER[estimate.FP8_ATTENTION]: "× the floor",
+    OLDER[FP8_MULTIPLIED]: "× the floor",
     **dict.fromkeys(estimate.PER_LAYER, "µs a layer"),
     **dict.fromkeys(estimate.CALLED, "× the wire's"),
     estimate.WAITING: "× what drawing experts makes of it",

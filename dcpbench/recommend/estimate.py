@@ -49,9 +49,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefill": ("prefill",),
 }
 """Phases of points/floors.py, by the part that they belong to; all others are calls between ranks."""
-MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", "attention", "linear")}
+ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"
+"""Over a cache of each precision: they are different kernels."""
+MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8_ATTENTION, "linear")}
 """Of what multiplies as long as its floor; a part alone is read so long."""
-PER_LAYER, CALLED, FLOORED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES), (*PARTS, *MULTIPLIED.values())
+PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)
+FLOORED = (*PARTS, FP8_ATTENTION, *MULTIPLIED.values())
+SAME = [*MULTIPLIED.items(), (ATTENTION, FP8_ATTENTION), (MULTIPLIED[ATTENTION], MULTIPLIED[FP8_ATTENTION])]
+"""Where no step of a fit has one of two, it has the share of the other."""
 TERMS = (*PER_LAYER, WAITING, *FLOORED, *CALLED)
 ENOUGH = 1e-10
 """Less than this is nothing, of scaled terms."""
@@ -108,7 +113,7 @@ def terms(
         us = floor_us(work, rates)
         if us is None:
             return None
-        part = part_of[phase]
+        part = FP8_ATTENTION if phase == ATTENTION and sharding.kv_itemsize == 1 else part_of[phase]
         multiplies = work.flops and work.flops / rates[flops_limit(work, rates)] * 1e6 >= us
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
     found[LAUNCH] = float(sharding.shape.layers)
@@ -180,7 +185,8 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence
     """Least squares of relative errors over (terms, measured µs): no part takes less than its floor, nothing is negative.
 
     Solved for what parts take beyond their floors (Lawson and Hanson 1974, chapter 23). A part that no step multiplied as
-    long as its floor has the share with which it was read, and the reverse. `more_terms`: others, of which nothing is known.
+    long as its floor has the share with which it was read, and the reverse; then attention that no step had over a cache of
+    one precision has its share over the other. `more_terms`: others, of which nothing is known.
     """
     every = (*TERMS, *more_terms)
     table = np.array([[terms[name] for name in every] for terms, _ in found])
@@ -191,10 +197,10 @@ def fit(found: Sequence[tuple[Mapping[str, float], float]], more_terms: Sequence
     more = _not_negative(table / scale, 1 - table[:, floors].sum(axis=1)) / scale
     solved = dict(zip(every, map(float, np.where(present, floors + more, 0.0)), strict=True))
     known = dict(zip(every, present, strict=True))
-    for read, multiplied in MULTIPLIED.items():
-        for one, other in ((read, multiplied), (multiplied, read)):
+    for pair in SAME:
+        for one, other in (pair, pair[::-1]):
             if known[other] and not known[one]:
-                solved[one] = solved[other]
+                solved[one], known[one] = solved[other], True
     return solved
 
 

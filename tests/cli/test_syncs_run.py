@@ -404,7 +404,10 @@ class TestWhole:
     @pytest.mark.long
     def test_ctrl_c_reaches_the_program_and_ends_with_130(self, tmp_path: Path, program: Path) -> None:
         """The terminal sends it to every process of the group; what was recorded is still scanned."""
-        name = script(program, "import time, training\ntraining.loop(1)\nprint('up', flush=True)\ntime.sleep(9999)")
+        # Python that is told of a signal just before it sleeps sleeps to the end, so that no sleep may be long.
+        name = script(
+            program, "import time, training\ntraining.loop(1)\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"
+        )
         command = [sys.executable, "-m", "dcpbench.cli", "syncs", "run", "--format", "json", "--", sys.executable, name]
         code = f"import sys; sys.argv[1:] = {command[3:]!r}; from dcpbench.cli import main; main()"
         running = subprocess.Popen(

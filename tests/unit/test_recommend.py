@@ -67,7 +67,7 @@ def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | Non
 def test_the_fit_finds_what_steps_were_made_of() -> None:
     """Steps of 3 µs a layer, a share of 0.5 of experts and 0.8 of attention: 3 · n, times 2 and 1.25.
 
-    None of them multiplied as long as its floor, so those that do have the same shares.
+    None of them multiplied as long as its floor, so those that do have the same shares; so has attention over fp8.
     """
     true = {"launch": 3.0, "experts": 2.0, "attention": 1.25}
     seen = [
@@ -75,7 +75,8 @@ def test_the_fit_finds_what_steps_were_made_of() -> None:
         for experts, attention in ((100.0, 10.0), (500.0, 40.0), (900.0, 800.0), (50.0, 300.0))
     ]
     fitted = estimate.fit([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
-    others = {"experts, multiplied": 2.0, "attention, multiplied": 1.25}
+    over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
+    others = {"experts, multiplied": 2.0, "attention, multiplied": 1.25} | dict.fromkeys(over_fp8, 1.25)
     assert {name: round(value, 6) for name, value in fitted.items() if value} == true | others
 
 
@@ -95,6 +96,18 @@ def test_a_fit_takes_no_less_than_floors_and_is_the_best_of_all_such() -> None:
     found = fitted["launch"], fitted["experts"]
     assert found[1] == 1.0
     assert error(found) <= min(map(error, grid))
+
+
+def test_attention_over_caches_of_two_precisions_has_shares_of_its_own() -> None:
+    """Over bf16 0.8 where it reads and 0.5 where it multiplies, over fp8 0.4 where it multiplies, and so where it reads."""
+    true = {"launch": 1.0, "attention": 1.25, "attention, multiplied": 2.0, "attention over fp8, multiplied": 2.5}
+    seen = [
+        dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, name: us}
+        for name, us in itertools.product(list(true)[1:], (50.0, 700.0))
+    ]
+    fitted = estimate.fit([(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen])
+    assert {name: round(fitted[name], 6) for name in true} == true
+    assert fitted["attention over fp8"] == pytest.approx(2.5)
 
 
 def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
@@ -138,8 +151,9 @@ def test_what_is_read_and_what_is_multiplied_are_told_apart() -> None:
         assert decode[part] > 0 == decode[f"{part}, multiplied"]
         assert prompt[f"{part}, multiplied"] > 0
     few, many = (of_steps(kv_dtype="fp8", context=128000, **more) for more in ({}, {"dcp": 4, "exchange": "symm"}))
-    assert few["attention"] > 0 == few["attention, multiplied"]
-    assert many["attention, multiplied"] > 0 == many["attention"]
+    assert few["attention over fp8"] > 0 == few["attention over fp8, multiplied"]
+    assert many["attention over fp8, multiplied"] > 0 == many["attention over fp8"]
+    assert few["attention"] == few["attention, multiplied"] == 0 == decode["attention over fp8"] < decode["attention"]
 
 
 def test_launches_waits_and_calls_have_terms_of_their_own() -> None:
@@ -178,7 +192,8 @@ def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() ->
     assert found is not None
     slower = estimate.terms(of.sharding, rows, of.rates | {"matmul_fp8": 2 * of.rates["matmul"]}, of.wire, "none")
     assert slower is not None
-    assert found["attention"] + found["attention, multiplied"] >= slower["attention"] + slower["attention, multiplied"]
+    over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
+    assert sum(found[name] for name in over_fp8) >= sum(slower[name] for name in over_fp8) > 0
     fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.published().terms)
     assert estimate.terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
