@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-MOST = 8
+MOST = 9
 """Sentences that a report opens with; what counts less stands further below."""
 MOST_SHAPES = 4
 """Of more lengths of requests than this a sentence counts loads instead of naming them; the table names them."""
@@ -68,7 +68,7 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
         return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare."), (0.1, commonest(frames))]
     notes = [(0.0, functional(frames)), (0.05, slo.unjudged(frames.everything, frames.slo)), (0.15, imported(frames))]
     if len(frames.findings.points):
-        notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
+        notes += [(0.1, slo.words(frames.findings.points, frames.slo)), (0.12, in_step(frames)), *_scopes(frames)]
         notes.append((2.5, jumps(frames.findings.points)))
         notes += [(1.2, said) for said in instances.sentences(findings.timed(frames.served))]
         notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
@@ -123,6 +123,30 @@ def imported(frames: Frames) -> str:
         f"Imported: {whose}{beside}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
         "so that more than the layout differs. What their files do not say is a dash."
     )
+
+
+def in_step(frames: Frames) -> str:
+    """That clients of closed loops end and begin together, and what that changes; empty where no point on a GPU does so."""
+    found = of_waves(frames.served)
+    if found.empty:
+        return ""
+    some = (
+        ""
+        if len(found) == len(frames.served)
+        else f" at {len(found):,} of {counted(len(frames.served), 'served point')}"
+    )
+    typical = float(found["load_output_tokens"].iloc[0])
+    dp = " and what attention DP gives" if (found["dp"] > 1).any() else ""
+    return (
+        f"Clients go in step{some}: requests of their closed loop are all of one length, so that they end and begin "
+        f"together, and few gaps meet a prompt. TTFT, ITL p99{',' if dp else ' and'} goodput{dp} are others where "
+        f"lengths differ (--output-tokens uniform:{round(0.9 * typical)}-{round(1.1 * typical)})."
+    )
+
+
+def of_waves(served: pd.DataFrame) -> pd.DataFrame:
+    """Points on a GPU whose clients go in step."""
+    return served[served["in_step"].astype(bool) & ~served["cpu"].astype(bool)] if len(served) else served
 
 
 def best(found: pd.DataFrame) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-INNER = ("same_load", "slo_recorded")
+INNER = ("same_load", "slo_recorded", "in_step")
 """Columns that only tell points apart."""
 LATER = (
     point.LATER

@@ -300,8 +300,8 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     several = len(set(rows["run"])) > 1
     rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
     short = words.short_shapes(rests)
-    size = (max(len(rests) * 2.7, 6.0) + 0.6, len(sides) * 2.3 + 1.2)
-    figure = Figure(figsize=size, layout="constrained")
+    wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
+    figure = Figure(figsize=(len(rests) * wide + 0.6, len(sides) * 2.3 + 1.2), layout="constrained")
     headline(figure, title)
     grid = figure.subplots(len(sides), len(rests), sharex=True, sharey=True, squeeze=False)
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
@@ -310,7 +310,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         name = f"{model}, {run}" if several else model
         ax.axhspan(1 - REPEATS_AGREE_WITHIN, 1 + REPEATS_AGREE_WITHIN, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
-        ax.set_title(textwrap.fill(plain(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), TITLE_WIDTH - 8), fontsize=9)
+        ax.set_title(textwrap.fill(plain(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), int(12.6 * wide)), fontsize=9)
         for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
             variant = "" if who == layout else str(line["variant"].iloc[0])
             look = _alone(style, str(layout), variant)

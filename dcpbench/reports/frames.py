@@ -30,12 +30,14 @@ from dcpbench.records.record import (
     device_of,
     functional,
     no_room,
+    of_a_file,
     origin,
     told,
 )
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
+from dcpbench.serving.load_words import in_step
 from dcpbench.show.numbers import missing
 from dcpbench.show.text import LINES, LONGEST, natural, printable, shortened, told_apart
 
@@ -440,6 +442,7 @@ def _served_columns(records: list[Record]) -> dict[str, Any]:
         "shape": words.shape(load),
         "input_typical": words.typical(load.input_tokens),
         "same_load": same_load(records[0]),
+        "in_step": in_step(load, point.concurrency) and not of_a_file(origin(records[0])),
         "output_tok_s_low": min(rates, default=None),
         "output_tok_s_high": max(rates, default=None),
         "spread": findings.spread([Interval(median=rate, low=rate, high=rate, samples=1) for rate in rates]),

@@ -112,6 +112,10 @@ def caveats(frames: Frames) -> list[str]:
         every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
         on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
         said.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_at_slow_end(frames)}")
+    waves = answer.of_waves(frames.served)
+    if len(waves):
+        every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
+        said.append(f"clients go in step{every}, as all their requests are of one length")
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():
@@ -177,8 +181,7 @@ def _functional(frames: Frames) -> str:
 
 def _alone(frames: Frames, timed: pd.DataFrame) -> str:
     """Where no closed loop ran with two layouts on as many GPUs: the most that was measured, and what open loops say."""
-    top = timed.sort_values("output_tok_s", kind="stable").iloc[-1]
-    most = f"at most {number(top['output_tok_s'], 3)} output tok/s, with {top['label']} at {rule.load_words(top)}"
+    most = _most(timed)
     best = frames.findings.best
     where = rule.where(timed)
     names = words.unique(timed["layout"])
@@ -196,6 +199,19 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
     won += [f"none within the SLO in {none}"] if none else []
     loads = counted(len(best), "load")
     return f"{capital(where)}of {loads} with requests at a rate, the fastest is {listed(won)}: {most}."
+
+
+def _most(timed: pd.DataFrame) -> str:
+    """The most output, and of which point: of those within the SLO where points are judged by one, and what is nearest where none is."""
+    fits = timed[~(timed["slo_excess"] > 1)]
+    within = " within the SLO" if timed["slo_excess"].notna().any() else ""
+    top = (timed if fits.empty else fits).sort_values("output_tok_s", kind="stable").iloc[-1]
+    most = f"{number(top['output_tok_s'], 3)} output tok/s{'' if fits.empty else within}, with {top['label']} at {rule.load_words(top)}"
+    if len(fits):
+        return f"at most {most}"
+    near = timed.sort_values("slo_excess", kind="stable").iloc[0]
+    nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.load_words(near)}"
+    return f"at most {most}; no point meets the SLO{nearest} ({near['slo_said']})"
 
 
 def _not_compared(frames: Frames, names: list[str]) -> str:

@@ -105,6 +105,12 @@ def load_name(load: Load, concurrency: int) -> str:
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
 
 
+def in_step(load: Load, concurrency: int) -> bool:
+    """Whether clients of a closed loop end and begin together, as all requests are of one length: docs/serving.md."""
+    alike = all(_PLAIN.fullmatch(lengths) for lengths in (load.input_tokens, load.output_tokens))
+    return alike and load.arrival == CLOSED and not load.sessions and 1 < concurrency < load.requests
+
+
 def as_drawn(load: Load) -> str:
     """Behind the rate of an open loop whose requests came as fast as their gaps were drawn."""
     return ", as drawn" if load.paced is False else ""

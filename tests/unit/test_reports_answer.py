@@ -56,6 +56,56 @@ def said(found: frames.Frames, words: str) -> str:
     return sentence
 
 
+class TestClientsInStep:
+    """Closed loops of requests of one length: docs/serving.md."""
+
+    def read(self, tmp_path: Path, *points: Point, **changed: object) -> frames.Frames:
+        """Points, the last of which has another load."""
+        records = [served(point, 100, {}, {}) for point in points]
+        of = records[-1].point
+        other = msgspec.structs.replace(of, load=msgspec.structs.replace(of.load, **changed))
+        return read(tmp_path, *records[:-1], msgspec.structs.replace(records[-1], point=other))
+
+    def test_they_are_told_with_lengths_that_differ_by_a_tenth(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, serve.point(TP), serve.point(DCP))
+        sentence = said(found, "in step")
+        assert sentence.startswith("Clients go in step: ")
+        assert sentence.endswith(
+            "TTFT, ITL p99 and goodput are others where lengths differ (--output-tokens uniform:36-44)."
+        )
+        assert "clients go in step, as all their requests are of one length" in overview.caveats(found)
+
+    def test_with_attention_dp_so_is_what_it_gives(self, tmp_path: Path) -> None:
+        assert "ITL p99, goodput and what attention DP gives are" in said(
+            self.read(tmp_path, serve.point(DP)), "in step"
+        )
+
+    def test_some_are_counted(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")
+        assert said(found, "in step").startswith("Clients go in step at 1 of 2 served points: ")
+        assert "clients go in step at 1 of 2 points, as all their requests are of one length" in overview.caveats(found)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"input_tokens": "uniform:300-500"},
+            {"output_tokens": "lognormal:40:0.5"},
+            {"arrival": "gamma", "request_rate": 2.0},
+            {"turns": "3"},
+            {"requests": 8},
+            {"input_tokens": "trace", "output_tokens": "trace", "trace": "a.jsonl"},
+        ],
+    )
+    def test_others_do_not(self, tmp_path: Path, changed: dict[str, object]) -> None:
+        """Lengths that differ, requests at a rate, sessions, and clients of which none has a second request."""
+        found = self.read(tmp_path, serve.point(TP), **changed)
+        assert not [s for s in answer.sentences(found) if "in step" in s]
+        assert not [s for s in overview.caveats(found) if "in step" in s]
+
+    def test_one_client_has_nobody_to_be_in_step_with(self, tmp_path: Path) -> None:
+        assert not [s for s in answer.sentences(self.read(tmp_path, serve.point(TP, 1))) if "in step" in s]
+
+
 class TestSlo:
     def test_without_one_the_best_is_the_highest_throughput_and_that_is_said(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 10), step(build.point(DCP), 20))

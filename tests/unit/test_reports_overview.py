@@ -238,6 +238,23 @@ class TestNoAnswer:
             "requests of 4,000 tokens."
         )
 
+    @pytest.mark.parametrize(
+        ("itl", "told"),
+        [
+            (60.0, "at most 640 output tok/s within the SLO, with tp4 at 32 requests of 4,000 tokens."),
+            (45.0, "at most 200 output tok/s within the SLO, with tp4 at 8 requests of 4,000 tokens."),
+            (30.0, "; no point meets the SLO: nearest is tp4 at 8 requests of 4,000 tokens (misses: ITL p50 40.0 ms)."),
+        ],
+    )
+    def test_the_most_is_that_within_the_slo(self, tmp_path: Path, itl: float, told: str) -> None:
+        """8 requests at 40 ms give 200 tok/s, 32 at 50 give 640."""
+        assert said(tmp_path, steps(TP, 8, 40), steps(TP, 32, 50), itl=itl).endswith(told)
+
+    def test_a_point_that_alone_misses_the_slo_is_named_once(self, tmp_path: Path) -> None:
+        assert said(tmp_path, steps(TP, 8, 40), itl=30.0).endswith(
+            "at most 200 output tok/s, with tp4 at 8 requests of 4,000 tokens; no point meets the SLO (misses: ITL p50 40.0 ms)."
+        )
+
     def test_layouts_of_different_loads_neither(self, tmp_path: Path) -> None:
         text = said(tmp_path, steps(TP, 8, 40), steps(DCP, 32, 40))
         assert (
