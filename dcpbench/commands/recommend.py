@@ -9,7 +9,9 @@ import typer
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
+from dcpbench.points.names import flag
 from dcpbench.show.terminal import ProgressLine, console
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 CLIENTS = "1,8,16,32,64"
 """Where nobody types a concurrency."""
+INPUT, OUTPUT, REQUESTS, CHUNK = "4000", "1500", 200, 8192
+"""Likewise, of a served load."""
+SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "chunk")
+"""Options that decode steps alone have no use for."""
 
 
 class Wanted(Group):
@@ -37,11 +43,11 @@ class Wanted(Group):
     )
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
     context: str | None = opt.LOAD("Decode steps alone, with so many tokens of each request.", metavar="N,…")
-    input_tokens: str = opt.LOAD("Prompt tokens of a request, as of serve.", default="4000", metavar="N")
-    output_tokens: str = opt.LOAD("Output tokens of a request, as of serve.", default="1500", metavar="N")
+    input_tokens: str | None = opt.LOAD(f"Prompt tokens of a request, as of serve. Default: {INPUT}.", metavar="N")
+    output_tokens: str | None = opt.LOAD(f"Output tokens of a request, as of serve. Default: {OUTPUT}.", metavar="N")
     request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency.", metavar="R,…")
-    num_requests: int = opt.LOAD("Requests of a load at a rate.", default=200, metavar="N")
-    chunk: int = opt.LOAD("Prompt tokens of a step, over all replicas.", default=8192, metavar="N")
+    num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
+    chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
     weights_dtype: str = opt.HOW("fp8 or bf16, or published: as the model is.", default="published", metavar="NAME")
     kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
     exchange: str = opt.HOW("Those in question for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
@@ -49,7 +55,9 @@ class Wanted(Group):
     cycled: bool = opt.HOW(
         "Also layouts whose weights do not fit whole, of which sweep holds some layers in turn.", default=False
     )
-    slo: str | None = opt.OPTION("ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60.", metavar="NAME=MS,…")
+    slo: str | None = opt.OPTION(
+        "ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60; itl alone with --context.", metavar="NAME=MS,…"
+    )
     price: float | None = opt.OPTION("Of a GPU for an hour, for $ a million output tokens.", metavar="DOLLARS")
 
 
@@ -135,7 +143,6 @@ def _ask(wanted: Wanted) -> "Ask":
     from dcpbench.points.shapes import load_shape
     from dcpbench.recommend.advise import Ask
     from dcpbench.records.checks import LARGEST
-    from dcpbench.serving.load_words import parse_slo
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _here()
     machine = described(named)
@@ -151,7 +158,7 @@ def _ask(wanted: Wanted) -> "Ask":
         )
     if wanted.price is not None and not 0 < wanted.price <= LARGEST:
         raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
-    gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus else (here or machine.gpus_per_host,)
+    gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
     return Ask(
         model=wanted.model,
         machine=machine,
@@ -161,9 +168,9 @@ def _ask(wanted: Wanted) -> "Ask":
         weights_dtype=weights,
         kv_dtype=wanted.kv_dtype,
         exchanges=exchanges,
-        slo=parse_slo(wanted.slo) if wanted.slo else {},
+        slo=_slo(wanted),
         price=wanted.price,
-        kv_memory_bytes=read.parse_bytes("kv_memory", wanted.kv_memory) if wanted.kv_memory else None,
+        kv_memory=wanted.kv_memory,
         cycled=wanted.cycled,
     )
 
@@ -205,17 +212,24 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
     from dcpbench.serving.load_words import parse_lengths
     from dcpbench.serving.loads import extent
 
-    clients = _positive("concurrency", wanted.concurrency or CLIENTS, "8,32")
+    clients = _positive("concurrency", CLIENTS if wanted.concurrency is None else wanted.concurrency, "8,32")
     if wanted.context is not None:
-        if wanted.request_rate is not None:
+        if no_use := [flag(name) for name in SERVED if getattr(wanted, name) is not None]:
             raise UsageError(
-                "--context asks for decode steps alone, which have no --request-rate; leave one of them out."
+                f"--context asks for decode steps alone, which have no {listed(no_use, 'or')}; "
+                f"leave out --context, or {listed(no_use)}."
             )
         return [(n, length, None) for length in _positive("context", wanted.context, "32000") for n in clients]
-    for option, value in (("input", wanted.input_tokens), ("output", wanted.output_tokens)):
+    if wanted.num_requests is not None and wanted.request_rate is None:
+        raise UsageError("--num-requests is of a load at a rate; add --request-rate, or leave it out.")
+    prompt = INPUT if wanted.input_tokens is None else wanted.input_tokens
+    answer = OUTPUT if wanted.output_tokens is None else wanted.output_tokens
+    requests = REQUESTS if wanted.num_requests is None else wanted.num_requests
+    chunk = CHUNK if wanted.chunk is None else wanted.chunk
+    for option, value in (("--input-tokens", prompt), ("--output-tokens", answer)):
         parse_lengths(option, value)
-    check_positive("chunk", wanted.chunk)
-    check_positive("num_requests", wanted.num_requests)
+    check_positive("chunk", chunk)
+    check_positive("num_requests", requests)
 
     def load(requests: int, rate: float | None = None) -> Load:
         return Load(
@@ -224,9 +238,9 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
             arrival=CLOSED if rate is None else GAMMA,
             request_rate=rate,
             paced=rate is not None,
-            input_tokens=wanted.input_tokens,
-            output_tokens=wanted.output_tokens,
-            chunk=wanted.chunk,
+            input_tokens=prompt,
+            output_tokens=answer,
+            chunk=chunk,
             prefill="flashinfer",
         )
 
@@ -236,8 +250,32 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
     rates = _rates(wanted.request_rate)
     if wanted.concurrency is not None:
         raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
-    at_once = min(wanted.num_requests, 512)
-    return [(at_once, extent(of).served(positions), of) for of in (load(wanted.num_requests, rate) for rate in rates)]
+    at_once = min(requests, 512)
+    return [(at_once, extent(of).served(positions), of) for of in (load(requests, rate) for rate in rates)]
+
+
+def _slo(wanted: Wanted) -> dict[str, float]:
+    """By objective, in ms. Raises UsageError for one that requests like these do not have."""
+    from dcpbench.errors import UsageError
+    from dcpbench.points.names import OBJECTIVES
+    from dcpbench.serving.load_words import parse_lengths, parse_slo
+
+    slo = parse_slo(wanted.slo) if wanted.slo is not None else {}
+    if wanted.context is not None:
+        asks, option, lacks = "--context asks for decode steps alone", "--context", set(OBJECTIVES) - {"itl"}
+    elif wanted.output_tokens is not None and str(parse_lengths("--output-tokens", wanted.output_tokens)) == "1":
+        asks, option, lacks = (
+            f"--output-tokens {wanted.output_tokens} asks for one token",
+            "--output-tokens",
+            {"itl", "tpot"},
+        )
+    else:
+        return slo
+    if unknown := [name for name in slo if name in lacks]:
+        rest = ",".join(f"{name}={ms:g}" for name, ms in slo.items() if name not in lacks)
+        instead = f"type --slo {rest}" if rest else "leave out --slo"
+        raise UsageError(f"{asks}, without {listed(unknown, 'or')}; {instead}, or leave out {option}.")
+    return slo
 
 
 def _rates(typed: str) -> list[float]:

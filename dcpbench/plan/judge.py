@@ -485,9 +485,17 @@ def _tokens(load: Load) -> str:
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
-    """Raise NoRoomError unless the pool holds what a decode step needs, or the longest request that is served.
+    """Raise NoRoomError, with what to type instead, where a point lacks room."""
+    said, advice = shortage(point, settings, shape, probe)
+    if said:
+        raise NoRoomError(f"{said}{advice}")
 
-    With --kv-memory any request of a load is enough.
+
+def shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
+    """What a point has no room for, behind its layout, and what to type instead in its command; both empty where it has room.
+
+    The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of a
+    load is enough.
     """
     one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
     try:
@@ -497,7 +505,7 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if settings.kv_memory_bytes is not None:
             room = most_pages(point, shape, probe) * one
             advice = f" --kv-memory can be up to {size_text(room, '')} here."
-        raise NoRoomError(f"{e}.{advice}") from e
+        return str(e), f".{advice}"
     holds = f"{point.layout}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (pages_needed(point) - plan.pages) * one
@@ -506,17 +514,19 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
             more = f" --kv-memory {size_that_holds(pages_needed(point) * one)} holds all of them." if room else ""
             needs = "needs" if point.concurrency == 1 else "need"
             needed = f"{counted(point.concurrency, 'request')} of {point.context} tokens {needs}"
-            raise NoRoomError(
-                f"{holds}, {size_text(missing)} less than {needed}. {_what_fits(point, settings, shape, probe)}{more}"
+            return (
+                f"{holds}, {size_text(missing)} less than {needed}",
+                f". {_what_fits(point, settings, shape, probe)}{more}",
             )
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = extent(point.load, settings.trace_path).shortest
         need = memory.pages_for(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
-            raise NoRoomError(
-                f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}; all requests "
-                f"here need {size_that_holds(least_pages(point) * one)} or more."
+            return (
+                f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}",
+                f"; all requests here need {size_that_holds(least_pages(point) * one)} or more.",
             )
+    return "", ""
 
 
 def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:

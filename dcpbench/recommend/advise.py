@@ -7,22 +7,24 @@ import dataclasses
 import itertools
 import math
 import re
+import shlex
 import statistics
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import LayoutError, NoRoomError, UsageError
-from dcpbench.plan.judge import check_positions
+from dcpbench.errors import LayoutError, UsageError
+from dcpbench.plan.judge import check_positions, shortage
+from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import planned
 from dcpbench.points.budget import plan_engine, room_of
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BY_LAYOUT, CLOSED, CUT, NO_EXCHANGE, REPLAY
+from dcpbench.points.names import BY_LAYOUT, CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.recommend import forecast
+from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.record import functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -59,9 +61,15 @@ class Ask:
     slo: Mapping[str, float]
     price: float | None = None
     """Of a GPU for an hour."""
-    kv_memory_bytes: int | None = None
+    kv_memory: str | None = None
+    """As it was typed; None: what is left beside the weights."""
     cycled: bool = False
     """Whether layouts count whose weights do not fit whole, as `sweep` measures them."""
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """Of each GPU. Raises UsageError for what is no size."""
+        return None if self.kv_memory is None else parse_bytes("kv_memory", self.kv_memory)
 
     @property
     def settings(self) -> Settings:
@@ -94,6 +102,8 @@ class Choice:
     """Of those refused, layouts that do not fit."""
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
+    instead: list[str] = dataclasses.field(default_factory=list)
+    """Where no layout fits under any load: options with each of which one does."""
 
     @property
     def best(self) -> Forecast | None:
@@ -159,7 +169,8 @@ def dollars(price: float, of: Forecast) -> tuple[float, float, float]:
     def at(tok_s: float) -> float:
         return price * of.point.tp / 3600 / tok_s * 1e6
 
-    return at(of.tok_s), at(of.high), at(of.low)
+    low, high = of.band
+    return at(of.tok_s), at(high), at(low)
 
 
 def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) -> tuple[list[Choice], list[str]]:
@@ -185,6 +196,9 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]
     named = zip(ask.loads, watched, strict=True)
     choices = [_choice(ask, times, steps, records, layouts, tell, *load) for load, tell in named]
+    if not any(choice.best for choice in choices):
+        instead = remedies.that_help(ask, lambda other: _answerable(other, steps))
+        choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
     return choices, [*notes, *unused, *_of_other_loads(records, choices)]
 
 
@@ -212,12 +226,7 @@ def _choice(
             watch(f"{what}, {served}")
 
         found: list[Forecast] = []
-        exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
-        points = [
-            _point(ask, layout, exchange, ep, concurrency, context, load)
-            for exchange in exchanges
-            for ep in _placements(ask, layout)
-        ]
+        points = _points(ask, layout, concurrency, context, load)
         reason = _no_room(ask, points[0])
         if reason:
             refused[str(layout)] = reason
@@ -306,6 +315,16 @@ def _placements(ask: Ask, layout: Layout) -> list[str]:
     return found
 
 
+def _points(ask: Ask, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
+    """A layout under a load, with each exchange and place of experts that is in question."""
+    exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
+    return [
+        _point(ask, layout, exchange, ep, concurrency, context, load)
+        for exchange in exchanges
+        for ep in _placements(ask, layout)
+    ]
+
+
 def _point(
     ask: Ask, layout: Layout, exchange: str, ep: str, concurrency: int, context: int, load: Load | None
 ) -> Point:
@@ -335,10 +354,10 @@ def _probe(ask: Ask) -> Probe:
 def _no_room(ask: Ask, point: Point) -> str:
     """Why a layout does not fit; empty: it does."""
     shape, probe = load_shape(ask.model), _probe(ask)
-    try:
-        plan = plan_engine([point], ask.settings, shape, probe)
-    except NoRoomError as e:
-        return str(e)
+    said, _ = shortage(point, ask.settings, shape, probe)
+    if said:
+        return said.removeprefix(f"{point.layout}: ")
+    plan = plan_engine([point], ask.settings, shape, probe)
     if ask.cycled or plan.layers_held == plan.layers:
         return ""
     weights, (room, buffers) = plan.full_weight_bytes, room_of(point, shape, probe)
@@ -349,6 +368,19 @@ def _no_room(ask: Ask, point: Point) -> str:
     return (
         f"{takes} and its KV {plan.kv_bytes / GIB:,.1f} GiB of each GPU, which has {room / GIB:,.1f} for both{beside}"
     )
+
+
+def _answerable(ask: Ask, steps: Steps) -> bool:
+    """Whether a layout fits under a load, and something is known of its steps."""
+    shape = load_shape(ask.model)
+    for load, tp in itertools.product(ask.loads, ask.gpus):
+        for layout in valid_layouts(shape, tp, BY_LAYOUT):
+            points = _points(ask, layout, *load)
+            for point in [] if _no_room(ask, points[0]) else points:
+                with contextlib.suppress(UsageError):
+                    _quickest(ask, [point], steps)
+                    return True
+    return False
 
 
 def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str]]:
@@ -395,11 +427,36 @@ def _ended(run: Run) -> bool:
 
 def _on_a_cpu(ask: Ask) -> str:
     """Why what ran on a CPU is left out, and how to get what counts."""
-    command = f"serve --mode {REPLAY}" if any(load for _, _, load in ask.loads) else "sweep"
+    points = [_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
     return (
-        f"run on a CPU, whose times say nothing about speed; on {ask.machine.card.device} type dcpbench {command} --model {ask.model} "
-        f"--tp {ask.gpus[0]} -o runs/measured, and name runs/measured here"
+        f"run on a CPU, whose times say nothing about speed; on {ask.machine.card.device} type "
+        f"{measuring(ask, points, ['tp'])} -o runs/measured, and name runs/measured here"
     )
+
+
+def measuring(ask: Ask, points: Sequence[Point], axes: Sequence[str]) -> str:
+    """What measures these points, with all that was asked, and what they have of these axes of layouts."""
+    loads = [p.load for p in points if p.load is not None]
+
+    def values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
+        return f"{flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
+
+    names = [*axes] if loads else [*axes, "concurrency", "context"]
+    words = [f"serve --mode {REPLAY}" if loads else "sweep", f"--model {shlex.quote(ask.model)}", *map(values, names)]
+    if loads:
+        words.append(values("request_rate", loads) if loads[0].arrival == GAMMA else values("concurrency"))
+        words += [values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
+        words.append(f"--num-requests {max(load.requests for load in loads)}")
+    words += [
+        f"--exchange {','.join(ask.exchanges)}",
+        f"--weights-dtype {ask.weights_dtype}",
+        f"--kv-dtype {ask.kv_dtype}",
+    ]
+    if ask.kv_memory is not None:
+        words.append(f"--kv-memory {shlex.quote(ask.kv_memory)}")
+    if loads and ask.slo:
+        words.append(f"--slo {','.join(f'{name}={ms:g}' for name, ms in ask.slo.items())}")
+    return f"dcpbench {' '.join(words)}"
 
 
 def _is_card(device: str, ask: Ask) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.points.machines import LINKS
-from dcpbench.points.names import CLOSED, FP8, GAMMA, OBJECTIVES
-from dcpbench.recommend.advise import break_even, dollars, margin, per_gpu
-from dcpbench.recommend.forecast import EMULATED, ESTIMATED, SOURCES
+from dcpbench.points.names import CLOSED, FP8, OBJECTIVES
+from dcpbench.recommend.advise import break_even, dollars, margin, measuring, per_gpu
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.show import numbers
 from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
@@ -20,9 +20,10 @@ from dcpbench.show.text import capital, listed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
     from rich.console import Console
 
-    from dcpbench.points.point import Load, Point
     from dcpbench.recommend.advise import Ask, Choice
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     Launched = Mapping[str, Mapping[str, str]]
     """Command lines by layout and engine."""
 
+DASHED = "--"
+"""The line of estimates."""
 MOST_NAMED = 4
 """Layouts in a clause of the sentence."""
 COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
@@ -40,8 +43,9 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
     able = [choice for choice in choices if choice.best]
     if not able:
         who, reason = next(iter(choices[0].refused.items()))
-        instead = f"; give {_more_room(ask)}" if who in choices[0].without_room else ""
-        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {reason.rstrip('.')}{instead}."
+        instead = choices[0].instead if who in choices[0].without_room else []
+        give = f"; give {listed(instead, 'or')}" if instead else ""
+        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {who}: {reason.rstrip('.')}{give}."
     runs = []
     for said, group in itertools.groupby(able, key=_taken):
         loads = list(group)
@@ -63,18 +67,6 @@ def _unjudged(choices: Sequence[Choice]) -> str:
         return ""
     who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
     return f" Not judged at every load: {who}; why, see below."
-
-
-def _more_room(ask: Ask) -> str:
-    """What to type where no layout fits."""
-    one_host = ask.machine.link is None and max(ask.gpus) >= ask.machine.gpus_per_host
-    hosts = f" and a machine of several hosts, such as --machine {ask.machine.gpu}+{LINKS[0].name}" if one_host else ""
-    ways = [f"more GPUs with --gpus{hosts}"]
-    if ask.weights_dtype != FP8:
-        ways.append("--weights-dtype fp8")
-    if not ask.cycled:
-        ways.append("--cycled to compare layouts of which only some layers are held")
-    return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def _gpus(ask: Ask) -> str:
@@ -165,6 +157,10 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
         )
     said.append(_energy(choices))
+    if ask.kv_memory is not None and used:
+        said.append(
+            "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
+        )
     said.append("SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine.")
     return said
 
@@ -185,25 +181,8 @@ def _energy(choices: Sequence[Choice]) -> str:
 def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
     """What measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts]
-    loads = [p.load for p in points if p.load is not None]
-
-    def values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
-        return f"--{name.replace('_', '-')} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
-
-    names = ["model", "tp", "dp", "dcp", *(["ep"] if any(point.ep_label for point in points) else [])]
-    if not loads:
-        words = ["sweep", *map(values, [*names, "concurrency", "context"])]
-    else:
-        when = values("request_rate", loads) if loads[0].arrival == GAMMA else values("concurrency")
-        words = ["serve --mode replay", *map(values, names), when]
-        words += [values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
-        words.append(f"--num-requests {max(load.requests for load in loads)}")
-    words += [
-        "--exchange " + ",".join(ask.exchanges),
-        f"--weights-dtype {ask.weights_dtype}",
-        f"--kv-dtype {ask.kv_dtype}",
-    ]
-    return f"dcpbench {' '.join(words)} --emulate {ask.named} -o runs/emulated"
+    axes = ["tp", "dp", "dcp", *(["ep"] if any(point.ep_label for point in points) else [])]
+    return f"{measuring(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
 
 
 def recommended(choices: Sequence[Choice]) -> list[Forecast]:
@@ -228,7 +207,7 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
         row = [
             choice.name,
             who,
-            numbers.tok_s(best.tok_s, best.low, best.high, unit=""),
+            numbers.tok_s(best.tok_s, *best.band, unit=""),
             number(per_gpu(best), 3),
             number(best.itl_ms.p50, 3),
             number(best.ttft_ms.p50, 3),
@@ -305,7 +284,7 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
         "source": f.source,
         "set_right_by": f.factor,
         "whence": f.whence,
-        "output_tok_s": {"mean": f.tok_s, "low": f.low, "high": f.high},
+        "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
         "output_tok_s_per_gpu": per_gpu(f),
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
         "misses": choice.misses.get(f.who, []),
@@ -347,7 +326,7 @@ def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: S
     """A page, with the picture beside it."""
     names = [name.replace("\n", " ") for name in columns(ask)]
     lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
-    lines += ["![Output tokens a second and GPU of each layout](recommendation.png)", ""]
+    lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)", ""]
     lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(ask, choices)]
     lines += ["", *(f"- Not {listed(those)}: {reason.rstrip('.')}." for reason, those in refused(choices).items())]
@@ -358,17 +337,21 @@ def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: S
 
 
 def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
-    """Output tok/s and GPU over concurrency, a line a layout with its band; a panel for each length of requests."""
+    """Output tok/s and GPU over concurrency, a line a layout with its band; a panel for each length of requests.
+
+    Layouts are called as in the table. What was not measured has hollow markers, and estimates are joined by dashes.
+    """
     from matplotlib.figure import Figure
 
-    from dcpbench.show.figures import columns_for, drawing, headline, legend_below, marker, measured_ticks, save
-    from dcpbench.show.layouts import colours, place_of_marker
+    from dcpbench.show.figures import columns_for, drawing, headline, hollow, legend_below, measured_ticks, save
 
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         if choice.forecasts:
             groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
     columns = columns_for(len(groups))
+    drawn = [f for group in groups.values() for c in group for f in c.forecasts]
+    looks = _looks(drawn)
     with drawing():
         figure = Figure(figsize=(5.5 * columns, 3.6 * -(-len(groups) // columns)), layout="constrained")
         panels = figure.subplots(-(-len(groups) // columns), columns, squeeze=False).ravel()
@@ -376,18 +359,53 @@ def picture(ask: Ask, choices: Sequence[Choice], path: Path) -> None:
         for ax in panels[len(groups) :]:
             ax.set_visible(False)
         for ax, (name, group) in zip(panels, groups.items(), strict=False):
-            for who in dict.fromkeys(f.point.layout_name for choice in group for f in choice.forecasts):
-                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.point.layout_name == who]
-                xs = [x for x, _ in seen]
-                look = {"color": colours(who)[0], "marker": marker(place_of_marker(who)), "label": who}
-                (handles[who],) = ax.plot(xs, [per_gpu(f) for _, f in seen], **look)
-                ends = ([f.low / f.point.tp for _, f in seen], [f.high / f.point.tp for _, f in seen])
-                ax.fill_between(xs, *ends, color=look["color"], alpha=0.08, linewidth=0)
+            for who in dict.fromkeys(f.who for choice in group for f in choice.forecasts):
+                seen = [(c.concurrency, f) for c in group for f in c.forecasts if f.who == who]
+                handles[who] = _line(ax, sorted(seen, key=lambda pair: pair[0]), looks[who])
             measured_ticks(ax, [c.concurrency for c in group])
             ax.set_title(name)
             ax.set_xlabel("requests in flight")
             ax.set_ylabel("output tok/s a GPU")
             ax.set_ylim(bottom=0)
         headline(figure, f"{ask.model} on {_gpus(ask)}: {_basis([c for g in groups.values() for c in g])}")
-        legend_below(figure, list(handles.values()))
+        sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
+        ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]
+        signs = [hollow(listed(ran, "or"))] if ran else []
+        signs += [hollow(ESTIMATED, DASHED)] if ESTIMATED in sources else []
+        legend_below(figure, [*handles.values(), *signs])
         save(figure, path.with_suffix(""), "png")
+
+
+def _looks(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
+    """Of each name its colour and marker: those of its layout, with other markers for what else is called by that layout."""
+    from dcpbench.show.figures import marker
+    from dcpbench.show.layouts import colours, place_of_marker
+
+    found: dict[str, dict[str, str]] = {}
+    places: dict[str, int] = {}
+    for f in forecasts:
+        layout = f.point.layout_name
+        if f.who not in found:
+            place = places.setdefault(layout, place_of_marker(layout))
+            found[f.who] = {"color": colours(layout)[0], "marker": marker(place), "label": f.who}
+            places[layout] = place + 1
+    return found
+
+
+def _line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str, str]) -> Line2D:
+    """Draw a layout over concurrency, with its band; its sign for the legend."""
+    from matplotlib.lines import Line2D
+
+    colour = look["color"]
+    for (x, f), (after, other) in itertools.pairwise(seen):
+        style = DASHED if ESTIMATED in (f.source, other.source) else "-"
+        ax.plot([x, after], [per_gpu(f), per_gpu(other)], color=colour, linestyle=style)
+    for x, f in seen:
+        face = colour if f.source == MEASURED else "white"
+        ax.plot([x], [per_gpu(f)], color=colour, marker=look["marker"], markerfacecolor=face, linestyle="")
+    low, high = zip(*(f.band for _, f in seen), strict=True)
+    gpus = seen[0][1].point.tp
+    ax.fill_between(
+        [x for x, _ in seen], [n / gpus for n in low], [n / gpus for n in high], color=colour, alpha=0.08, linewidth=0
+    )
+    return Line2D([], [], **look)

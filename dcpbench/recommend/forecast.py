@@ -15,6 +15,7 @@ from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.serving import step_cases
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import serve_metrics
@@ -77,6 +78,12 @@ class Forecast:
     """Of a record that has energy."""
 
     @property
+    def band(self) -> tuple[float, float]:
+        """(low, high) of its output that is told: its own, and no less than another launch of the same may differ by."""
+        repeats = 1 + REPEATS_AGREE_WITHIN
+        return min(self.low, self.tok_s / repeats), max(self.high, self.tok_s * repeats)
+
+    @property
     def origin(self) -> str:
         """`estimated`, or `estimated, set right`."""
         return self.source if self.factor is None else f"{self.source}, set right"
@@ -98,12 +105,12 @@ class Forecast:
         return None
 
     def misses(self, slo: Mapping[str, float]) -> list[str]:
-        """`ITL p99 414 ms` of each objective that is not met. What is not known misses nothing."""
-        found = ((name, limit, self.objective(name)) for name, limit in slo.items())
+        """`ITL p99 414 ms` of each objective that is not met; `ITL, which is not known`, as nobody can say that this one is."""
+        found = ((name.upper(), limit, self.objective(name)) for name, limit in slo.items())
         return [
-            f"{name.upper()} {known[0]} {known[1]:,.0f} ms"
+            f"{name} {known[0]} {known[1]:,.0f} ms" if known else f"{name}, which is not known"
             for name, limit, known in found
-            if known and known[1] > limit
+            if known is None or known[1] > limit
         ]
 
 

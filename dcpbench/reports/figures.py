@@ -34,6 +34,7 @@ from dcpbench.show.figures import (
     columns_for,
     dashes,
     headline,
+    hollow,
     legend_below,
     marker,
     measured_ticks,
@@ -358,7 +359,7 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
         variant = "" if who == layout else str(line["variant"].iloc[0])
         handles.append(Line2D([], [], label=_in_legend(str(who)), markersize=5, **_alone(style, str(layout), variant)))
     if not rows["meets"].all():
-        handles.append(_hollow("misses the SLO"))
+        handles.append(hollow("misses the SLO"))
     level = f"level (within {REPEATS_AGREE_WITHIN * 100:g} %)"
     handles.append(Patch(color="#EEEEEE", label=level))
     legend_below(figure, handles)
@@ -491,14 +492,9 @@ def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.
         yield aside.sort_values(along), look | _marked(panel, look)
 
 
-def _hollow(means: str) -> Line2D:
-    """An entry of a legend that says what a hollow marker means."""
-    return Line2D([], [], color=GREY, label=f"hollow: {means}", marker="o", markerfacecolor="white", linestyle="")
-
-
 def _hollow_in(points: pd.DataFrame) -> list[Line2D]:
     """What the legend of lines says of hollow markers; nothing where there are none."""
-    return [_hollow("replayed")] if points["mode"].iloc[0] == REPLAY else []
+    return [hollow("replayed")] if points["mode"].iloc[0] == REPLAY else []
 
 
 def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, told apart with any kind of colour vision; its yellow is too pale for lines on white."""
@@ -144,6 +145,14 @@ def legend_below(figure: Figure, handles: list[Any]) -> None:
     more = max(0, -(-len(handles) // columns) * max(map(len, labels)) - LEGEND_LINES)
     figure.set_figheight(figure.get_figheight() + more * LEGEND_LINE_INCHES)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def hollow(means: str, line: Line = "") -> Line2D:
+    """An entry of a legend that says what a hollow marker means, on a line or on none."""
+    from matplotlib.lines import Line2D
+
+    said = f"hollow, dashed: {means}" if line else f"hollow: {means}"
+    return Line2D([], [], color=GREY, label=said, marker="o", markerfacecolor="white", linestyle=line)
 
 
 def columns_for(panels: int) -> int:

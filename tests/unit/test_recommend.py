@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
 
 from dcpbench.cli import main
+from dcpbench.plan.judge import shortage
 from dcpbench.plan.spec import planned
 from dcpbench.points.floors import Sharding, StepRows
-from dcpbench.points.layout import Layout
+from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
@@ -27,9 +30,13 @@ from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator
 from dcpbench.recommend.score import Load, Score, score
 from dcpbench.records.record import Percentiles
 from dcpbench.records.runs import read_run
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.servers.presets import PRESETS
 from dcpbench.show import terminal
 from tests.unit import serve_record_builder, step_times_builder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 DECODED = ROOT / "results" / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
@@ -415,12 +422,16 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
-    found, (note,) = advise._records(ask("H200"), advise.Known(runs=[dataclasses.replace(run, records=[tiny, tiny])]))
+    asked = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
+    found, (note,) = advise._records(asked, advise.Known(runs=[dataclasses.replace(run, records=[tiny, tiny])]))
     assert found == []
     assert note.startswith(
         "Left out: 2 records run on a CPU, whose times say nothing about speed; on NVIDIA H200 type "
     )
-    assert "dcpbench sweep --model deepseek-v3 --tp 4 -o runs/measured, and name runs/measured here" in note
+    assert (
+        "dcpbench sweep --model deepseek-v3 --tp 4 --concurrency 8,32 --context 4000 --exchange a2a --weights-dtype bf16 "
+        "--kv-dtype bf16 --kv-memory '40 GB' -o runs/measured, and name runs/measured here"
+    ) in note
     failed = msgspec.structs.replace(first, outcome="failed")
     _, notes = advise._records(ask("H200"), advise.Known(runs=[dataclasses.replace(run, records=[failed])]))
     assert notes == [f"{run.name}: no point of it ran to its end."]
@@ -482,7 +493,7 @@ def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> Non
     none, notes = advise._records(asked, advise.Known(runs=[run]))
     assert none == []
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
-    same, _ = advise._records(dataclasses.replace(asked, kv_memory_bytes=8 << 30), advise.Known(runs=[run]))
+    same, _ = advise._records(dataclasses.replace(asked, kv_memory="8GiB"), advise.Known(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
 
@@ -508,7 +519,22 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
         ("--machine H200 --price -1", "--price -1 is no price"),
         ("--machine H200 --price 1e308", "--price 1e+308 is no price"),
         ("--machine H200 --chunk 0", "--chunk 0 is not positive; try --chunk 8192."),
-        ("--machine H200 --num-requests -7", "--num-requests -7 is not positive"),
+        ("--machine H200 --request-rate 1 --num-requests -7", "--num-requests -7 is not positive"),
+        (
+            "--machine H200 --num-requests 9",
+            "--num-requests is of a load at a rate; add --request-rate, or leave it out.",
+        ),
+        ("--machine H200 --context 4000 --kv-memory 9", "--kv-memory 9 has no unit"),
+        ("--machine H200 --input-tokens banana", "--input-tokens banana: not a length"),
+        ("--machine H200 --context 4000 --slo ttft=1", "without ttft; leave out --slo, or leave out --context."),
+        (
+            "--machine H200 --context 4000 --slo e2el=9,itl=60.5,tpot=2",
+            "without e2el or tpot; type --slo itl=60.5, or leave out --context.",
+        ),
+        (
+            "--machine H200 --output-tokens 1 --slo itl=9,ttft=1",
+            "asks for one token, without itl; type --slo ttft=1, or leave out --output-tokens.",
+        ),
         ("--machine H200 --context 163840", "--context can be up to 163839."),
         (
             "--machine H200 --input-tokens 163840 --output-tokens 1",
@@ -542,29 +568,151 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
 
 
 @pytest.mark.parametrize(
-    ("machine", "gpus", "weights_dtype", "cycled", "ways"),
+    "words",
     [
-        ("H100", 4, "bf16", False, "more GPUs with --gpus, --weights-dtype fp8, or --cycled to compare"),
-        (
-            "H100",
-            8,
-            "fp8",
-            False,
-            "more GPUs with --gpus and a machine of several hosts, such as --machine H100+rdma-400, or --c",
-        ),
-        ("H100+rdma-400", 8, "fp8", True, "more GPUs with --gpus."),
+        "--machine H100 --gpus 4 --weights-dtype bf16 --context 4000 --concurrency 8",
+        "--machine H100+rdma-400 --gpus 8 --weights-dtype fp8 --cycled --context 128000 --concurrency 64",
+        "--machine H200 --gpus 2 --cycled --context 128000 --concurrency 4000",
+        "--machine H200 --gpus 1 --cycled --context 4000 --concurrency 99999999",
+        "--machine H200 --gpus 4 --cycled --context 128000 --concurrency 8 --kv-memory 1000GB",
+        "--machine H200 --gpus 2 --cycled --context 32000 --concurrency 32 --kv-memory 1GiB",
+        "--machine H200 --gpus 1 --weights-dtype bf16 --context 4000 --concurrency 1 --kv-memory 1000GB",
+        "--machine H200 --concurrency 2 --output-tokens 8 --chunk 100000000",
+        "--machine H200 --gpus 1 --cycled --concurrency 2 --input-tokens 100000 --output-tokens 8 --kv-memory 1GiB",
     ],
 )
-def test_where_nothing_fits_only_what_can_help_is_named(
-    machine: str, gpus: int, weights_dtype: str, cycled: bool, ways: str
-) -> None:
-    """fp8 where weights are not fp8 yet, and GPUs of several hosts where one has no more."""
-    of = dataclasses.replace(ask(machine), gpus=(gpus,), weights_dtype=weights_dtype, cycled=cycled)
-    small = dataclasses.replace(choice(), refused={"tp8": "its weights are large"}, without_room={"tp8"})
-    said = answer.sentence(of, [small])
-    assert f"can be recommended: its weights are large; give {ways}" in said
+def test_where_nothing_fits_each_advice_works_when_it_is_typed(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option that the sentence gives, put in the place of what was typed, has an answer; one load more has none."""
+    code, out, _ = run(capsys, *words.split())
+    assert code == 3
+    _, given, advice = out.partition("\n")[0].partition("; give ")
+    assert given
+    for one in (
+        advice.removesuffix(".").replace(" to compare layouts of which only some layers are held", "").split(", ")
+    ):
+        for option in one.split(" or "):
+            code, out, _ = run(capsys, *retyped(words, option))
+            assert code == 0, (option, out)
+            if " up to " in option:
+                name, _, most = option.partition(" up to ")
+                assert run(capsys, *retyped(words, f"{name} up to {int(most) + 1}"))[0] == 3, option
+
+
+def retyped(words: str, advice: str) -> list[str]:
+    """The command with an advice: `--gpus 16`, `--concurrency up to 9`, `--cycled`, `no --kv-memory`, or one `with` another."""
+    typed = words.split()
+    for part in advice.replace("up to ", "").split(" with "):
+        for name, value in re.findall(r"(--[a-z-]+) ?([^-\s]\S*)?", part):
+            if name in typed:
+                at = typed.index(name)
+                del typed[at : at + 2]
+            typed += [] if part.startswith("no ") else [name, *filter(None, [value])]
+    return typed
+
+
+def test_where_nothing_fits_a_label_is_said_once() -> None:
+    """And nothing is advised for layouts that fit and of which nothing is known."""
+    small = dataclasses.replace(
+        choice(), refused={"tp8": "its weights are large"}, without_room={"tp8"}, instead=["--x"]
+    )
+    assert answer.sentence(ask("H200"), [small]).endswith("can be recommended: tp8: its weights are large; give --x.")
     other = dataclasses.replace(small, refused={"tp8": "nothing is known of it; measure it."}, without_room=set())
-    assert answer.sentence(of, [other]).endswith("can be recommended: nothing is known of it; measure it.")
+    assert answer.sentence(ask("H200"), [other]).endswith("recommended: tp8: nothing is known of it; measure it.")
+
+
+def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the same words, and the command that measures the others has the same pool."""
+    words = "--machine H200 --gpus 8 --context 32000 --concurrency 32 --kv-memory 8.6GiB --json"
+    code, out, _ = run(capsys, *words.split())
+    found = json.loads(out)
+    assert code == 0
+    (load,) = found["loads"]
+    fits = {layout["layout"].partition(" ")[0] for layout in load["layouts"]}
+    settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
+    for layout in valid_layouts(load_shape("deepseek-v3"), 8):
+        of = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
+        said, _ = shortage(of, settings, load_shape("deepseek-v3"), planned("H200", 8))
+        assert (str(layout) in fits) == (said == "")
+        assert load["refused"].get(str(layout), "") == said.removeprefix(f"{layout}: ")
+    assert len(fits) > 1
+    assert load["refused"]["tp8"].startswith("--kv-memory holds 8.5 GiB")
+    assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
+    assert any("SGLang and vLLM say nothing of --kv-memory" in text for text in found["unknown"])
+
+
+def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is refused though it would be the default, and named."""
+    for option, value in (
+        ("--input-tokens", "4000"),
+        ("--output-tokens", "1500"),
+        ("--request-rate", "1"),
+        ("--num-requests", "200"),
+        ("--chunk", "8192"),
+    ):
+        code, _, err = run(capsys, "--machine", "H200", "--context", "4000", option, value)
+        assert (code, f"which have no {option}; leave out --context, or {option}." in err) == (2, True)
+    both = "--machine H200 --context 4000 --chunk -9 --input-tokens banana"
+    code, _, err = run(capsys, *both.split())
+    assert (code, "leave out --context, or --input-tokens and --chunk." in err) == (2, True)
+
+
+def test_what_is_not_known_meets_no_objective() -> None:
+    """Nor is it given a figure that it lacks."""
+    known = dataclasses.replace(forecast(100), itl_ms=Percentiles(p50=20.0))
+    assert known.misses({"itl": 30.0}) == []
+    assert known.misses({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
+
+
+def test_no_figure_is_told_closer_than_launches_differ() -> None:
+    """A record whose samples scatter by 0.1 % has the 2 % of another launch, in the table, the price and JSON; a wider band stays."""
+    seen = dataclasses.replace(forecast(1000, MEASURED), low=999.0, high=1001.0)
+    low, high = 1000 / (1 + REPEATS_AGREE_WITHIN), 1000 * (1 + REPEATS_AGREE_WITHIN)
+    assert seen.band == (low, high)
+    assert forecast(1000).band == (forecast(1000).low, forecast(1000).high)
+    priced = dataclasses.replace(ask("H200"), price=3.6)
+    one = dataclasses.replace(choice(1000), forecasts=[seen])
+    assert advise.dollars(3.6, seen) == pytest.approx(
+        (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
+    )
+    (row,) = answer.rows(priced, [one])
+    assert row[2] == "1,000 [980–1,020]"
+    told = answer.as_json(priced, [one], [], estimate.published(), {})["loads"][0]["layouts"][0]["output_tok_s"]
+    assert told == {"mean": 1000, "low": low, "high": high}
+    assert advise.margin(seen, seen) == REPEATS_AGREE_WITHIN
+
+
+def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two exchanges of one layout have two marks of one colour; estimates are hollow and dashed, replays hollow."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr("dcpbench.show.figures.save", lambda figure, *_: drawn.append(figure))
+    loads = [
+        [forecast(800, MEASURED), forecast(700, dcp=4, exchange="a2a"), forecast(500, "replayed", dp=2, ep="1")],
+        [forecast(900, MEASURED), forecast(800, dcp=4, exchange="symm"), forecast(600, dp=2, ep="1")],
+        [forecast(950, MEASURED), forecast(850, dcp=4, exchange="symm")],
+    ]
+    choices = [
+        dataclasses.replace(choice(), name=f"{n} × 4,000", concurrency=n, forecasts=of)
+        for n, of in zip((8, 16, 32), loads, strict=True)
+    ]
+    answer.picture(ask("H200"), choices, tmp_path / "x.png")
+    (figure,) = drawn
+    signs = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
+    named = {f.who for of in loads for f in of}
+    assert set(signs) == named | {"hollow: replayed", "hollow, dashed: estimated"}
+    a2a, symm = signs["tp4·dcp4 (a2a)"], signs["tp4·dcp4 (symm)"]
+    assert a2a.get_color() == symm.get_color()  # type: ignore[attr-defined]
+    assert a2a.get_marker() != symm.get_marker()  # type: ignore[attr-defined]
+    lines = figure.axes[0].get_lines()
+    points = {(line.get_ydata()[0] * 4, line.get_markerfacecolor()) for line in lines if line.get_marker() != "None"}  # type: ignore[index,operator]
+    assert {rate for rate, face in points if face != "white"} == {800, 900, 950}
+    joins = {
+        tuple(y * 4 for y in line.get_ydata()): line.get_linestyle() for line in lines if line.get_marker() == "None"
+    }  # type: ignore[union-attr,operator]
+    assert joins == {(800, 900): "-", (900, 950): "-", (800, 850): "--", (500, 600): "--"}
 
 
 def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:

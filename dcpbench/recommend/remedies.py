@@ -1,0 +1,117 @@
+"""What to type where no layout can be recommended: options that were tried, and that help. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.points.machines import LINKS, described
+from dcpbench.points.names import FP8
+from dcpbench.points.shapes import load_shape
+from dcpbench.serving.load_words import FIXED, parse_lengths
+from dcpbench.serving.loads import extent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dcpbench.points.point import Load
+    from dcpbench.recommend.advise import Ask
+
+    Answers = Callable[[Ask], bool]
+    """Whether what is asked has an answer, for one of its loads."""
+
+MOST_HOSTS = 8
+"""Of a layout that is suggested."""
+SMALLER_CHUNK = 8192
+"""Prompt tokens of a step, where more were asked for."""
+
+
+def that_help(ask: Ask, answers: Answers) -> list[str]:
+    """Options with each of which there is an answer, numbers the nearest that do; two together where none does alone."""
+    more = (words for words, other in _more_gpus(ask) if answers(other))
+    alone = (words for words, other in _switches(ask) if answers(other))
+    both = (
+        f"{one} with {two}"
+        for one, other in itertools.chain(_switches(ask), _more_gpus(ask))
+        for two, last in _switches(other)
+        if answers(last)
+    )
+    return [*itertools.islice(more, 1), *alone, *_lighter(ask, answers)] or [*itertools.islice(both, 1)]
+
+
+def _more_gpus(ask: Ask) -> Iterator[tuple[str, Ask]]:
+    """Layouts of more GPUs, as powers of two; of several hosts where one has no more."""
+    host = ask.machine.gpus_per_host
+    linked = f"{ask.machine.gpu}+{LINKS[0].name}"
+    gpus = 1 << max(ask.gpus).bit_length()
+    while gpus <= MOST_HOSTS * host:
+        if gpus <= host or ask.machine.link is not None:
+            yield f"--gpus {gpus}", dataclasses.replace(ask, gpus=(gpus,))
+        else:
+            machine = described(linked)
+            yield (
+                f"--machine {linked} --gpus {gpus}",
+                dataclasses.replace(ask, gpus=(gpus,), machine=machine, named=linked),
+            )
+        gpus *= 2
+
+
+def _switches(ask: Ask) -> Iterator[tuple[str, Ask]]:
+    """Options that are not typed yet, and one that can be left out."""
+    smaller = tuple((n, most, load and _chunked(load)) for n, most, load in ask.loads)
+    for words, other in (
+        *((f"--weights-dtype {name}", dataclasses.replace(ask, weights_dtype=name)) for name in (FP8, "bf16")),
+        ("--kv-dtype fp8", dataclasses.replace(ask, kv_dtype=FP8)),
+        ("no --kv-memory", dataclasses.replace(ask, kv_memory=None)),
+        (f"--chunk {SMALLER_CHUNK}", dataclasses.replace(ask, loads=smaller)),
+        ("--cycled to compare layouts of which only some layers are held", dataclasses.replace(ask, cycled=True)),
+    ):
+        if other != ask:
+            yield words, other
+
+
+def _lighter(ask: Ask, answers: Answers) -> list[str]:
+    """The largest of each number of a load with which there is an answer."""
+    found = []
+    for option, asked, with_ in _numbers(ask):
+        most = _largest(asked - 1, lambda n, with_=with_: answers(with_(n)))  # type: ignore[misc]
+        if most:
+            found.append(f"--{option} up to {most}")
+    return found
+
+
+def _numbers(ask: Ask) -> Iterator[tuple[str, int, Callable[[int], Ask]]]:
+    """(option, what it is now, what would be asked with another number), of the lightest load."""
+    requests, tokens, load = min(ask.loads, key=lambda of: of[:2])
+
+    def of(*loads: object) -> Ask:
+        return dataclasses.replace(ask, loads=(loads,))  # type: ignore[arg-type]
+
+    if load is None:
+        yield "concurrency", requests, lambda n: of(n, tokens, None)
+        yield "context", tokens, lambda n: of(requests, n, None)
+        return
+    positions, lengths = load_shape(ask.model).max_position, parse_lengths("--input-tokens", load.input_tokens)
+
+    def shorter(n: int) -> Ask:
+        other = msgspec.structs.replace(load, input_tokens=str(n))
+        return of(requests, extent(other).served(positions), other)
+
+    if lengths.kind == FIXED:
+        yield "input-tokens", lengths.low, shorter
+
+
+def _chunked(load: Load) -> Load:
+    return msgspec.structs.replace(load, chunk=min(load.chunk, SMALLER_CHUNK))
+
+
+def _largest(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number of 1 to `most` of which it holds, where it holds of all smaller ones; 0 where of none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
