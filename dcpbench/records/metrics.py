@@ -670,6 +670,14 @@ METRICS: tuple[Metric, ...] = (
         exported=False,
         label="highest temperature",
     ),
+    Metric("layers", "layers", "layers of the model", merged="first", gauge="model_layers"),
+    Metric(
+        "layers_held",
+        "layers",
+        "distinct layers in memory; where they are fewer than the model's, they were cycled through",
+        merged="min",
+        gauge="held_layers",
+    ),
     Metric(
         "dcp_ratio",
         "×",
