@@ -125,7 +125,7 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
         name=name_of(point),
         other_name=name_of(other) if name_of(other) != name_of(point) else "",
         workload=workload,
-        forecast=[side for side, of in (("a", pair.a), ("b", pair.b)) if any(forecast(r) for _, rs in of for r in rs)],
+        forecast=pair.forecasts,
         mode=printable(point.load.mode[:20]) if point.load else "",
         cpu=any(map(functional, pair.records)),
         marks_a=marks(r for _, rs in pair.a for r in rs),
