@@ -370,7 +370,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
     floors = [r.floor for r in records if r.floor]
     floored = dict.fromkeys(name for f in floors for name in (*phases, *f.phase_floor_us))
-    told = ("experts_hit", "graph_batch", "cuda_graph")
+    told = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     busiest = {name: v for name in BUSIEST if honesty and (v := getattr(honesty, name)) is not None}
     row |= {
         "run": run,
