@@ -1,5 +1,6 @@
 """`dcpbench records check` and `repair`: whether every record of a run can be read, and what to do where one cannot."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,8 @@ app = typer.Typer(
     help="Look through the records of runs, line by line, and take damaged lines out.\n\n"
     "Start with: dcpbench records check runs/monday",
 )
+MOST_FAULTS = 10
+"""Lines that cannot be read, each told on a line of its own."""
 Run = Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="A run's folder, or its records.jsonl.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")]
 
@@ -104,7 +107,7 @@ def _said(found: "Audit") -> list[str]:
     from dcpbench.records.checks import repair_command
     from dcpbench.records.repair import STRANGE
 
-    lines = [f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}{_held(fault)}" for fault in found.faults]
+    lines = _faults(found)
     without = f", {found.unsealed:,} of them without a checksum" if found.unsealed else ""
     lines.append(
         f"{found.file}: {counted(found.records, 'record')} of {counted(found.points, 'point')} can be read{without}."
@@ -114,8 +117,22 @@ def _said(found: "Audit") -> list[str]:
             f"{found.file}: {counted(len(found.samples_missing), 'file')} of requests not beside it, such as "
             f"{found.samples_missing[0]}; copy the whole folder of a run."
         )
+    lines += found.advice
     if found.faults and (found.records or any(fault.held for fault in found.faults)):
         strange = any(fault.kind == STRANGE for fault in found.faults)
         command = repair_command(Path(found.file), strange=strange)
         lines.append(f"To take out what cannot be read, and keep a copy: {command}")
+    return lines
+
+
+def _faults(found: "Audit") -> list[str]:
+    """The first lines that cannot be read, each with what is wrong with it, and how many more there are of each kind."""
+    lines = [
+        f"{found.file}, line {fault.line}: {fault.kind}: {fault.why}.{_held(fault)}"
+        for fault in found.faults[:MOST_FAULTS]
+    ]
+    more = Counter(fault.kind for fault in found.faults[MOST_FAULTS:])
+    if more:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in more.items())
+        lines.append(f"{found.file}: {counted(more.total(), 'more line')} cannot be read ({kinds}); --json has all.")
     return lines

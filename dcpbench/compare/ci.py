@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.words import CPU_NOTE, label, range_text, ratio_text, summary
+from dcpbench.compare.words import label, notes_above, range_text, ratio_text, summary
 from dcpbench.show import ci
 from dcpbench.show.numbers import short_number
 
@@ -28,7 +28,7 @@ def github(c: Comparison) -> str:
     ]
     undecided = [f for f in c.findings if f.status == "undecided"]
     warnings += [ci.annotation("warning", f.message, f"undecided: {f.rule}") for f in undecided]
-    notices = [ci.annotation("notice", text, TITLE) for text in (summary(c), *([CPU_NOTE] if c.cpu else []))]
+    notices = [ci.annotation("notice", text, TITLE) for text in (summary(c), *notes_above(c))]
     return ci.annotation_lines(errors, warnings, notices)
 
 

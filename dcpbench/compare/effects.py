@@ -50,6 +50,9 @@ class Effect:
     paired: bool = False
     assumed: bool = False
     """Whether the scatter of launches was assumed, as each side has one."""
+    below: float = 0.0
+    above: float = 0.0
+    """By how much less and more it may be where a side is a forecast: how far the ends of that reach, beyond all scatter."""
 
     @property
     def error(self) -> float:
@@ -59,15 +62,25 @@ class Effect:
     def interval(self, tail: float) -> tuple[float, float]:
         """Of the logarithm; each end is missed with probability `tail`."""
         half = self.error * student.quantile(tail, self.df) if self.error else 0.0
-        return self.log - half, self.log + half
+        return self.log - self.below - half, self.log + self.above + half
+
+    @property
+    def least(self) -> float:
+        """How far from equality it is at that end which is nearer to it; below 0 where it lies between both."""
+        return self.log - self.below if self.log > 0 else -self.log - self.above
+
+    @property
+    def most(self) -> float:
+        """And at the other."""
+        return max(self.log + self.above, self.below - self.log)
 
     def p_differs(self) -> float:
         """Of the hypothesis that both sides are the same."""
-        return min(1.0, 2 * self._beyond(abs(self.log)))
+        return min(1.0, 2 * self._beyond(self.least))
 
     def p_same(self, margin: float) -> float:
         """Of the hypothesis that they differ by `margin` or more: two one-sided tests (Schuirmann, 1987)."""
-        return max(self._beyond(margin - self.log), self._beyond(margin + self.log))
+        return max(self._beyond(margin - self.log - self.above), self._beyond(margin + self.log - self.below))
 
     def _beyond(self, distance: float) -> float:
         if self.variance is None:
@@ -130,10 +143,10 @@ def more_launches(effect: Effect, margin: float, tail: float) -> int | None:
     """How many more launches of each side (paired: rounds) would settle it in 4 of 5 cases, were the ratio as it seems.
 
     The smallest n with (t(tail) + t(1 - POWER)) · error(n) ≤ distance, the distance being that to 1 for a difference
-    beyond the margin and that to the margin for one within it. None where more than MOST_LAUNCHES would be needed.
+    beyond the margin and that to the margin for one within it, from that end of a forecast which is nearer. None where
+    more than MOST_LAUNCHES would be needed.
     """
-    size = abs(effect.log)
-    distance = size if size > margin else margin - size
+    distance = effect.least if abs(effect.log) > margin else margin - effect.most
     have = min(effect.launches)
     for n in range(max(2, have), MOST_LAUNCHES + 1):
         df = (n - 1.0) * (1 if effect.paired else 2)

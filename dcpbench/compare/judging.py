@@ -16,7 +16,7 @@ from dcpbench.compare.sides import match
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import point_name
 from dcpbench.records.metrics import compared
-from dcpbench.records.record import functional
+from dcpbench.records.record import forecast, functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.show.text import counted, printable
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     """A record with its step samples, and its requests."""
 
 CPU_REASON = "ran on a CPU, whose times say nothing about performance; --allow-cpu judges them all the same"
+NO_ENDS = "a forecast says nothing of how far off this may be; measure the layout to judge it"
+"""Of metrics for which forecasts have no ends."""
+WITHIN_ENDS = "it lies within the ends of the forecast; measure the layout to judge it"
 FIRST_LAUNCHES = 4
 """With one launch of each side these make five, from which their scatter is known well enough to reckon with."""
 LARGEST_LOG = 700.0
@@ -94,6 +97,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         tests=len(tests),
         counts={v: n for v in WORST_FIRST if (n := sum(row.verdict == v for row in rows))},
         cpu=cpu,
+        forecast=any(point.forecast for point in points),
         performance=not cpu or options.allow_cpu,
         differences=differences(matched.pairs),
         points=points,
@@ -121,6 +125,7 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
         name=name_of(point),
         other_name=name_of(other) if name_of(other) != name_of(point) else "",
         workload=workload,
+        forecast=pair.forecasts,
         mode=printable(point.load.mode[:20]) if point.load else "",
         cpu=any(map(functional, pair.records)),
         marks_a=marks(r for _, rs in pair.a for r in rs),
@@ -149,11 +154,39 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
         found.rows.append(test.row)
         if metric.name == "step_ms":
             found.output_tok_s = (point.concurrency * 1e3 / test.row.a, point.concurrency * 1e3 / test.row.b)
+        unsure = _unsure(metric, pair)
         if found.cpu and not options.allow_cpu:
             test.row.reason = CPU_REASON
+        elif unsure is None:
+            test.row.reason = NO_ENDS
+            found.without_ends.append(metric.brief)
         else:
+            test.effect = dataclasses.replace(test.effect, below=unsure[0], above=unsure[1])
             tests.append(test)
     return found
+
+
+def _unsure(metric: Metric, pair: Pair) -> tuple[float, float] | None:
+    """By how much less and more the logarithm of the ratio may be for the forecasts among its records; 0 without one.
+
+    By the ends that are furthest off, as if forecasts of A and of B erred independently: what both err by alike is in no
+    record. None where a forecast has no ends.
+    """
+    reach = [[_reach(metric, r) for _, records in side for r in records if forecast(r)] for side in (pair.a, pair.b)]
+    if any(one is None for side in reach for one in side):
+        return None
+    (below_a, above_a), (below_b, above_b) = (
+        [max((one[i] for one in side if one), default=0.0) for i in (0, 1)] for side in reach
+    )
+    return below_b + above_a, above_b + below_a
+
+
+def _reach(metric: Metric, record: Record) -> tuple[float, float] | None:
+    """How far the ends of a forecast lie below and above its value, in logarithms; None where it has none."""
+    value, ends = metric.value(record), metric.ends(record)
+    if not value or ends is None or not min(value, *ends) > 0:
+        return None if value else (0.0, 0.0)
+    return max(0.0, math.log(value / ends[0])), max(0.0, math.log(ends[1] / value))
 
 
 def _values(metric: Metric, kind: Error | None, side: tuple[Run, list[Record]]) -> list[float]:
@@ -241,6 +274,9 @@ def _decide(tests: Sequence[_Test], options: Options) -> None:
 
 def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
     row, effect = test.row, test.effect
+    if max(effect.below, effect.above) and (effect.least <= 0 or abs(effect.log) <= margin < effect.most):
+        row.reason = WITHIN_ENDS
+        return
     if effect.variance is None:
         row.reason = "nothing beside the records says how this scatters; give more launches of each side"
         row.more_launches = FIRST_LAUNCHES

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.words import CPU_NOTE, gate_text, how, interval_text, label, not_matched, ratio_text, summary
+from dcpbench.compare.words import (
+    gate_text,
+    how,
+    interval_text,
+    label,
+    not_matched,
+    notes_above,
+    ratio_text,
+    summary,
+)
 from dcpbench.show import ci
 from dcpbench.show.ci import bullets
 from dcpbench.show.numbers import short_number
@@ -25,8 +34,7 @@ HEAD = "| Point | Metric | A | B | B/A | Interval | Verdict | |\n|---|---|--:|--
 def render(c: Comparison, *, picture: str = "") -> str:
     """Verdict first, then what differs, rows, points that could not be compared, and how it was judged."""
     parts = [_verdict(c)]
-    if c.cpu:
-        parts.append(f"> {CPU_NOTE}")
+    parts += [f"> {markdown(note)}" for note in notes_above(c)]
     parts.append(_differences(c))
     if picture:
         parts.append(f"![Ratio of B to A with its interval, for every metric of every point]({picture})")

@@ -63,6 +63,10 @@ class PointResult(msgspec.Struct, kw_only=True):
     mode: str = ""
     """`live` or `replay`, of served points."""
     cpu: bool = False
+    forecast: list[Literal["a", "b"]] = []
+    """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
+    without_ends: list[str] = []
+    """Metrics that are not judged, as a forecast has no ends for them."""
     marks_a: list[str] = []
     marks_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
@@ -123,6 +127,8 @@ class Comparison(msgspec.Struct, kw_only=True):
     """Rows by verdict."""
     cpu: bool
     """Whether any point ran on a CPU, so that its times claim nothing."""
+    forecast: bool
+    """Whether any point is a forecast on either side; which of them, and what was not judged for it, say the points."""
     performance: bool
     """Whether times of such points were judged all the same (--allow-cpu), or there are none."""
     differences: list[Difference]

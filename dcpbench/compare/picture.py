@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from dcpbench.compare.words import label, summary
+from dcpbench.compare.words import forecast_note, label, summary
 from dcpbench.show.figures import WATERMARK, colour, drawing, save
 from dcpbench.show.text import cut
 
@@ -27,6 +27,8 @@ MARKS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
 ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 120
 PLOT_INCHES, LETTER_INCHES = 4.8, 0.057
 """What intervals take beside the names of rows, and a letter of those."""
+WRAP = 60
+"""Letters of the title in a line as wide as the intervals."""
 FURTHEST = 3.0
 """Intervals that reach further than this factor are cut there."""
 
@@ -73,7 +75,8 @@ def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> No
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"B / A, with its corrected interval; grey: within {c.margin * 100:g} %")
-    axes.set_title("\n".join(textwrap.wrap(summary(c), 90)), loc="left")
+    said = [line for text in (summary(c), forecast_note(c)) for line in textwrap.wrap(text, WRAP)]
+    axes.set_title("\n".join(said), loc="left")
     for verdict in dict.fromkeys(row.verdict for _, row in rows):
         axes.plot([], [], MARKS[verdict], color=COLOURS[verdict], markersize=5, label=verdict)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=8, borderaxespad=0.2)

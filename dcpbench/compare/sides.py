@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.record import forecast
 from dcpbench.records.runs import measurement, read_run
 from dcpbench.show.text import natural
 
@@ -46,6 +47,12 @@ class Pair:
     def records(self) -> list[Record]:
         """All of both sides."""
         return [record for _, found in (*self.a, *self.b) for record in found]
+
+    @property
+    def forecasts(self) -> list[Literal["a", "b"]]:
+        """Sides of which any record is a forecast."""
+        sides: tuple[tuple[Literal["a", "b"], Side], ...] = (("a", self.a), ("b", self.b))
+        return [name for name, side in sides if any(forecast(record) for _, found in side for record in found)]
 
     @property
     def shares_records(self) -> bool:

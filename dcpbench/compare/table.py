@@ -9,12 +9,12 @@ from rich.text import Text
 
 from dcpbench.compare.model import WORST_FIRST
 from dcpbench.compare.words import (
-    CPU_NOTE,
     gate_text,
     how,
     interval_text,
     label,
     not_matched,
+    notes_above,
     ratio_text,
     summary,
     verdicts,
@@ -45,8 +45,7 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
     """Lines for `rich`, none of which is read as markup; `every`: all points."""
     shown = c.points if every else c.points[:MOST_POINTS]
     lines = [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
-    if c.cpu:
-        lines.append(Text(CPU_NOTE, style="yellow"))
+    lines += [Text(note, style="yellow") for note in notes_above(c)]
     lines += _differences(c)
     lines += [Text(line, style="yellow") for line in not_matched(c)]
     lines += [Text(), Text(HEAD, style="bold")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import WORST_FIRST
-from dcpbench.show.text import counted
+from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +46,26 @@ def verdicts(counts: Mapping[str, int]) -> str:
 def summary(c: Comparison) -> str:
     """The verdicts in one line."""
     return f"{verdicts(c.counts) or 'nothing'} in {counted(len(c.points), 'point')}, B against A."
+
+
+def forecast_note(c: Comparison) -> str:
+    """Which figures are forecasts, and what follows for their verdicts; empty where all were measured."""
+    of = [point for point in c.points if point.forecast]
+    if not of:
+        return ""
+    sides = listed(sorted({side.upper() for point in of for side in point.forecast}))
+    where = "" if len(of) == len(c.points) else f" in {len(of):,} of {counted(len(c.points), 'point')}"
+    without = list(dict.fromkeys(title for point in of for title in point.without_ends))
+    rest = f" Not judged, as forecasts have no ends for it: {', '.join(without)}." if without else ""
+    return (
+        f"Forecast: one rank ran for all of {sides}{where}, and the wire was modelled; verdicts and intervals of times and "
+        f"rates hold up to the ends of forecasts.{rest}"
+    )
+
+
+def notes_above(c: Comparison) -> list[str]:
+    """What to know of the figures before any of them is read."""
+    return [note for note in (CPU_NOTE if c.cpu else "", forecast_note(c)) if note]
 
 
 def how(c: Comparison) -> str:

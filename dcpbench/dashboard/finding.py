@@ -207,9 +207,8 @@ def _headline(entries: dict[Line, Entry]) -> str:
     said = lines.described(line)
     known = " × ".join(f"{said[name]:,}" for name in ("concurrency", "context") if said[name])
     load = said["load"] or known
-    return f"highest {timed[line].median:,.0f} tok/s/GPU: {said['model']} {said['layout']}" + (
-        f", {load}" if load else ""
-    )
+    told = (f"{said['model']} {said['layout']}", str(load), entries[line].cycled)
+    return f"highest {timed[line].median:,.0f} tok/s/GPU: {', '.join(filter(None, told))}"
 
 
 def _several(names: Iterator[str]) -> str:

@@ -96,6 +96,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("marks", str, lambda m: ", ".join(m.record.marks)),
     Column("started_at_utc", str, lambda m: m.record.started_at),
     Column("layout", str, lambda m: m.record.point.layout_name),
+    Column("precision", str, lambda m: m.record.point.precision),
     Column("mode", str, lambda m: m.record.point.load.mode if m.record.point.load else None),
     *map(_point, AXES),
     *(_load(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),

@@ -12,6 +12,7 @@ from dcpbench.exports import Rendered, as_list, measured
 from dcpbench.points.axes import Role
 from dcpbench.points.point import point_axes
 from dcpbench.records.record import OURS
+from dcpbench.reports import words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
             "name": OURS,
             "mode": "inference",
             "dtype": point.precision,
-            "extra_info": _strings(_facts(first)),
+            "extra_info": _strings(_facts(first) | {"layers": words.cycled(m.record for m in group)}),
         },
         "model": {
             "name": point.model,

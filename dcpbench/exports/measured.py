@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import REPLAY, UNKNOWN, WHOLE
 from dcpbench.records import metrics
-from dcpbench.records.record import functional, origin
+from dcpbench.records.record import forecast, functional, origin
 from dcpbench.reports import words
 from dcpbench.show.text import short
 
@@ -51,7 +51,7 @@ class Measured:
         """
         if functional(self.record):
             return FUNCTIONAL
-        if self.record.point.emulate:
+        if forecast(self.record):
             return EMULATED
         load = self.record.point.load
         return REPLAYED if load is not None and load.mode == REPLAY else ""

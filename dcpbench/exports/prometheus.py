@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured import Measured
 
 FILE = "dcpbench.prom"
+MARK = "dcpbench_point_mark"
+"""A series of 1 for each mark that a point has, as Prometheus' own ALERTS has one for each alert that fires."""
+MARK_HELP = "1 for each mark of a point, by the label mark; a point without marks has no series"
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 """Units of time, in the base unit."""
 
@@ -51,6 +54,7 @@ def render(points: Sequence[Measured]) -> Rendered:
     """One file; the value of a point is the median of its repeats."""
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     families: dict[str, list[str]] = {}
+    marked: list[str] = []
     for group in measured.by_point(kept):
         labels = _told(labels_of(group[0]))
         for v in measured.values(group):
@@ -58,15 +62,27 @@ def render(points: Sequence[Measured]) -> Rendered:
             statistic = f',statistic="{to.statistic}"' if to.statistic else ""
             series = f"{to.name}{{{labels}{statistic}}} {v.median * to.scale!r}\n"
             families.setdefault(to.name, []).append(series)
+        marks = sorted({short(mark) for m in group for mark in m.record.marks})
+        marked += [f"{MARK}{{{labels},{_told({'mark': mark})}}} 1\n" for mark in marks]
     lines = []
     for to in GAUGES.values():
         if found := families.pop(to.name, None):
-            lines += [f"# HELP {to.name} {_escaped(to.help)}\n", f"# TYPE {to.name} gauge\n", *found]
+            lines += _family(to.name, to.help, found)
+    if lines:
+        lines += _family(MARK, MARK_HELP, marked)
     return Rendered({FILE: "".join(lines).encode("utf-8", "backslashreplace")} if lines else {}, left_out)
 
 
+def _family(name: str, help_: str, series: Sequence[str]) -> list[str]:
+    return [f"# HELP {name} {_escaped(help_)}\n", f"# TYPE {name} gauge\n", *series]
+
+
 def labels_of(m: Measured) -> dict[str, str]:
-    """What a series is of. `point` alone tells apart any two points of a run."""
+    """What a series is of. `point` alone tells apart any two points of a run.
+
+    Nothing that may differ when the same point is measured again, which would end a series and begin another: marks are
+    series of their own.
+    """
     point = m.record.point
     load = point.load
     return {
@@ -83,7 +99,7 @@ def labels_of(m: Measured) -> dict[str, str]:
         "ep": str(point.ep_degree or ""),
         "exchange": point.exchange_label(),
         "backend": point.backend,
-        "dtype": point.precision,
+        "precision": point.precision,
         "workload": point.workload,
         "concurrency": str(point.concurrency),
         "context": str(point.context),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import Rendered, as_json, bench_files
 from dcpbench.points.names import TRACE
+from dcpbench.reports import words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,11 @@ def _result(p: Served) -> dict[str, Any]:
         "random_input_len": inputs,
         "random_output_len": outputs,
         "random_range_ratio": 1.0 if inputs is not None and outputs is not None else None,
-        "server_info": {"model_path": p.m.record.point.model, **({"ep_size": ranks} if ranks else {})},
+        "server_info": {
+            "model_path": p.m.record.point.model,
+            **({"ep_size": ranks} if ranks else {}),
+            **({"layers": cycled} if (cycled := words.cycled([p.m.record])) else {}),
+        },
         "duration": wall,
         "completed": totals.finished,
         "total_input_tokens": totals.input_tokens,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import Rendered, as_json, bench_files
 from dcpbench.exports.measured import digest
+from dcpbench.reports import words
 from dcpbench.show.text import short
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def _metadata(p: Served) -> dict[str, str]:
         found[EP] = str(point.ep_degree == point.tp)
     if goodput := _goodput(p):
         found["goodput"] = goodput
+    if cycled := words.cycled([p.m.record]):
+        found["layers"] = cycled
     if marks := p.m.record.marks:
         found["marks"] = ",".join(marks)
     return found

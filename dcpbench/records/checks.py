@@ -60,29 +60,46 @@ class OtherVersionError(msgspec.ValidationError):
 
 def why(line: bytes, error: Exception) -> str:
     """What is wrong with a line that cannot be read, and what to do about it."""
+    return f"{wrong(line, error)}. {advice(line, error)}"
+
+
+def wrong(line: bytes, error: Exception) -> str:
+    """What is wrong with it alone, without a full stop."""
     if isinstance(error, OtherVersionError):
-        return f"{error}. Not written by this version of dcpbench: read it with the version that wrote it."
+        return str(error)
+    if not line.lstrip().startswith(b"{"):
+        return "it is no record, as it is no JSON object"
+    if option := UNKNOWN_OPTION.search(str(error)):
+        return f"its point has the option `{option[1][:80]}`, which this version of dcpbench does not know"
+    return "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+
+
+def advice(line: bytes, error: Exception) -> str:
+    """What to do about it, the same for all lines of its kind."""
+    if isinstance(error, OtherVersionError):
+        return "Not written by this version of dcpbench: read it with the version that wrote it."
     if not line.lstrip().startswith(b"{"):
         return (
-            "it is no record, as it is no JSON object; name a run's folder, or its records.jsonl. Where it is one, "
-            "take the line out, and measure its point again with --resume."
+            "Name a run's folder, or its records.jsonl. Where it is one, take the line out, and measure its point again "
+            "with --resume."
         )
     if isinstance(error, checksums.RewrittenError):
-        return f"{error}. To read such lines, {WITHOUT_SUM}."
+        return f"To read such lines, {WITHOUT_SUM}."
     if isinstance(error, checksums.DamageError | checksums.UnfinishedError):
         return (
-            f"{error}. Put a copy of the file in its place, or take the line out, and measure its point again with "
-            f"--resume. Where it was changed on purpose, {WITHOUT_SUM}."
+            "Put a copy of the file in its place, or take the line out, and measure its point again with --resume. Where "
+            f"it was changed on purpose, {WITHOUT_SUM}."
         )
-    if option := UNKNOWN_OPTION.search(str(error)):
-        return (
-            f"its point has the option `{option[1][:80]}`, which this version of dcpbench does not know: read it with a version "
-            "that does, or take the line out."
-        )
-    said = "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+    if UNKNOWN_OPTION.search(str(error)):
+        return "Read it with a version that does, or take the line out."
     if not isinstance(error, msgspec.ValidationError):
-        return f"{said}. Some of it was damaged: take the line out, and measure its point again with --resume."
-    return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
+        return "Some of it was damaged: take the line out, and measure its point again with --resume."
+    return "Not written by this version of dcpbench; take the line out, and measure its point again."
+
+
+def of_a_record(line: bytes) -> bool:
+    """Whether a line that cannot be read was a record once, or is one of another version."""
+    return b'"schema_version"' in line
 
 
 def is_strange(error: Exception) -> bool:

@@ -29,6 +29,7 @@ class _Version(msgspec.Struct):
 
 
 NUL = b"\0"
+NAME_A_RUN = "name the folder of a run, such as those in runs/."
 WAIT_S, LOOK_S = 5.0, 0.01
 """How long an append waits for another, and how often it looks."""
 _encoder = msgspec.json.Encoder()
@@ -95,18 +96,31 @@ def placed_records(run: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
 def records_in(lines: Iterable[bytes], path: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
     """The same of an open file that stands at byte `begin`, called `path` where something is wrong with it."""
     place = begin
+    read = begin > 0
     for number, whole in enumerate(lines, 1):
         line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
         if line.strip():
             try:
                 yield place, decode(line)
+                read = True
             except UNREADABLE as e:
                 if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
-                said = f"{checks.why(line, e)}{checks.how_to_mend(path, e)}"
-                raise RecordsError(f"{path}, line {before + number}: {said}") from e
+                raise RecordsError(_unreadable(path, before + number, line, e, read=read)) from e
         place += len(whole)
+
+
+def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
+    """What is wrong with a line of a file, and what to type: `repair` only where it finds a record, `read` or to come."""
+    from dcpbench.records.repair import holds_record
+
+    where = f"{path}, line {number}: "
+    if read or holds_record(path):
+        return f"{where}{checks.why(line, error)}{checks.how_to_mend(path, error)}"
+    if checks.of_a_record(line):
+        return f"{where}{checks.why(line, error)}"
+    return f"{path} is no file of records, as no line of it is one (line {number}: {checks.wrong(line, error)}); {NAME_A_RUN}"
 
 
 def record_at(path: Path, place: int) -> Record | None:
@@ -127,17 +141,20 @@ def check_there_are_records(run: Path) -> None:
 
 def _no_records(folder: Path) -> str:
     """What a folder or file is that was taken for a run, and what to type."""
-    name = "name the folder of a run, such as those in runs/."
     try:
         inside = [path.name for path in folder.iterdir()] if folder.is_dir() else None
     except OSError as e:
-        return f"{folder} cannot be read ({e.strerror}); {name}"
+        return f"{folder} cannot be read ({e.strerror}); {NAME_A_RUN}"
     if inside is None:
-        return f"{folder} is no file of records; {name}" if folder.exists() else f"{folder} does not exist; {name}"
+        return (
+            f"{folder} is no file of records; {NAME_A_RUN}"
+            if folder.exists()
+            else f"{folder} does not exist; {NAME_A_RUN}"
+        )
     if RECORDS_FILE in (folder.name, *inside):
-        return f"{folder} is no run, as its {RECORDS_FILE} is a folder; {name}"
+        return f"{folder} is no run, as its {RECORDS_FILE} is a folder; {NAME_A_RUN}"
     if not inside:
-        return f"{folder} is empty; `dcpbench sweep -o {shlex.quote(str(folder))}` would fill it, or {name}"
+        return f"{folder} is empty; `dcpbench sweep -o {shlex.quote(str(folder))}` would fill it, or {NAME_A_RUN}"
     if any(fnmatch.fnmatch(file, begun) for file in inside for begun in (LOCK_FILE, JOB_FILES)):
         return f"{folder} holds no record yet; `dcpbench top {shlex.quote(str(folder))}` shows what its run is at."
     return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."

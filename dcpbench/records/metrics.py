@@ -195,6 +195,14 @@ class Metric:
         found = self.held(record)
         return (found.low, found.high) if isinstance(found, Interval) else None
 
+    def ends(self, record: Record) -> tuple[float, float] | None:
+        """Between which values it lies where the record is a forecast; None where that says none.
+
+        Those of a step are the ends of its interval, which has the forecast's error.
+        """
+        low, high = (getattr(record.emulated, f"{self.name}_{end}", None) for end in ("low", "high"))
+        return self.interval(record) if low is None or high is None else (low, high)
+
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
@@ -669,6 +677,14 @@ METRICS: tuple[Metric, ...] = (
         merged="max",
         exported=False,
         label="highest temperature",
+    ),
+    Metric("layers", "layers", "layers of the model", merged="first", gauge="model_layers"),
+    Metric(
+        "layers_held",
+        "layers",
+        "distinct layers in memory; where they are fewer than the model's, they were cycled through",
+        merged="min",
+        gauge="held_layers",
     ),
     Metric(
         "dcp_ratio",

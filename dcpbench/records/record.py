@@ -614,3 +614,8 @@ def device_of(record: Record) -> str | None:
 def functional(record: Record) -> bool:
     """Whether it ran on a CPU, so that its times say nothing about performance."""
     return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)
+
+
+def forecast(record: Record) -> bool:
+    """Whether one rank ran for all, and the wire was modelled."""
+    return bool(record.point.emulate)

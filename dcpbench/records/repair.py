@@ -44,6 +44,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`cut short`, `damaged` or `strange`."""
     why: str
+    """What is wrong with it, without a full stop."""
     length_bytes: int
     held: int = 0
     """Whole records found inside it, between the damage."""
@@ -59,6 +60,9 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, those without a checksum, as they were written before there were any."""
     points: int
     faults: list[Fault]
+    advice: list[str]
+    """What to do about them, each once. Of a file without any record, only about lines that were one, or are of another
+    version."""
     samples_missing: list[str]
     """Files of requests that records name and that are not beside them."""
 
@@ -81,22 +85,26 @@ def audit(run: Path) -> Audit:
     """
     path = record_file(run)
     faults, keys, missing = [], set(), set()
+    advice: dict[str, bool] = {}
     records = unsealed = 0
     for line in _lines(path):
         if line.fault:
             faults.append(line.fault)
+            advice[line.advice] = advice.get(line.advice, False) or line.of_a_record
         for record in line.records if not line.fault else []:
             records, unsealed = records + 1, unsealed + (line.kind == UNSEALED)
             keys.add(record.point.key())
             named = record.serve.samples_file if record.serve else ""
             if named and not (run_folder(run) / named).is_file():
                 missing.add(named)
+    mends = records > 0 or any(fault.held for fault in faults)
     return Audit(
         file=str(path),
         records=records,
         unsealed=unsealed,
         points=len(keys),
         faults=faults,
+        advice=[text for text, of_a_record in advice.items() if text and (mends or of_a_record)],
         samples_missing=sorted(missing),
     )
 
@@ -117,7 +125,7 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
     odd = [fault for fault in found.faults if fault.kind == STRANGE]
     if odd and not strange:
         raise RecordsError(
-            f"{path}, line {odd[0].line}: {odd[0].why} It is not damaged, so repair leaves it, and nothing was changed; add "
+            f"{path}, line {odd[0].line}: {odd[0].why}. It is not damaged, so repair leaves it, and nothing was changed; add "
             f"--strange to take it and others like it ({len(odd)} in all) out, too."
         )
     try:
@@ -128,6 +136,11 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
             f"{path} cannot be repaired ({e.strerror}); it is as it was. Copy it to a disk with room."
         ) from e
     return Repair(file=str(path), kept=kept, taken_out=found.faults, backup=str(backup))
+
+
+def holds_record(path: Path) -> bool:
+    """Whether any line of a file is a record, or has one inside its damage: then it can be repaired."""
+    return any(line.records for line in _lines(path))
 
 
 def check_any(found: Audit) -> None:
@@ -145,6 +158,9 @@ class _Line(msgspec.Struct, frozen=True):
     records: list[Record]
     texts: list[bytes]
     fault: Fault | None = None
+    advice: str = ""
+    """What to do about the fault; empty where it was cut short."""
+    of_a_record: bool = True
 
 
 def _lines(path: Path) -> Iterator[_Line]:
@@ -167,9 +183,11 @@ def _read(number: int, line: bytes) -> _Line:
         e = _malformed(line) or error if isinstance(error, checksums.RewrittenError) else error
         kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if checks.is_strange(e) else DAMAGED
         inside = list(_inside(line)) if kind != STRANGE else []
-        why = "the end of the file was never written" if kind == CUT_SHORT else checks.why(line, e)
+        told = ("the end of the file was never written", "")
+        why, advice = told if kind == CUT_SHORT else (checks.wrong(line, e), checks.advice(line, e))
         fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), held=len(inside))
-        return _Line(kind, [record for record, _ in inside], [text for _, text in inside], fault)
+        records, texts = [record for record, _ in inside], [text for _, text in inside]
+        return _Line(kind, records, texts, fault, advice, checks.of_a_record(line))
     kind = SEALED if line.lstrip().startswith(checksums.HEAD) else UNSEALED
     return _Line(kind, [record], [line.strip(b"\r\n")])
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
 from dcpbench.reports import findings
-from dcpbench.reports.words import MODELS, OBJECTIVES, unique
+from dcpbench.reports.words import MODELS, OBJECTIVES, held_and_cycled, unique
 from dcpbench.show.numbers import count, missing, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -87,7 +87,7 @@ def held(rows: pd.DataFrame) -> list[str]:
             many = listed([f"{counts[model]} ({name})" for model, name in names.items()])
         elif not alike:
             of = f"{next(iter(names.values()))}'s {of}"
-        said.append(f"{many} of {of} layers held and cycled")
+        said.append(held_and_cycled(many, of))
     return said
 
 

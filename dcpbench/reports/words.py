@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dcpbench.points.point import Load, Point
+    from dcpbench.records.record import Record
 
 SERVED = {LIVE: "Served live", REPLAY: "Replay: the same scheduler in virtual time, over step times measured before"}
 """Above tables of points."""
@@ -113,6 +114,17 @@ def shared_shape(rests: Iterable[str]) -> str:
         return ""
     parts = [rest.split(SEPARATOR) for rest in known]
     return SEPARATOR.join(p for p in parts[0] if all(p in other for other in parts))
+
+
+def held_and_cycled(many: str, of: str) -> str:
+    """`14 of 61 layers held and cycled`."""
+    return f"{many} of {of} layers held and cycled"
+
+
+def cycled(records: Iterable[Record]) -> str:
+    """The same of repeats of a point, by the fewest that one of them held; empty where all held all, or nobody says."""
+    fewer = [(h.layers_held, h.layers) for r in records if (h := r.honesty) and h.layers_held < h.layers]
+    return held_and_cycled(*map(str, min(fewer))) if fewer else ""
 
 
 def _load(point: Point) -> Load:

@@ -13,6 +13,7 @@ from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.record import Emulated
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -75,6 +76,18 @@ def write_launches(folder: Path, count: int, **how: object) -> Path:
             launch(rng, str(how.get("model", "normal")), **{k: v for k, v in how.items() if k != "model"}),
         )  # type: ignore[arg-type]
     return folder
+
+
+def emulated(**ends: float) -> Emulated:
+    """What was modelled of a forecast, with ends of served figures."""
+    return Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, **ends)
+
+
+def forecast_steps(median_ms: float, unsure: tuple[float, float]) -> Record:
+    """A forecast of decode steps, which may be by these shares shorter and longer."""
+    of = build.point(Layout(4), emulate="H200")
+    metrics = decode_metrics([median_ms] * 200, of.concurrency, of.tp, unsure)
+    return msgspec.structs.replace(build.ok(of), metrics=metrics, marks=["emulated"], emulated=emulated())
 
 
 def compared(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:

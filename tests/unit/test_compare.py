@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dcpbench.compare import sides, words
-from dcpbench.compare.judging import CPU_REASON, Options, judge
+from dcpbench.compare.judging import CPU_REASON, NO_ENDS, WITHIN_ENDS, Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.layout import Layout
@@ -21,16 +21,30 @@ from dcpbench.serving.outcome import Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
-from tests.unit.compare_builder import compared, launch, of_launches, write_launches
+from tests.unit.compare_builder import (
+    compared,
+    emulated,
+    forecast_steps,
+    launch,
+    of_launches,
+    write_launches,
+)
 from tests.unit.kept_runs import RESULTS, RUNS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.compare.model import Comparison
+    from dcpbench.compare.model import Comparison, PointResult
     from dcpbench.records.record import Record
 
 DECODE = RESULTS / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+
+
+def with_ends(record: Record, share: float) -> dict[str, float]:
+    """Ends of a served forecast, so far below and above what it says."""
+    found = record.serve
+    values = {"output_tok_s": found.output_tok_s, "ttft_p50_ms": found.ttft_ms.p50, "itl_p50_ms": found.itl_ms.p50}
+    return {f"{n}_{end}": v * by for n, v in values.items() for end, by in (("low", 1 - share), ("high", 1 + share))}
 
 
 def rows(c: Comparison) -> dict[str, str]:
@@ -232,6 +246,81 @@ class TestVerdicts:
             ("UNDECIDED", CPU_REASON)
         ]
         assert rows(compared(tmp_path, a, b, allow_cpu=True))["step_time"] == "SLOWER"
+
+    @pytest.mark.parametrize(
+        ("unsure", "verdict"), [((0.0, 0.0), "FASTER"), ((0.02, 0.02), "FASTER"), ((0.3, 0.3), "UNDECIDED")]
+    )
+    @pytest.mark.parametrize("both", [False, True], ids=["one side", "both sides"])
+    def test_a_verdict_on_a_forecast_holds_for_its_ends(
+        self, unsure: tuple[float, float], verdict: str, both: bool, tmp_path: Path
+    ) -> None:
+        """10 ms that become 8: with ends of 30 % either may be the faster one, and no launch more decides it."""
+        a, b = forecast_steps(10, unsure if both else (0.0, 0.0)), forecast_steps(8, unsure)
+        found = compared(tmp_path, [a], [b], metrics=("step_time",))
+        assert found.forecast
+        assert found.points[0].forecast == ["a", "b"]
+        (row,) = found.points[0].rows
+        assert (row.verdict, row.reason) == (verdict, WITHIN_ENDS if verdict == "UNDECIDED" else "")
+        assert row.more_launches is None
+        (plain,) = (
+            compared(
+                tmp_path / "plain", [forecast_steps(10, (0, 0))], [forecast_steps(8, (0, 0))], metrics=("step_time",)
+            )
+            .points[0]
+            .rows
+        )
+        below, above = (1 - unsure[0]), (1 + unsure[1])
+        low, high = below / (above if both else 1), above / (below if both else 1)
+        assert (row.low, row.high) == (pytest.approx(plain.low * low), pytest.approx(plain.high * high))
+        assert row.ratio == plain.ratio == pytest.approx(0.8)
+
+    def test_a_forecast_is_not_called_the_same_within_its_ends(self, tmp_path: Path) -> None:
+        """Sides that agree to the digit and may be 5 % off each."""
+        sure, unsure = (
+            compared(
+                tmp_path / f"{share}",
+                *[[forecast_steps(10, (share, share))]] * 2,
+                metrics=("step_time",),
+                launch_noise=0.001,
+            )
+            for share in (0.0, 0.05)
+        )
+        assert rows(sure) == {"step_time": "SAME"}
+        assert [(r.verdict, r.reason) for r in unsure.points[0].rows] == [("UNDECIDED", WITHIN_ENDS)]
+
+    def served_launches(self, folder: Path, ends: float | None) -> PointResult:
+        """Four launches of a forecast, its ends so far off, and of what was measured, half as fast again."""
+        for side, on, by in (("a", "H200", 1.0), ("b", "", 1.5)):
+            for n in range(4):
+                record = serving.served(
+                    serving.point(changed={"mode": "replay"}, emulate=on), faster=by * (1 + 0.001 * n)
+                )
+                known = {} if ends is None else with_ends(record, ends)
+                wire = emulated(**known) if on else None
+                build.write(
+                    folder / side / f"{n}", [msgspec.structs.replace(record, emulated=wire, started_at=f"{side}{n}")]
+                )
+        a, b = read_side([folder / "a"]), read_side([folder / "b"])
+        (point,) = judge(a, b, Options(across=("emulate",))).points
+        return point
+
+    def test_what_a_forecast_has_no_ends_for_is_not_judged(self, tmp_path: Path) -> None:
+        """Of served loads these are all but output, TTFT p50 and ITL p50; that the other side was measured helps nothing."""
+        point = self.served_launches(tmp_path, 0.01)
+        assert point.forecast == ["a"]
+        judged = {row.metric for row in point.rows if row.low is not None}
+        assert judged == {"tok_s", "ttft_p50", "itl_p50"}
+        for row in point.rows:
+            if row.sampled:
+                assert (row.reason == NO_ENDS) == (row.metric not in judged)
+                assert row.verdict == ("FASTER" if row.metric in judged else "UNDECIDED"), row.metric
+        assert point.without_ends == [row.title for row in point.rows if row.sampled and row.metric not in judged]
+        assert {row.verdict for row in point.rows if not row.sampled} == {"SAME"}, (
+            "capacity is counted, and no forecast"
+        )
+
+    def test_a_forecast_of_before_there_were_ends_is_not_judged_at_all(self, tmp_path: Path) -> None:
+        assert {row.reason for row in self.served_launches(tmp_path, None).rows if row.sampled} == {NO_ENDS}
 
     def test_a_metric_that_one_side_lacks_is_named_and_not_invented(self, tmp_path: Path) -> None:
         p = build.point()

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from dcpbench import cli
-from dcpbench.compare import ci, gate, judging, markdown, picture, rounds, sides, table
+from dcpbench.compare import ci, gate, judging, markdown, picture, rounds, sides, table, words
 from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.model import Comparison, Difference
 from dcpbench.compare.samples import requests_of
@@ -27,7 +27,7 @@ from dcpbench.serving.outcome import FINISHED, Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
-from tests.unit.compare_builder import compared, of_launches, write_launches
+from tests.unit.compare_builder import compared, forecast_steps, of_launches, write_launches
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -59,6 +59,34 @@ def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
     assert markdown.render(decided).startswith("## ❔ ")
     decided.points = []
     assert markdown.render(decided).startswith("## ❔ ")
+
+
+def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of which of two points; nothing where all was measured."""
+    of = build.point(Layout(4), concurrency=16)
+    a, b = ([forecast_steps(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
+    found = compared(tmp_path, a, b)
+    note = words.forecast_note(found)
+    assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")
+    (without,) = (point.without_ends for point in found.points if point.forecast)
+    assert "ITL p90" in without
+    assert note.endswith(f" Not judged, as forecasts have no ends for it: {', '.join(without)}.")
+    figures = []
+    monkeypatch.setattr(picture, "save", lambda figure, *_: figures.append(figure) or [])
+    picture.draw(found, tmp_path)
+    title = figures[0].axes[0].get_title(loc="left").replace("\n", " ")
+    text = "\n".join(line.plain for line in table.render(found))
+    assert all(note in form for form in (text, markdown.render(found), ci.github(found), title))
+    measured = compared(tmp_path / "measured", a[1:], b[1:])
+    assert (words.forecast_note(measured), measured.forecast) == ("", False)
+
+
+def test_a_gate_cannot_pass_what_a_forecast_leaves_open(tmp_path: Path) -> None:
+    """25 % slower and 30 % unsure is undecided; so is a metric without ends."""
+    found = compared(tmp_path, [forecast_steps(8, (0.3, 0.3))], [forecast_steps(10, (0.3, 0.3))])
+    gate.apply(found, gate.read_rules("slower:2%,itl_p90:2%"))
+    gates = {row.metric: row.gate for row in found.points[0].rows if row.gate}
+    assert gates == {"step_time": "undecided", "itl_p90": "undecided"}
 
 
 def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

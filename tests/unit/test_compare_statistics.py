@@ -57,6 +57,28 @@ class TestStudent:
         assert student.sf(1, 1) == pytest.approx(0.25)
 
 
+class TestForecasts:
+    @pytest.mark.parametrize(("log", "nearer"), [(0.05, 0.03), (-0.05, -0.04)])
+    def test_both_tests_are_of_that_end_which_is_the_worst_for_them(self, log: float, nearer: float) -> None:
+        """It may be 0.02 less and 0.01 more: as sure as an effect that lies there, whose interval reaches from end to end."""
+
+        def at(log: float, **ends: float) -> effects.Effect:
+            return effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5), **ends)
+
+        forecast = at(log, below=0.02, above=0.01)
+        assert forecast.p_differs() == pytest.approx(at(nearer).p_differs())
+        ends = [at(log - 0.02), at(log + 0.01)]
+        assert forecast.p_same(0.06) == pytest.approx(max(one.p_same(0.06) for one in ends))
+        assert forecast.interval(0.025) == pytest.approx((ends[0].interval(0.025)[0], ends[1].interval(0.025)[1]))
+        same_way = effects.more_launches(at(nearer), 0.01, 0.025)
+        assert effects.more_launches(forecast, 0.01, 0.025) == same_way
+
+    def test_what_lies_between_the_ends_no_launches_decide(self) -> None:
+        between = effects.Effect(0.05, 1e-8, 8.0, 1e-4, (5, 5), below=0.06)
+        assert between.p_differs() == 1
+        assert effects.more_launches(between, 0.01, 0.025) is None
+
+
 class TestCorrection:
     def test_benjamini_and_hochberg_reject_up_to_the_last_p_below_its_line(self) -> None:
         """m = 4, 0.05·k/4: 0.0125, 0.025, 0.0375, 0.05. 0.03 passes as 0.035, the third, does."""

@@ -602,3 +602,19 @@ def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_pat
     (tmp_path / "new").mkdir()
     site.note_page(tmp_path / "new", run)
     assert (site.index(tmp_path / "new"), [*site.made(tmp_path / "new")]) == ("", [run.slug])
+
+
+def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path: Path) -> None:
+    """In its row, by its newest run, and behind the headline of a run; the history goes on over another number of layers."""
+    of = record_builder.point()
+    for run, held in enumerate((19, 14)):
+        one = dashboard_builder.record(of, run)
+        honesty = msgspec.structs.replace(one.honesty, layers=61, layers_held=held)
+        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, honesty=honesty)])
+    site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
+    index = data(tmp_path / "site", "index")
+    (how,) = index["words"]["how"]
+    assert how.split(" · ")[-1] == "14 of 61 layers held and cycled"
+    assert index["lines"]["runs"] == [2]
+    ends = [said.rpartition(", ")[2] for said in index["runs"]["headline"]]
+    assert ends == ["19 of 61 layers held and cycled", "14 of 61 layers held and cycled"]

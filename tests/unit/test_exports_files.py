@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import json
 import math
 from typing import TYPE_CHECKING
 
@@ -13,17 +14,20 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench import exports
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.exports import FORMATS, csv_table, export, measured, parquet_table
+from dcpbench.exports import FORMATS, bmf, csv_table, export, measured, parquet_table
 from dcpbench.exports.bench_files import Requests
 from dcpbench.exports.measured import Measured
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import exported
+from dcpbench.reports import words
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
+from tests.unit.test_exports_prometheus import text as prometheus_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +60,49 @@ def test_formats_of_rates_leave_out_what_took_no_time(name: str, wall_s: float |
     assert list(rendered.left_out) == ["took no time, or do not say how long"]
 
 
+class TestLayersHeld:
+    """A step that cycles through some of the layers does the work of all, and is no step of a server."""
+
+    def holding(self, m: Measured, held: int) -> Measured:
+        honesty = msgspec.structs.replace(m.record.honesty, layers=61, layers_held=held)
+        return Measured(m.run, m.folder, msgspec.structs.replace(m.record, honesty=honesty))
+
+    @pytest.mark.parametrize("to", ["vllm", "sglang", "gha", "hud"])
+    def test_formats_with_room_for_words_say_it_in_words(self, to: str) -> None:
+        render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
+        for held, said in ((14, True), (61, False)):
+            for data in render([self.holding(files.served(), held)]).files.values():
+                assert ("14 of 61 layers held and cycled" in data.decode()) == said
+                assert ("cycled" in data.decode()) == said
+
+    def test_tables_have_both_numbers(self) -> None:
+        (row,) = csv_table.rows([self.holding(files.decoded(), 14)])
+        assert (row["layers"], row["layers_held"]) == (61, 14)
+
+    def test_formats_of_numbers_have_them_beside_the_others(self) -> None:
+        m = self.holding(files.decoded(), 14)
+        (measures,) = json.loads(bmf.render([m]).files[bmf.FILE]).values()
+        assert (measures["layers"]["value"], measures["layers-held"]["value"]) == (61, 14)
+        told = {family.name: family.samples for family in text_string_to_metric_families(prometheus_text(m))}
+        (step,), (all_,), (held,) = (told[f"dcpbench_{n}"] for n in ("step_seconds", "model_layers", "held_layers"))
+        assert (all_.value, held.value) == (61, 14)
+        assert step.labels == all_.labels == held.labels, "so that one series can be divided by the other"
+
+    def test_of_repeats_the_fewest_are_told(self) -> None:
+        both = [self.holding(files.decoded(), held).record for held in (14, 12)]
+        assert words.cycled(both) == "12 of 61 layers held and cycled"
+        assert words.cycled([record_builder.failed(record_builder.point(TP))]) == ""
+
+
 class TestTables:
+    def test_the_precision_of_weights_and_kv_stands_beside_what_is_computed_with(self) -> None:
+        """In fp8 the `dtype` of a record is still that of activations."""
+        m = files.decoded()
+        point = msgspec.structs.replace(m.record.point, dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
+        (row,) = csv_table.rows([Measured(m.run, m.folder, msgspec.structs.replace(m.record, point=point))])
+        assert (row["dtype"], row["weights_dtype"], row["kv_dtype"]) == ("bf16", "fp8", "fp8")
+        assert row["precision"] == point.precision == "fp8 weights and KV"
+
     def everything(self) -> list[Measured]:
         """Points of both workloads, one that failed, and one whose every word is a formula."""
         failed = Measured("run", NOWHERE, record_builder.failed(record_builder.point(TP)))

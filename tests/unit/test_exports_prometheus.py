@@ -42,6 +42,8 @@ UNITS = (
     "per_step",
     "steps",
     "preemptions",
+    "layers",
+    "mark",
 )
 """Words that end a gauge's name, so that nobody has to guess."""
 
@@ -95,6 +97,27 @@ class TestText:
     def test_what_is_no_measurement_says_so_in_a_label(self) -> None:
         found = families(*everything())["dcpbench_output_tokens_per_second"].samples
         assert {s.labels["standing"] for s in found} == {"measured", "replay", "functional"}
+
+    def test_marks_are_series_of_their_own_so_that_none_splits_another(self) -> None:
+        """A point that throttled keeps its series, and one more says so, with the same labels and its mark."""
+        clean, marked = files.decoded(), files.decoded(marks=["throttled", "noisy"])
+        before, after = families(clean), families(marked)
+        name = "dcpbench_step_seconds"
+        (was,), (now,) = before[name].samples, after[name].samples
+        assert was.labels == now.labels
+        assert [(s.labels, s.value) for s in after[prometheus.MARK].samples] == [
+            (now.labels | {"mark": mark}, 1) for mark in ("noisy", "throttled")
+        ]
+        assert before[prometheus.MARK].samples == []
+
+    def test_precision_is_of_weights_and_kv_and_is_not_called_dtype(self) -> None:
+        """`dtype` of records and tables is what is computed with."""
+        m = files.decoded()
+        point = msgspec.structs.replace(m.record.point, dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
+        found = families(Measured(m.run, m.folder, msgspec.structs.replace(m.record, point=point)))
+        labels = found["dcpbench_step_seconds"].samples[0].labels
+        assert labels["precision"] == point.precision
+        assert "dtype" not in labels
 
     def test_every_metric_has_a_gauge_of_its_own(self) -> None:
         gauges = [(g.name, g.statistic) for g in prometheus.GAUGES.values()]

@@ -91,7 +91,7 @@ def test_a_point_that_left_off_an_option_that_is_gone_is_the_same_point_today(tm
 def test_runs_of_an_option_that_is_gone_are_kept_and_refused_in_a_sentence(folder: Path) -> None:
     with pytest.raises(
         RecordsError,
-        match=r"records\.jsonl, line 1: its point has the option `overlap`, which this version of dcpbench does not know: read",
+        match=r"records\.jsonl, line 1: its point has the option `overlap`, which this version of dcpbench does not know\. Read",
     ):
         read_records(folder)
 

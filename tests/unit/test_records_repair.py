@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench import cli
+from dcpbench.commands.records import MOST_FAULTS
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.launch.folders import locked
 from dcpbench.points.layout import Layout
@@ -284,6 +285,50 @@ class TestCommand:
         assert (code, "records repair" in out, "holds no record" in err) == (2, False, True)
         assert typed(capsys, "repair", "--strange", str(path))[0] == 2
         assert path.read_bytes() == data
+
+    @pytest.mark.parametrize("data", [b"root:x:0:0\n", b'{"name":"dcpbench"}\n', b"{\n", b"\x7fELF\n\x00\n"])
+    def test_what_is_no_file_of_records_is_called_that_and_no_repair_is_offered(
+        self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Whether it is JSON or not: repair would find nothing in it, and says so."""
+        path = tmp_path / "file"
+        path.write_bytes(data)
+        with pytest.raises(RecordsError, match=r"is no file of records.*; name the folder of a run") as raised:
+            read_records(path)
+        assert "records repair" not in str(raised.value)
+        code, out, err = typed(capsys, "check", str(path))
+        assert (code, "repair" in out, "take the line out" in out, "holds no record" in err) == (2, False, False, True)
+
+    def test_the_only_record_of_a_file_is_not_offered_to_a_repair_that_refuses_it(self, tmp_path: Path) -> None:
+        """It was a record, so what to do about it is said, and no more."""
+        one, *_ = lines_of(tmp_path)
+        put(tmp_path, one.replace(b'"concurrency":1', b'"concurrency":3'))
+        with pytest.raises(RecordsError, match="its checksum") as raised:
+            read_records(tmp_path)
+        assert "records repair" not in str(raised.value)
+        assert audit(tmp_path).advice
+        with pytest.raises(RecordsError, match="holds no record"):
+            repair(tmp_path)
+
+    def test_a_record_inside_damage_is_enough_for_a_repair(self, tmp_path: Path) -> None:
+        one, two, _ = lines_of(tmp_path)
+        put(tmp_path, one[:99] + two)
+        with pytest.raises(RecordsError, match="dcpbench records repair"):
+            read_records(tmp_path)
+        assert repair(tmp_path).kept == 1
+
+    def test_of_many_damaged_lines_the_first_are_told_and_what_to_do_once(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        damaged = [b"{damaged"] * (MOST_FAULTS + 3)
+        path = put(tmp_path, *lines_of(tmp_path), *damaged, b'{"schema_version":99}')
+        code, out, _ = typed(capsys, "check", str(tmp_path))
+        assert code == 1
+        assert len([line for line in out.splitlines() if line.startswith(f"{path}, line ")]) == MOST_FAULTS
+        assert f"{path}: 4 more lines cannot be read (3 damaged, 1 strange); --json has all.\n" in out
+        assert out.count("take the line out") == out.count("read it with the version that wrote it") == 1
+        (found,) = json.loads(typed(capsys, "check", str(tmp_path), "--json")[1])
+        assert (len(found["faults"]), len(found["advice"])) == (len(damaged) + 1, 2)
 
     def test_both_answer_in_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         put(tmp_path, *lines_of(tmp_path), b"{damaged")
