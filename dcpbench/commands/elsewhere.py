@@ -8,7 +8,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.errors import DcpbenchError
+from dcpbench.commands.command import ended
+from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
 
 if TYPE_CHECKING:
@@ -57,7 +58,10 @@ def known_gpus(name: str, count: int) -> Probe:
 
     from dcpbench.plan.spec import planned
 
-    return msgspec.structs.replace(planned(name, 1), count=count, gpu=None)
+    try:
+        return msgspec.structs.replace(planned(name, 1), count=count, gpu=None)
+    except UsageError as e:
+        raise UsageError(f"{str(e).rstrip('.')}; leave --gpu out for another one.") from e
 
 
 def not_here(command: Any, typed: Mapping[str, Any], *, shared: bool) -> list[str]:  # noqa: ANN401 -- Typer's, by any name
@@ -143,7 +147,7 @@ def _check_plan(
         said = io.StringIO()
         try:
             with runs.elsewhere(planned), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                command.main(arguments, prog_name=words[0], standalone_mode=False)
+                ended(command, arguments, words[0])
         except DcpbenchError as e:
             errors.append(e)
         else:

@@ -42,7 +42,7 @@ WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Options of a command that a job gives itself."""
 REMOTE = ("url", "engine", "serve_cmd")
 """Options with which a command measures on one machine."""
-GPU_OPTION = re.compile(r"-G|.*(gpu|gres|tres)", re.IGNORECASE)
+GPU_OPTION = re.compile(r"-G|.*gpu")
 """An option of sbatch that may ask for GPUs."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 

@@ -435,6 +435,7 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (("--nodes", "2", "--", "verify", "--tp", "4"), 2, "verify runs on one machine; leave --nodes 2 out."),
         (("--nodes", "2", "--", "serve", "--url", "http://a:1", "--tp", "8"), 2, "--url measures from one machine"),
         (("--", "sweep", "--tp", "8", "--gpu", "H200"), 2, "type it before --"),
+        (("--gpu", "L40S", "--", "sweep", "--device", "cuda"), 2, "--gpu L40S is unknown"),
         (("--nodes", "0", "--", "sweep"), 2, "--nodes 0 is not positive"),
         (("--gpus-per-node", "-1", "--", "sweep"), 2, "--gpus-per-node -1 is negative"),
         (("--name", "My Job", "--", "sweep"), 2, "--name My Job: write at most 42 of a-z"),
@@ -603,6 +604,25 @@ def test_a_file_of_options_that_is_here_is_read_where_the_job_sees_it(typed: Typ
     done = typed(*there)
     assert done.returncode == 0
     assert "--config is not looked at here" in done.stderr
+
+
+def test_advice_names_the_options_of_submit(typed: Typed) -> None:
+    Path("a.toml").write_text("tp = 32\n")
+    done = slurm(typed, "--dry-run", "--", "sweep", "--config", "a.toml")
+    assert done.returncode == 3
+    assert "there are 16 (asked for)" in done.stderr
+    assert "on 4 such machines with --nodes 4;" in done.stderr
+
+
+def test_a_plan_that_is_interrupted_submits_nothing(
+    cluster: Cluster, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dcpbench.plan.grid.expand", interrupted)
+    assert slurm(typed, *SWEEP).returncode == 130
+    assert cluster.calls == []
 
 
 @pytest.mark.parametrize("words", [("serve", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join)
