@@ -518,14 +518,13 @@ PLANNED = [
 @pytest.mark.parametrize("words", PLANNED, ids=shlex.join)
 @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
 def test_what_the_command_itself_would_refuse_is_refused_in_its_words(
-    cluster: Cluster, typed: Typed, where: tuple[str, ...], words: tuple[str, ...]
+    typed: Typed, where: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     """By the plan of the command itself, for as many GPUs of a machine."""
-    done = typed("submit", *where, "--gpus-per-node", "8", "--", *words)
+    done = typed("submit", *where, "--gpus-per-node", "8", "--dry-run", "--", *words)
     own = typed(*words, "--dry-run", "--json", "--gpu", "H200", "--gpus", "8")
     assert own.returncode == done.returncode != 0
     assert done.stderr == own.stderr.replace("error: ", f"error: the submitted {words[0]}: ")
-    assert cluster.calls == []
 
 
 def test_points_that_cannot_run_are_no_mistake_where_others_can(typed: Typed) -> None:
