@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, panel
+from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, ended, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
@@ -194,15 +194,7 @@ def _launch(folder: Path, state: State, side: str, command: Command, *, force: b
     if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
     with _as_typed([state.workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
-        return _ended(command, arguments, prog_name=f"dcpbench {state.workload}")
-
-
-def _ended(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
-    """The exit code of a command in this process. Raises KeyboardInterrupt where Ctrl-C ended it, which Typer takes for a code."""
-    code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False) or 0)
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    return code
+        return ended(command, arguments, prog_name=f"dcpbench {state.workload}")
 
 
 @contextlib.contextmanager
@@ -315,7 +307,7 @@ def _write(folder: Path, state: State) -> None:
 def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     for side, arguments in sides.items():
         say(_typed(side, arguments, variants))
-        if code := _ended(command, [*arguments, "--dry-run"]):
+        if code := ended(command, [*arguments, "--dry-run"]):
             return code
     turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
     say(f"{counted(variants.rounds, 'round')}: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
@@ -330,7 +322,7 @@ def _plan_in_json(variants: Variants, sides: Mapping[str, list[str]], command: C
     for side, arguments in sides.items():
         plan = io.StringIO()
         with contextlib.redirect_stdout(plan):
-            if code := _ended(command, [*arguments, "--dry-run", "--json"]):
+            if code := ended(command, [*arguments, "--dry-run", "--json"]):
                 return code
         found[side] = {"arguments": [variants.workload, *arguments], "points": json.loads(plan.getvalue())}
     launches = [side for n in range(1, variants.rounds + 1) for side in order(n)]
@@ -354,7 +346,7 @@ def _announce(
         plan, notes = io.StringIO(), io.StringIO()
         try:
             with as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
-                _ended(command, [*arguments, "--dry-run", "--json"])
+                ended(command, [*arguments, "--dry-run", "--json"])
         except DcpbenchError as e:
             raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
         rows = json.loads(plan.getvalue())

@@ -16,11 +16,12 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from dcpbench.errors import UsageError
+from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.typed import line
 from dcpbench.points.names import flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
@@ -141,3 +142,11 @@ def _values(option: str, args: list[str]) -> list[str]:
         for word, after in pairs
         if word == option or word.startswith(f"{option}=")
     ]
+
+
+def ended(command: Command, arguments: Sequence[str], prog_name: str | None = None) -> int:
+    """The exit code of a command in this process. Raises KeyboardInterrupt where Ctrl-C ended it, which Typer takes for a code."""
+    code = int(command.main(list(arguments), prog_name=prog_name, standalone_mode=False) or 0)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return code

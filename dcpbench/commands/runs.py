@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -17,14 +18,14 @@ import msgspec
 
 from dcpbench.commands.command import SOME_FAILED
 from dcpbench.commands.doctor import say_at_start
-from dcpbench.errors import UsageError
+from dcpbench.errors import LayoutError, UsageError
 from dcpbench.launch import folders, launcher, tries
 from dcpbench.launch.nodes import secret, split_endpoint
 from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan import grid
 from dcpbench.plan.options import check_seconds, shown
 from dcpbench.plan.spec import effective, planned
-from dcpbench.points.layout import MOST_RANKS
+from dcpbench.points.layout import MOST_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
 from dcpbench.records.metrics import SWEPT
@@ -88,8 +89,60 @@ def on(probe: Probe) -> None:
         part.devices.add(probe.device)
 
 
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """A machine on which a command is to run that is only judged here: it runs nothing, and asks no server."""
+
+    probe: Probe
+    nodes: int = 1
+    """Such machines."""
+    points: bool = True
+    """Whether all that points depend on is known; else the values of options are judged alone."""
+    layouts: bool = True
+    """And then, whether degrees nest."""
+
+
+_elsewhere: contextvars.ContextVar[Elsewhere | None] = contextvars.ContextVar("elsewhere", default=None)
+
+
+@contextlib.contextmanager
+def elsewhere(there: Elsewhere) -> Iterator[None]:
+    """Commands in this block end once they have raised what they are wrong by."""
+    token = _elsewhere.set(there)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def is_elsewhere() -> bool:
+    """Whether the command runs inside elsewhere."""
+    return _elsewhere.get() is not None
+
+
+def values_alone(tp: Sequence[int], dp: Sequence[int] = (1,), dcp: Sequence[int] = ()) -> bool:
+    """Whether no more than the values of options can be judged. Raises LayoutError where no layout can be."""
+    there = _elsewhere.get()
+    if there is None or there.points:
+        return False
+    errors = [_wrong(*degrees) for degrees in itertools.product(tp, dp, dcp or (1,))] if there.layouts else []
+    if errors and all(errors):
+        raise next(filter(None, errors))
+    return True
+
+
+def _wrong(tp: int, dp: int, dcp: int) -> LayoutError | None:
+    try:
+        Layout(tp=tp, dp=dp, dcp=dcp)
+    except LayoutError as e:
+        return e
+    return None
+
+
 def machine(run: Run) -> Probe:
     """The machine as --device wants it seen, or the one that --gpu plans for."""
+    if there := _elsewhere.get():
+        return effective(there.probe, run.device)
     found = launcher.probe(WORKER) if run.gpu is None else planned(run.gpu, run.gpus or USUAL_GPUS)
     return effective(found, run.device)
 
@@ -100,7 +153,10 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
     """
     on(probe)
-    candidates = grid.expand(spec, probe, run.machines.nnodes)
+    if values_alone(spec.tp, spec.dp, spec.dcp):
+        return 0
+    there = _elsewhere.get()
+    candidates = grid.expand(spec, probe, there.nodes if there else run.machines.nnodes)
     say_defaults(spec, candidates)
     if only_planned(candidates, probe, run):
         return 0
@@ -347,11 +403,14 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
 
 
 def only_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> bool:
-    """Whether it was a --dry-run, which is then printed. Raises the points' own error where none of them can run."""
+    """Whether nothing is to run: a --dry-run, which is then printed, or a machine that is elsewhere.
+
+    Raises the points' own error where none of them can run.
+    """
     if run.dry_run:
         _print_plan(candidates, probe, run)
     grid.check_any(candidates, listed_above=run.dry_run and not run.as_json)
-    return run.dry_run
+    return run.dry_run or is_elsewhere()
 
 
 def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:

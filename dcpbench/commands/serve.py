@@ -341,6 +341,8 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
         raise spec.wrong
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
     asked = _asked(url, remote, run, spec.layout["tp"])
+    if runs.is_elsewhere():
+        return 0
     info = look(asked.target)
     card = info.model(spec.model)
     if run.dry_run or not runs.is_part():
@@ -381,6 +383,9 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     preset = engine(remote.engine, remote.serve_cmd)
     specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split_layouts({"tp": 1, **given})]
     spec, model = specs[0], str(specs[0].model)
+    asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
+    if runs.values_alone((), ()):
+        return 0
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = [
         candidate
@@ -388,7 +393,6 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         for candidate in one.candidates(preset.name, model, settings)
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
-    asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
     runs.on(probe)
     if runs.only_planned(candidates, probe, run):
         able = [c.point for c in candidates if c.error is None]
@@ -492,10 +496,10 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
 
 def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     """What the options do that nobody might expect; of parts, their dry run says it."""
-    from dcpbench.commands.runs import is_part
+    from dcpbench.commands.runs import is_elsewhere, is_part
     from dcpbench.points.names import LIVE
 
-    if is_part() and not run.dry_run:
+    if is_elsewhere() or (is_part() and not run.dry_run):
         return
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:

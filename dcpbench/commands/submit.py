@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import sys
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, command, panel
+from dcpbench.commands.elsewhere import without
 from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.points.names import flag
 from dcpbench.show.terminal import say
 from dcpbench.show.text import listed
 
@@ -38,6 +42,8 @@ WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Options of a command that a job gives itself."""
 REMOTE = ("url", "engine", "serve_cmd")
 """Options with which a command measures on one machine."""
+GPU_OPTION = re.compile(r"-G|.*gpu")
+"""An option of sbatch that may ask for GPUs."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 
 JOB = panel("The job")
@@ -60,6 +66,11 @@ class Job(Group):
 
     nodes: int = JOB("Machines. tp counts the GPUs of all of them.", default=1, metavar="N")
     gpus_per_node: int | None = JOB("GPUs that are asked for on each. Default: none are asked for.", metavar="N")
+    gpu: str | None = JOB(
+        "What they are, as for the --gpu of sweep: what is submitted must fit their memory and have kernels there. Default: "
+        "not known, and all else is checked.",
+        metavar="NAME",
+    )
     time: str | None = JOB("Limit of the job: minutes, HH:MM:SS or D-HH:MM:SS. Default: the cluster's.", metavar="TIME")
     name: str = JOB("Name of the job in the queue.", default="dcpbench", metavar="NAME")
     detach: bool = JOB(
@@ -158,7 +169,16 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
     for option in cluster.sbatch or []:
         if not option.startswith("-"):
             raise UsageError(f"--sbatch {option}: write an option of sbatch, such as --sbatch=--qos=high.")
-    asked = _asked(caller, words or [], job, "slurm")
+    asked = _asked(
+        caller,
+        words or [],
+        job,
+        Where(
+            "slurm",
+            shared=not (containers.pyxis or containers.apptainer),
+            otherwise=any(GPU_OPTION.match(option) for option in cluster.sbatch or []),
+        ),
+    )
     asks = queue.Cluster(
         program=_program(cluster.dcpbench, inside=bool(containers.pyxis or containers.apptainer)),
         directory=Path.cwd(),
@@ -197,7 +217,8 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
 
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
-    asked = _asked(caller, words or [], job, "k8s")
+    pod = queue.read_pod(cluster.pod) if cluster.pod else {}
+    asked = _asked(caller, words or [], job, Where("k8s", shared=False, otherwise=queue.gives_gpus(pod)))
     if asked.time:
         queue.seconds(asked.time)
     if cluster.restarts < 0:
@@ -217,7 +238,7 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
         namespace=cluster.namespace or "",
         context=cluster.context or "",
         claim=cluster.claim or "",
-        pod=queue.read_pod(cluster.pod) if cluster.pod else {},
+        pod=pod,
     )
     if job.dry_run:
         sys.stdout.write(queue.as_yaml(asked, asks))
@@ -338,11 +359,23 @@ def _check_folder(asked: Asked) -> None:
         )
 
 
-def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) -> Asked:
-    """What is to run, as its own command understands it. Raises UsageError and CapacityError."""
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """To what it is submitted."""
+
+    kind: str
+    """`slurm` or `k8s`."""
+    shared: bool
+    """Whether the job sees this machine's files."""
+    otherwise: bool
+    """Whether something else than --gpus-per-node may give it GPUs."""
+
+
+def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: Where) -> Asked:
+    """What is to run, as its own command understands it. Raises what that command would, too."""
     from dcpbench.submit.asked import Asked
 
-    example = f"dcpbench submit {where} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
+    example = f"dcpbench submit {where.kind} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
     words = words[1:] if words[:1] == ["dcpbench"] else words
     if not words or words[0] not in RUNNABLE:
         said = f"{words[0]!r} cannot be submitted." if words else "what is to run?"
@@ -355,10 +388,12 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) ->
         raise UsageError(f"--name {job.name}: write at most 42 of a-z, 0-9 and -, beginning with a letter.")
     if job.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", job.time):
         raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
-    typed, can = _parsed(caller, words)
-    _check_words(words[0], typed, can, job)
+    runs, typed, given = _parsed(caller, words)
+    _check_words(words[0], typed, given, job)
+    _check_plan(runs, words, typed, job, where)
+    _check_gpus(typed, job, where)
     output = typed["output"]
-    folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{words[0]}-{where}"
+    folder = Path(output) if output else Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{words[0]}-{where.kind}"
     start = "--resume" if typed.get("resume") else "--force" if typed.get("force") else ""
     return Asked(
         words=(words[0], *without(words[1:], ("-o", "--output"), ("--resume", "--force"))),
@@ -368,13 +403,13 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: str) ->
         nodes=job.nodes,
         gpus_per_node=job.gpus_per_node,
         time=job.time or "",
-        name=job.name if where == "slurm" else f"{job.name}-{time.strftime('%m%d-%H%M%S')}",
+        name=job.name if where.kind == "slurm" else f"{job.name}-{time.strftime('%m%d-%H%M%S')}",
         keeps=not job.detach,
     )
 
 
-def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Mapping[str, Any], set[str]]:
-    """(options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
+def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[str]]:
+    """(the command, its options by name, those that were typed), by the parser of the command itself. Raises UsageError."""
     runs = getattr(caller.find_root().command, "commands", {})[words[0]]
     if {"-h", "--help"} & set(words):
         raise UsageError(f"see `dcpbench {words[0]} --help` for its options, and leave --help out here.")
@@ -386,7 +421,7 @@ def _parsed(caller: typer.Context, words: Sequence[str]) -> tuple[Mapping[str, A
         raise UsageError(
             f"{shlex.join(words)}: {e.format_message().rstrip('.')}. See `dcpbench {words[0]} --help`."
         ) from e
-    return typed, given
+    return runs, typed, given
 
 
 def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job) -> None:
@@ -398,6 +433,8 @@ def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job)
             "--dry-run behind -- would wait in a queue to print a plan; type it before -- to see what is submitted, or "
             f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
         )
+    if "gpu" in given and not any(typed.get(option) for option in REMOTE):
+        raise UsageError(f"--gpu {typed['gpu']} behind -- plans, and measures nothing; type it before --.")
     if job.nodes == 1:
         _check_tp(typed, job)
         return
@@ -412,8 +449,7 @@ def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job)
 
 
 def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
-    for word in str(typed.get("tp") or "").split(","):
-        tp = int(word) if word.strip().isdecimal() else 0
+    for tp in _tps(typed):
         if tp % job.nodes:
             raise UsageError(f"--tp {tp} does not divide over --nodes {job.nodes}; take a multiple of it.")
         there = job.nodes * (job.gpus_per_node or tp)
@@ -424,18 +460,68 @@ def _check_tp(typed: Mapping[str, Any], job: Job) -> None:
             )
 
 
-def without(words: Sequence[str], valued: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The words of a command but for these options."""
-    kept: list[str] = []
-    left = iter(words)
-    for word in left:
-        if word in valued:
-            next(left, None)
-        elif word not in flags and not any(
-            word.startswith(f"{v}=") or (word.startswith(v) and not v.startswith("--")) for v in valued
-        ):
-            kept.append(word)
-    return kept
+def _tps(typed: Mapping[str, Any]) -> list[int]:
+    """Those of --tp that are numbers."""
+    return [int(word) for word in str(typed.get("tp") or "").split(",") if word.strip().isdecimal()]
+
+
+def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
+    """Say what is wrong where the command wants GPUs and none are asked for; raise it where the job gets none then.
+
+    Nodes of Slurm may have their GPUs without being asked; a pod of Kubernetes has those that it asks for.
+    """
+    from dcpbench.commands.runs import USUAL_GPUS
+
+    if job.gpus_per_node or where.otherwise or not _wants_gpus(typed):
+        return
+    tps = [1] if typed.get("emulate") else _tps(typed)
+    add = (
+        f"--gpus-per-node {-(-max(tps) // job.nodes)} before --"
+        if tps
+        else f"--gpus-per-node {USUAL_GPUS} before --, say"
+    )
+    cpu = "--device cpu behind -- for a functional run on the CPU"
+    cuda = "--device cuda behind -- where"
+    if where.kind == "k8s":
+        raise UsageError(
+            f"no GPU is asked for, and without one this waits in a queue for a run on the CPU; add {add}, {cpu}, or {cuda} pods "
+            "get GPUs otherwise."
+        )
+    say(
+        f"No GPU is asked for, and without one this is a run on the CPU. Unless GPUs come with the partition, add {add}, or {cpu}; "
+        f"{cuda} they do."
+    )
+
+
+def _wants_gpus(typed: Mapping[str, Any]) -> bool:
+    """Whether the command takes GPUs where there are any, and is worth less without."""
+    asks_server = typed.get("url") or typed.get("step_times")
+    return not asks_server and typed.get("device") == "auto"
+
+
+def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: Where) -> None:  # noqa: ANN401 -- a Typer command
+    """Raise what the command itself would raise there; say what of it could not be looked at."""
+    away = elsewhere.not_here(runs, typed, shared=where.shared)
+    checked = elsewhere.check(runs, words, typed, _machines(typed, job), away)
+    if away:
+        said = listed([flag(name) for name in away])
+        say(
+            f"{said} {'is' if len(away) == 1 else 'are'} not looked at here, as only the job has what that names. {checked}"
+        )
+
+
+def _machines(typed: Mapping[str, Any], job: Job) -> elsewhere.Machines:
+    """What the job asks for; where it asks for no GPUs, as many as its layouts take, or a CPU."""
+    from dcpbench.commands.runs import USUAL_GPUS
+    from dcpbench.points.machine import Probe
+
+    most = max(_tps(typed), default=0)
+    count = job.gpus_per_node or -(-most // job.nodes)
+    usual = count or USUAL_GPUS
+    gpus = elsewhere.known_gpus(job.gpu, usual) if job.gpu else elsewhere.unknown_gpus(usual)
+    cpu = Probe(device="cpu", count=0, name="CPU")
+    maybe_none = not job.gpus_per_node and typed.get("device") == "auto"
+    return elsewhere.Machines(probes=[gpus, cpu] if maybe_none else [gpus], nodes=job.nodes, counted=bool(count))
 
 
 def _check_containers(containers: SlurmContainers) -> None:

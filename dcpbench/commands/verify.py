@@ -128,6 +128,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     given = {name: value for name, value in typed(layouts, load, how).items() if name in PARSERS}
     given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
+    if runs.values_alone(spec.tp if layouts.tp else (), spec.dp, spec.dcp):
+        return 0
     candidates = grid.expand_layouts(_layouts(spec, layouts, probe), spec, probe)
     if stored := grid.stored_by_default(spec, candidates):
         say(stored)
@@ -178,6 +180,8 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     targets = [Target.at(url, key=key, timeout_s=run.timeout) for url in urls]
     tokens = load.new_tokens or SERVERS_TOKENS
     check_decides(remote.num_prompts, remote.repeats, len(contexts or contexts_for(None, None, tokens)))
+    if runs.is_elsewhere():
+        return 0
     with ProgressLine() as line:
 
         def ask(lengths: "Sequence[int] | None") -> "list[Found]":

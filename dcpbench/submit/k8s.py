@@ -43,7 +43,8 @@ FETCH_S = 600
 """How long node 0's pod stays for its run to be fetched."""
 KEPT_S = 86_400
 """How long Kubernetes keeps a Job that has ended where nobody deletes it."""
-GPUS = "nvidia.com/gpu"
+VENDOR = "nvidia.com"
+GPUS = f"{VENDOR}/gpu"
 DELETED_S = 120
 KINDS = "job,service,secret"
 LAST_LINES = 20
@@ -349,6 +350,17 @@ def read_pod(path: Path) -> dict[str, Any]:
             f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."
         )
     return found
+
+
+def gives_gpus(pod: Mapping[str, Any]) -> bool:
+    """Whether what --pod adds may give a container GPUs: a resource of NVIDIA's, or a claim of one."""
+    containers = pod.get("containers")
+    for container in containers if isinstance(containers, list) else ():
+        resources = container.get("resources") if isinstance(container, dict) else None
+        for kind, asked in resources.items() if isinstance(resources, dict) else ():
+            if kind == "claims" or any(str(name).startswith(f"{VENDOR}/") for name in asked or ()):
+                return True
+    return False
 
 
 def unpack(archive: tarfile.TarFile, folder: Path) -> None:

@@ -82,7 +82,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def slurm(typed: Typed, *words: str) -> subprocess.CompletedProcess[str]:
-    return typed("submit", "slurm", "--nodes", "2", *words)
+    return typed("submit", "slurm", "--nodes", "2", "--gpus-per-node", "8", *words)
 
 
 class TestSlurm:
@@ -234,7 +234,7 @@ def ended(code: int, at: str = ENDED) -> dict[str, Any]:
 
 
 def kubernetes(typed: Typed, *words: str) -> subprocess.CompletedProcess[str]:
-    return typed("submit", "k8s", "--image", "here/dcpbench:1", "--nodes", "2", *words)
+    return typed("submit", "k8s", "--image", "here/dcpbench:1", "--nodes", "2", "--gpus-per-node", "8", *words)
 
 
 class TestKubernetes:
@@ -434,6 +434,8 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         (("--nodes", "2", "--gpus-per-node", "4", "--", "sweep", "--tp", "8,16"), 3, "or take --tp 8."),
         (("--nodes", "2", "--", "verify", "--tp", "4"), 2, "verify runs on one machine; leave --nodes 2 out."),
         (("--nodes", "2", "--", "serve", "--url", "http://a:1", "--tp", "8"), 2, "--url measures from one machine"),
+        (("--", "sweep", "--tp", "8", "--gpu", "H200"), 2, "type it before --"),
+        (("--gpu", "L40S", "--", "sweep", "--device", "cuda"), 2, "--gpu L40S is unknown"),
         (("--nodes", "0", "--", "sweep"), 2, "--nodes 0 is not positive"),
         (("--gpus-per-node", "-1", "--", "sweep"), 2, "--gpus-per-node -1 is negative"),
         (("--name", "My Job", "--", "sweep"), 2, "--name My Job: write at most 42 of a-z"),
@@ -468,7 +470,7 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
 def test_options_of_a_cluster_that_cannot_be_are_refused(
     cluster: Cluster, typed: Typed, words: tuple[str, ...], said: str
 ) -> None:
-    done = typed("submit", *words, "--", "sweep", "--tp", "8")
+    done = typed("submit", *words, "--", "sweep", "--tp", "8", "--device", "cuda")
     assert done.returncode == 2
     assert said in done.stderr
     assert cluster.calls == []
@@ -486,9 +488,208 @@ def test_a_folder_that_was_not_submitted_says_so(typed: Typed, word: str) -> Non
 def test_a_dry_run_prints_what_would_be_submitted_and_makes_nothing(
     cluster: Cluster, typed: Typed, words: list[str]
 ) -> None:
-    done = typed("submit", *words, "--nodes", "2", "--dry-run", *SWEEP, "-o", "run")
+    done = typed("submit", *words, "--nodes", "2", "--gpus-per-node", "8", "--dry-run", *SWEEP, "-o", "run")
     assert done.returncode == 0
     assert "# dcpbench sweep --tp 16 --dcp 8\n" in done.stdout
     assert cluster.calls == []
     assert not Path("run").exists()
     assert sys.executable not in done.stdout or words == ["slurm"]
+
+
+KINDS = [("slurm",), ("k8s", "--image", "here/dcpbench:1")]
+PLANNED = [
+    ("sweep", "--tp", "8", "--seconds", "-1"),
+    ("sweep", "--tp", "eight"),
+    ("sweep", "--tp", "3"),
+    ("sweep", "--tp", "8", "--dcp", "3"),
+    ("sweep", "--tp", "8", "--model", "nosuch"),
+    ("sweep", "--exchange", "foo"),
+    ("sweep", "--context", "-5"),
+    ("sweep", "--page-size", "0"),
+    ("sweep", "--kv-memory", "foo"),
+    ("sweep", "--tp", "8", "--timeout", "-4"),
+    ("serve", "--tp", "8", "--slo", "foo"),
+    ("serve", "--tp", "8", "--concurrency", "5000"),
+    ("serve", "--tp", "8", "--warm-up", "9"),
+    ("verify", "--tp", "8", "--dcp", "3"),
+]
+
+
+@pytest.mark.parametrize("words", PLANNED, ids=shlex.join)
+@pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
+def test_what_the_command_itself_would_refuse_is_refused_in_its_words(
+    typed: Typed, where: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    """By the plan of the command itself, for as many GPUs of a machine."""
+    done = typed("submit", *where, "--gpus-per-node", "8", "--dry-run", "--", *words)
+    own = typed(*words, "--dry-run", "--json", "--gpu", "H200", "--gpus", "8")
+    assert own.returncode == done.returncode != 0
+    assert done.stderr == own.stderr.replace("error: ", f"error: the submitted {words[0]}: ")
+
+
+def test_points_that_cannot_run_are_no_mistake_where_others_can(typed: Typed) -> None:
+    assert slurm(typed, "--dry-run", "--", "sweep", "--tp", "8,16", "--dcp", "3,8").returncode == 0
+    assert slurm(typed, "--dry-run", "--", "sweep", "--tp", "8,16", "--dcp", "3").returncode == 2
+
+
+def test_memory_is_judged_once_it_is_said_which_gpus_they_are(typed: Typed) -> None:
+    words = (
+        "--gpus-per-node",
+        "1",
+        "--dry-run",
+        "--",
+        "sweep",
+        "--tp",
+        "1",
+        "--context",
+        "100000",
+        "--concurrency",
+        "512",
+    )
+    assert typed("submit", "slurm", *words).returncode == 0
+    done = typed("submit", "slurm", "--gpu", "H100", *words)
+    assert done.returncode == 3
+    assert "the submitted sweep: tp1: the KV cache needs" in done.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_exchanges_inside_a_machine_are_held_against_the_ranks_of_one(typed: Typed, nodes: int) -> None:
+    gpus = 16 // nodes
+    words = ("--dry-run", *SWEEP[:-1], "16", "--exchange", "symm")
+    done = typed("submit", "slurm", "--nodes", str(nodes), "--gpus-per-node", str(gpus), *words)
+    assert (done.returncode == 0) == (nodes == 1)
+    assert (f"a machine has {gpus} of them" in done.stderr) == (nodes > 1)
+
+
+AWAY = [
+    (("sweep", "--model", "/models/x"), ("--tp", "eight")),
+    (("sweep", "--weights", "/models/x"), ("--dcp", "3")),
+    (("sweep", "--config", "/x.toml"), ("--tp", "eight")),
+    (("sweep", "--emulate", "/x.toml"), ("--context", "0")),
+    (("serve", "--requests", "/x.jsonl", "--concurrency", "5000"), ("--slo", "foo")),
+    (("serve", "--step-times", "/x.json", "--mode", "replay"), ("--chunk", "0")),
+    (("serve", "--engine", "/x.toml", "--model", "a/b"), ("--tp", "eight")),
+    (
+        ("serve", "--engine", "vllm", "--model", "a/b", "--requests", "/x.jsonl", "--concurrency", "5000"),
+        ("--seed", "-1"),
+    ),
+    (("verify", "--checkpoint", "/models/x", "--prompts", "/x.json"), ("--backend", "foo")),
+]
+
+
+@pytest.mark.parametrize(("words", "wrong"), AWAY, ids=shlex.join)
+@pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
+def test_files_of_the_cluster_are_not_looked_at_and_all_else_is(
+    typed: Typed, where: tuple[str, ...], words: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    there = ("submit", *where, "--gpus-per-node", "8", "--dry-run", "--")
+    tp = () if "--tp" in wrong else ("--tp", "8")
+    done = typed(*there, *words, *tp)
+    assert done.returncode == 0, done.stderr
+    assert "not looked at here" in done.stderr
+    assert ("--requests" if "--requests" in words else words[1]) in done.stderr
+    done = typed(*there, *words, *tp, *wrong)
+    assert done.returncode == 2
+    assert f"error: the submitted {words[0]}: {wrong[0]}" in done.stderr
+
+
+@pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
+def test_a_file_of_options_that_is_here_is_read_where_the_job_sees_it(typed: Typed, where: tuple[str, ...]) -> None:
+    """Slurm's machines share the disk; a pod has the files of its image."""
+    there = ("submit", *where, "--gpus-per-node", "8", "--dry-run", "--", "sweep", "--config", "a.toml")
+    Path("a.toml").write_text("tp = 8\ndcp = 3\n")
+    assert typed(*there).returncode == (2 if where == KINDS[0] else 0)
+    Path("a.toml").write_text('tp = 8\nweights = "/models/x"\n')
+    done = typed(*there)
+    assert done.returncode == 0
+    assert "--config is not looked at here" in done.stderr
+
+
+def test_advice_names_the_options_of_submit(typed: Typed) -> None:
+    Path("a.toml").write_text("tp = 32\n")
+    done = slurm(typed, "--dry-run", "--", "sweep", "--config", "a.toml")
+    assert done.returncode == 3
+    assert "there are 16 (asked for)" in done.stderr
+    assert "on 4 such machines with --nodes 4;" in done.stderr
+
+
+def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dcpbench.plan.grid.expand", interrupted)
+    done = slurm(typed, "--dry-run", *SWEEP)
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+@pytest.mark.parametrize("words", [("serve", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join)
+def test_no_server_is_asked_before_the_job_runs(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("dcpbench.servers.measure.look", None)
+    monkeypatch.setattr("dcpbench.servers.ask.ask_all", None)
+    done = typed("submit", "slurm", "--dry-run", "--", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestWithoutGpus:
+    """Nodes of Slurm may have them without being asked; pods have what they ask for."""
+
+    @pytest.mark.parametrize(
+        ("words", "gpus"),
+        [
+            (("--", "sweep", "--tp", "8,16"), 16),
+            (("--nodes", "2", "--", "sweep", "--tp", "16"), 8),
+            (("--", "serve", "--tp", "4"), 4),
+            (("--", "sweep", "--tp", "16", "--emulate", "H200+rdma-400"), 1),
+            (("--", "sweep", "--concurrency", "8"), 8),
+        ],
+        ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
+    )
+    def test_it_says_what_to_add(self, typed: Typed, words: tuple[str, ...], gpus: int) -> None:
+        add = f"--gpus-per-node {gpus}"
+        done = typed("submit", *KINDS[0], "--dry-run", *words)
+        assert done.returncode == 0
+        assert f"add {add} before --" in done.stderr
+        done = typed("submit", *KINDS[1], "--dry-run", *words)
+        assert done.returncode == 2
+        assert f"add {add} before --" in done.stderr
+        done = typed("submit", *KINDS[1], *add.split(), "--dry-run", *words)
+        assert (done.returncode, done.stderr) == (0, ""), "the advice works"
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("sweep", "--tp", "2", "--device", "cpu"),
+            ("sweep", "--tp", "2", "--device", "cuda"),
+            ("serve", "--url", "http://a:1"),
+            ("verify", "--url", "http://a:1"),
+        ],
+        ids=shlex.join,
+    )
+    @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
+    def test_nothing_is_said_where_none_are_needed_or_the_device_is_named(
+        self, typed: Typed, where: tuple[str, ...], words: tuple[str, ...]
+    ) -> None:
+        done = typed("submit", *where, "--dry-run", "--", *words)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize("option", ["--gres=gpu:h200:8", "--gpus-per-task=8", "-G8", "--tres-per-node=gres/gpu:8"])
+    def test_options_of_sbatch_may_ask_for_them(self, typed: Typed, option: str) -> None:
+        done = typed("submit", "slurm", f"--sbatch={option}", "--dry-run", *SWEEP)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize(
+        ("pod", "gives"),
+        [
+            ("containers: [{resources: {limits: {nvidia.com/mig-3g.40gb: 1}}}]", True),
+            ("containers: [{resources: {claims: [{name: gpus}]}}]", True),
+            ("nodeSelector: {gpu: h200}", False),
+            ("containers: [{resources: {limits: {rdma/hca: 1}}}]", False),
+        ],
+    )
+    def test_a_file_of_the_pod_may_ask_for_them(self, typed: Typed, pod: str, gives: bool) -> None:
+        Path("pod.yaml").write_text(pod)
+        done = typed("submit", *KINDS[1], "--pod", "pod.yaml", "--dry-run", "--", "sweep", "--tp", "1")
+        assert done.returncode == (0 if gives else 2), done.stderr
+        assert ("no GPU is asked for" in done.stderr) != gives
