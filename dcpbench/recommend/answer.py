@@ -13,6 +13,7 @@ import msgspec
 from dcpbench.points.names import CLOSED, FP8, OBJECTIVES
 from dcpbench.recommend.advise import break_even, dollars, margin, measuring, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
+from dcpbench.serving.load_words import in_step, in_step_words
 from dcpbench.show import numbers
 from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
@@ -148,6 +149,10 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
             f"({listed(right)}), ITL, TTFT and other latencies by one over that."
         )
+    waves = [load for requests, _, load in ask.loads if load and in_step(load, requests)]
+    if waves and used:
+        some = "" if len(waves) == len(ask.loads) else f" under {len(waves)} of {len(ask.loads)} loads"
+        said.append(in_step_words(waves[0].output_tokens, some=some, dp=any(f.point.dp > 1 for f in used)))
     for choice in choices:
         said += [f"{who} at {choice.name} is estimated: {why.rstrip('.')}." for who, why in choice.short.items()]
     if ask.cycled:

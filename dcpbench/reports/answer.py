@@ -17,6 +17,7 @@ from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, gaps, instances, marks, slo, stalls
 from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.words import short_shapes, unique
+from dcpbench.serving.load_words import in_step_words
 from dcpbench.show.numbers import count, missing, number, percent, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed, one_line
 
@@ -135,13 +136,7 @@ def in_step(frames: Frames) -> str:
         if len(found) == len(frames.served)
         else f" at {len(found):,} of {counted(len(frames.served), 'served point')}"
     )
-    typical = float(found["load_output_tokens"].iloc[0])
-    dp = " and what attention DP gives" if (found["dp"] > 1).any() else ""
-    return (
-        f"Clients go in step{some}: requests of their closed loop are all of one length, so that they end and begin "
-        f"together, and few gaps meet a prompt. TTFT, ITL p99{',' if dp else ' and'} goodput{dp} are others where "
-        f"lengths differ (--output-tokens uniform:{round(0.9 * typical)}-{round(1.1 * typical)})."
-    )
+    return in_step_words(found["load_output_tokens"].iloc[0], some=some, dp=bool((found["dp"] > 1).any()))
 
 
 def of_waves(served: pd.DataFrame) -> pd.DataFrame:

@@ -111,6 +111,17 @@ def in_step(load: Load, concurrency: int) -> bool:
     return alike and load.arrival == CLOSED and not load.sessions and 1 < concurrency < load.requests
 
 
+def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
+    """What that changes, and lengths that differ by a tenth; `some`: where, if not everywhere, `dp`: attention DP is there."""
+    typical = int(output_tokens)
+    return (
+        f"Clients go in step{some}: requests of their closed loop are all of one length, so that they end and begin "
+        f"together, and few gaps meet a prompt. TTFT, ITL p99{',' if dp else ' and'} goodput"
+        f"{' and what attention DP gives' if dp else ''} are others where lengths differ "
+        f"(--output-tokens uniform:{9 * typical // 10}-{-(-11 * typical // 10)})."
+    )
+
+
 def as_drawn(load: Load) -> str:
     """Behind the rate of an open loop whose requests came as fast as their gaps were drawn."""
     return ", as drawn" if load.paced is False else ""

@@ -799,6 +799,24 @@ def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
     assert found.ttft_ms.p50 is not None
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ([{}], "Clients go in step: "),
+        ([{}, {"output_tokens": "uniform:10-30"}], "Clients go in step under 1 of 2 loads: "),
+        ([{"output_tokens": "uniform:10-30"}], None),
+        ([{"arrival": "gamma", "request_rate": 2.0}], None),
+    ],
+)
+def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told: str | None) -> None:
+    """Requests of one length in a closed loop, at 8 clients of 100 requests; one client has nobody beside it."""
+    loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
+    for requests, words in ((8, told), (1, None)):
+        asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
+        said = [text for text in answer.unknown(asked, [stepped()], estimate.published()) if "in step" in text]
+        assert [text[: len(words or "")] for text in said] == [words] * bool(words)
+
+
 def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     """Prompts of 100,000 tokens by steps of up to 5,500; with nothing else known, that would be the reason."""
     choice = stepped(1, 100_020, input_tokens="100000", requests=2)
