@@ -1,8 +1,11 @@
-"""What benches between ranks say of a machine's wire: their records as samples of points.wire, and how well the model holds. No torch."""
+"""What benches between ranks say of a machine's wire: their records as samples of points.wire, and how well the model holds; and what
+step times of several GPUs and of one that stood for them say of steps with prompts. No torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +14,8 @@ from dcpbench.bench.cases import AUTO_VARIANTS, COLLECTIVES
 from dcpbench.bench.record import SCHEMA_VERSION, BenchRecord
 from dcpbench.errors import UsageError
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import ACROSS, Call, Sample
+from dcpbench.points.wire import ACROSS, Call, Prompts, Sample
+from dcpbench.serving.step_times import LINE, StepTimes, read_step_times
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -67,6 +71,55 @@ def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
             "--ranks 2 -o FOLDER, or let dcpbench calibrate do it."
         )
     return found
+
+
+def step_times_in(paths: Sequence[Path]) -> list[Path]:
+    """Files of step times among these, and anywhere below folders."""
+    return [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("step-times/*.json")) if path.is_dir() else [path])
+        if file.parent.name == "step-times"
+    ]
+
+
+def prompts_in(files: Sequence[Path]) -> list[Prompts]:
+    """How many times as long steps with prompts took on several GPUs as on one that stood for them: by prompt tokens, medians over
+    cases and over all pairs of such files of one engine path.
+
+    Raises UsageError for files of a CPU, and for one that no other can be held against; RecordsError for one that cannot be read.
+    """
+    times = {file: read_step_times(file) for file in files}
+    ratios: dict[int, list[float]] = {}
+    for file, one in times.items():
+        others = [
+            of for of in times.values() if (of.emulated is None) != (one.emulated is None) and _same_path(of, one)
+        ]
+        if one.blocking:
+            raise UsageError(f"{file} is of a CPU, whose times say nothing of GPUs; leave it out.")
+        if not others:
+            lacks = (
+                "on the GPUs themselves"
+                if one.emulated
+                else "with --emulate and the machine's file, on one of these GPUs"
+            )
+            raise UsageError(
+                f"{file} can be held against nothing: measure step times of the same layout and load {lacks}, and name both runs."
+            )
+        for live in others if one.emulated else ():
+            medians = {m.case: m.median_ms for m in live.cases}
+            for m in one.cases:
+                if m.case.chunks and m.case.use == LINE and m.case in medians:
+                    ratios.setdefault(m.case.work().tokens, []).append(medians[m.case] / m.median_ms)
+    return [Prompts(tokens, round(statistics.median(found), 4)) for tokens, found in sorted(ratios.items())]
+
+
+def _same_path(one: StepTimes, other: StepTimes) -> bool:
+    """But for whether a rank stood for others."""
+    return {**one.path, "emulate": ""} == {
+        **other.path,
+        "emulate": "",
+    } and one.environment.device == other.environment.device
 
 
 def _read(path: Path) -> BenchRecord:

@@ -15,8 +15,10 @@ import typer
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, ended, panel
 from dcpbench.commands.compare import Judged, Shown
+from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.points.names import flag
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import span
 from dcpbench.show.terminal import say
@@ -36,8 +38,7 @@ OURS = {
     "node_rank": "--node-rank",
 }
 """Options that a variant cannot have, as `ab` gives them itself, or works on one machine."""
-REMOTE = ("--url", "--engine", "--serve-cmd")
-"""Options of `serve` that measure a real server."""
+REMOTE = tuple(flag(name) for name in REAL_SERVERS)
 
 RUNS = panel("What is run")
 

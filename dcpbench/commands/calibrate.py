@@ -1,4 +1,4 @@
-"""`dcpbench calibrate`: a machine's file, from benches between its ranks."""
+"""`dcpbench calibrate`: a machine's file, from benches between its ranks, and from step times of several GPUs and of one."""
 
 import itertools
 import tempfile
@@ -25,9 +25,10 @@ def calibrate(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="BENCH",
-            help="Files or folders of `bench collectives` and `bench exchange`. Default: both are run now, on this "
-            "machine's GPUs.",
+            metavar="RUN",
+            help="Files or folders of `bench collectives` and `bench exchange`, or a machine's file that has what they "
+            "measured. Default: both are run now, on this machine's GPUs. And runs with step times of one layout, live and "
+            "with --emulate: how much longer steps with prompts take these GPUs together than one alone.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The machine's file.")] = Path(
@@ -55,6 +56,8 @@ def calibrate(
       dcpbench calibrate -o our-h200.toml
 
       dcpbench calibrate results/collectives results/exchange --link rdma-400 -o our-h200.toml
+
+      dcpbench calibrate our-h200.toml runs/live runs/emulated -o our-h200.toml --force
     """
     import msgspec
 
@@ -70,8 +73,16 @@ def calibrate(
     host = gpus_per_host or machines.GPUS_PER_HOST
     asked = machines.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
     machines.parse(machines.text(asked).encode(), "these options")
-    records = calibration.records_in(runs) if runs else _measured()
-    written = machines.text(_calibrated(asked, records, name, gpu)).encode()
+    steps = calibration.step_times_in(runs or [])
+    prompts = calibration.prompts_in(steps)
+    wires = [
+        path for path in runs or [] if path not in steps and (path.is_file() or not calibration.step_times_in([path]))
+    ]
+    if any(path.suffix == ".toml" for path in wires):
+        made = _again(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
+    else:
+        made = _calibrated(asked, calibration.records_in(wires) if wires else _measured(), name, gpu)
+    written = machines.text(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
     machine = machines.parse(written, "these options")
     try:
         out.write_bytes(written)
@@ -84,10 +95,22 @@ def calibrate(
     _say_lacking(lacks, most=max(n for call in calls for n in call.ranks))
     if as_json:
         rows = [dict(zip(shown.COLUMNS, shown.row(q), strict=True)) for q in found]
-        told = {"file": str(out), "picture": str(picture), "calls": rows, "lacks": [*itertools.chain(*lacks.values())]}
+        told = {
+            "file": str(out),
+            "picture": str(picture),
+            "calls": rows,
+            "lacks": [*itertools.chain(*lacks.values())],
+            "prompts": machine.prompts,
+        }
         write_json(msgspec.json.encode(told).decode() + "\n")
         return 0
     console().print(shown.table(found))
+    if machine.prompts:
+        most = max(machine.prompts, key=lambda p: p.times)
+        say(
+            f"Steps with prompts take these GPUs together up to {most.times:.3f} times as long as one that stands for them (at "
+            f"{most.tokens:,} prompt tokens); forecasts by this file reckon with it."
+        )
     for path in (out, picture):
         typer.echo(f"Wrote {path}")
     return 0
@@ -128,6 +151,20 @@ def _calibrated(asked: "Machine", records: "list[BenchRecord]", name: str | None
     usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
     calls = calibration.calls_of(records)
     return msgspec.structs.replace(asked, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
+
+
+def _again(paths: list[Path], **typed: object) -> "Machine":
+    """A machine's file with what was typed in place of what it says. Raises UsageError beside benches, or for two."""
+    import msgspec
+
+    from dcpbench.errors import UsageError
+    from dcpbench.points import machines
+
+    if len(paths) > 1:
+        raise UsageError(
+            f"{listed([str(path) for path in paths])}: a machine's file has what benches measured; name one such file, or benches."
+        )
+    return msgspec.structs.replace(machines.read(paths[0]), **{k: v for k, v in typed.items() if v is not None})
 
 
 def _say_lacking(lacks: dict[str, list[str]], most: int) -> None:

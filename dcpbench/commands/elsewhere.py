@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from dcpbench.points.machine import Probe
 
-OTHERS = ("url", "engine", "serve_cmd")
-"""Options with which servers of others are measured, which have their own models."""
+REAL_SERVERS = ("url", "engine", "serve_cmd")
+"""Options of `serve` with which servers of others are measured, which have their own models, on one machine."""
 SAYS_ALL = ("config", "engine")
 """Files without which nothing is known of how options go together."""
 DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}
@@ -65,15 +65,18 @@ def known_gpus(name: str, count: int) -> Probe:
 
 
 def not_here(command: Any, typed: Mapping[str, Any], *, shared: bool) -> list[str]:  # noqa: ANN401 -- Typer's, by any name
-    """Options, by name, that stand for something of the other machines. `shared`: a file that is here is theirs, too."""
+    """Options, by name, that stand for something of the other machines. `shared`: the current folder is theirs, too, so that what
+    it lacks they lack.
+    """
     from dcpbench.servers.client import KEY_VARIABLE
 
     def away(value: object) -> bool:
-        return value != SYNTHETIC and not (shared and Path(str(value)).exists())
+        path = Path(str(value))
+        return value != SYNTHETIC and not (shared and (path.exists() or not path.is_absolute()))
 
     files = [p.name for p in command.params if getattr(p, "metavar", None) in ("FILE", "FOLDER")]
     found = [name for name in files if typed.get(name) is not None and away(typed[name])]
-    others = any(typed.get(name) for name in OTHERS)
+    others = any(typed.get(name) for name in REAL_SERVERS)
     for name in ("emulate", "engine", *(() if others else ("model",))):
         value = typed.get(name) or ""
         words = value if isinstance(value, list) else str(value).split(",")
@@ -100,6 +103,8 @@ def check(command: Any, words: Sequence[str], typed: Mapping[str, Any], there: M
             _check_plan(command, words, there, away, whole=whole)
     except DcpbenchError as e:
         said = str(e).replace("--nnodes", "--nodes")  # as submit calls it
+        said = said.replace(f"see dcpbench {words[0]} --help", "see dcpbench submit --help")
+        said = said.replace(f"Type instead: dcpbench {words[0]}", f"Type behind --: {words[0]}")
         raise type(e)(f"the submitted {words[0]}: {said}") from e
     if each:
         return "Of the others, each was read for itself."

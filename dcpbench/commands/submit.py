@@ -40,8 +40,6 @@ app = typer.Typer(
 RUNNABLE = ("sweep", "serve", "verify")
 WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Options of a command that a job gives itself."""
-REMOTE = ("url", "engine", "serve_cmd")
-"""Options with which a command measures on one machine."""
 GPU_OPTION = re.compile(r"-G|.*gpu")
 """An option of sbatch that may ask for GPUs."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
@@ -433,14 +431,14 @@ def _check_words(name: str, typed: Mapping[str, Any], given: set[str], job: Job)
             "--dry-run behind -- would wait in a queue to print a plan; type it before -- to see what is submitted, or "
             f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
         )
-    if "gpu" in given and not any(typed.get(option) for option in REMOTE):
+    if "gpu" in given and not any(typed.get(option) for option in elsewhere.REAL_SERVERS):
         raise UsageError(f"--gpu {typed['gpu']} behind -- plans, and measures nothing; type it before --.")
     if job.nodes == 1:
         _check_tp(typed, job)
         return
     if "nnodes" not in typed:
         raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
-    if remote := [option for option in REMOTE if option in given]:
+    if remote := [option for option in elsewhere.REAL_SERVERS if option in given]:
         raise UsageError(f"--{remote[0].replace('_', '-')} measures from one machine; leave --nodes {job.nodes} out.")
     if not typed.get("tp") and not typed.get("config"):
         total = job.nodes * (job.gpus_per_node or 1)

@@ -266,7 +266,7 @@ def _decide(tests: Sequence[_Test], options: Options) -> None:
             row.confidence = 1 - 2 * tail
         if is_same:
             row.verdict = "SAME"
-        elif row.differs and abs(t.effect.log) > margin:
+        elif row.differs and t.effect.least > margin:
             row.verdict = "FASTER" if (t.effect.log > 0) == row.higher_is_better else "SLOWER"
         else:
             _undecided(t, margin, level / 2, options.alpha)
@@ -274,7 +274,8 @@ def _decide(tests: Sequence[_Test], options: Options) -> None:
 
 def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
     row, effect = test.row, test.effect
-    if max(effect.below, effect.above) and (effect.least <= 0 or abs(effect.log) <= margin < effect.most):
+    within = effect.least <= margin < abs(effect.log) or abs(effect.log) <= margin < effect.most
+    if max(effect.below, effect.above) and (effect.least <= 0 or within):
         row.reason = WITHIN_ENDS
         return
     if effect.variance is None:

@@ -7,6 +7,7 @@ A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calib
     gpus_per_host = 8
     link = "rdma-400"              # between hosts, of `dcpbench machines`; or a table with name, bytes_s, latency_us, source
     measured = "4 × NVIDIA H200, NCCL 2.28.9"
+    prompts = [[128, 1.01], [4096, 1.05]]    # [prompt tokens of a step, times as long as one GPU takes that stands for several]
     [calls]                        # [ranks, meetings, bytes that a rank receives, µs] of each
     all-gather = [[2, 1, 7168, 5.84], …]
 
@@ -27,7 +28,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.gpus import GPUS, Gpu
-from dcpbench.points.wire import Call, Link, Sample, Wire
+from dcpbench.points.wire import Call, Link, Prompts, Sample, Wire, wrong_prompts
 
 LINKS = (
     Link(
@@ -75,6 +76,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Between hosts; None: there is but one."""
     measured: str = ""
     """Where the calls were measured; empty in a description on paper."""
+    prompts: list[Prompts] = []
+    """How many times as long steps with prompts take on GPUs of a host together as on one that stands for them: at the power
+    limit the slowest GPU decides, and never rests. Sorted by tokens; empty: not measured."""
     calls: dict[str, list[Sample]] = {}
     sha256: str = ""
     """Of the file."""
@@ -180,6 +184,9 @@ def text(machine: Machine) -> str:
     if isinstance(machine.link, str):
         lines.append(f"link = {json.dumps(machine.link)}")
     lines.append(f"measured = {json.dumps(machine.measured, ensure_ascii=False)}")
+    if machine.prompts:
+        lines.append("# [prompt tokens of a step, times as long as one GPU takes that stands for several]")
+        lines += ["prompts = [", *(f"    [{p.tokens}, {p.times:.4f}]," for p in machine.prompts), "]"]
     if isinstance(machine.link, Link):
         lines += [
             "",
@@ -212,7 +219,11 @@ def _wrong(machine: Machine) -> str:
         0 < machine.link.bytes_s < math.inf and 0 <= machine.link.latency_us < math.inf
     ):
         return "link: bytes_s and latency_us are positive numbers, such as 50e9 and 5.0."
-    for name, samples in machine.calls.items():
+    return wrong_prompts(machine.prompts) or _wrong_calls(machine.calls)
+
+
+def _wrong_calls(calls: dict[str, list[Sample]]) -> str:
+    for name, samples in calls.items():
         if not samples:
             return (
                 f"calls.{name} is empty; write [ranks, meetings, bytes, µs] of each measurement, or leave the call out."

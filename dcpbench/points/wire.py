@@ -220,6 +220,31 @@ CHUNKS_HIGH = 0.09
 pairs of H200 by each of their GPUs (docs/emulation.md)."""
 
 
+PROMPTS_APART = 0.03
+"""The same, shorter too, where the machine's file says how long steps with prompts take its GPUs together: of 224 cases of two pairs of
+H200 by the four GPUs, held against what the other pair took, two are farther (docs/emulation.md)."""
+
+
+class Prompts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Steps with prompts on GPUs that work together, against one GPU that stands for them."""
+
+    tokens: int
+    """Of all prompts in a step of a replica."""
+    times: float
+    """As long."""
+
+
+def wrong_prompts(prompts: Sequence[Prompts]) -> str:
+    """What of them cannot be, in a sentence; empty: nothing."""
+    for number, p in enumerate(prompts):
+        if p.tokens < 1 or not 0 < p.times < math.inf or (number and p.tokens <= prompts[number - 1].tokens):
+            return (
+                f"prompts[{number}] = [{p.tokens}, {p.times:g}] cannot be: each has more prompt tokens than the one before, and "
+                "a positive number, of times as long as one GPU takes."
+            )
+    return ""
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What joins hosts, on paper."""
 

@@ -13,7 +13,7 @@ import msgspec
 from dcpbench.points.names import CLOSED, FP8, OBJECTIVES
 from dcpbench.recommend.advise import break_even, dollars, margin, measuring, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
-from dcpbench.serving.load_words import in_step, in_step_words
+from dcpbench.serving.load_words import in_step, in_step_words, lengths_apart
 from dcpbench.show import numbers
 from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
@@ -58,7 +58,7 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
         else:
             names = f"{first} to {last}"
         runs.append(f"{said} at {names}")
-    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}"
+    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}{_by_waves(ask, able)}"
 
 
 def _unjudged(choices: Sequence[Choice]) -> str:
@@ -68,6 +68,17 @@ def _unjudged(choices: Sequence[Choice]) -> str:
         return ""
     who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
     return f" Not judged at every load: {who}; why, see below."
+
+
+def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
+    """That what the answer names with attention DP gains by clients that go in step."""
+    waves = [load for requests, _, load in ask.loads if load and in_step(load, requests)]
+    if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
+        return ""
+    return (
+        " Requests of one length make clients go in step, which attention DP gains by: ask again with "
+        f"{lengths_apart(waves[0].output_tokens)}."
+    )
 
 
 def _gpus(ask: Ask) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from dcpbench.points.memory import PAGES_OF_PADDING, pages_for
 from dcpbench.points.names import NO_EXCHANGE
 from dcpbench.points.point import Point
+from dcpbench.points.wire import Prompts
 
 if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
@@ -206,8 +207,12 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it. The ends
     of the step's interval have both errors.
     """
+    prompts: tuple[Prompts, ...] = ()
+    """By which steps with prompts are told longer than they took this rank, as the machine's file says; step times themselves are
+    as measured."""
+    chunks_low: float = 0.0
     chunks_high: float = 0.0
-    """Share by which a step with prompts may be longer, where that is more than both errors together."""
+    """Shares by which a step with prompts may be shorter and longer, where that is more than both errors together."""
     output_tok_s_low: float | None = None
     output_tok_s_high: float | None = None
     ttft_p50_ms_low: float | None = None
@@ -215,7 +220,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     itl_p50_ms_low: float | None = None
     itl_p50_ms_high: float | None = None
     """Of requests that were replayed: least and most of three replays, whose steps are as they were forecast, as much shorter
-    as these errors make the largest decode step, and as much longer, those with prompts by `chunks_high` where that is more.
+    as these errors make the largest decode step, and as much longer, those with prompts by `chunks_low` and `chunks_high` where
+    that is more.
     """
 
 

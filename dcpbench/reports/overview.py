@@ -115,7 +115,10 @@ def caveats(frames: Frames) -> list[str]:
     waves = answer.of_waves(frames.served)
     if len(waves):
         every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
-        said.append(f"clients go in step{every}, as all their requests are of one length")
+        favours = (
+            ", which attention DP gains by: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
+        )
+        said.append(f"clients go in step{every}, as all their requests are of one length{favours}")
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():
@@ -203,13 +206,15 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
 
 def _most(timed: pd.DataFrame) -> str:
     """The most output, and of which point: of those within the SLO where points are judged by one, and what is nearest where none is."""
-    fits = timed[~(timed["slo_excess"] > 1)]
-    within = " within the SLO" if timed["slo_excess"].notna().any() else ""
-    top = (timed if fits.empty else fits).sort_values("output_tok_s", kind="stable").iloc[-1]
+    judged = timed[timed["slo_excess"].notna()]
+    pool = timed if judged.empty else judged
+    fits = pool[~(pool["slo_excess"] > 1)]
+    within = "" if judged.empty else " within the SLO"
+    top = (pool if fits.empty else fits).sort_values("output_tok_s", kind="stable").iloc[-1]
     most = f"{number(top['output_tok_s'], 3)} output tok/s{'' if fits.empty else within}, with {top['label']} at {rule.load_words(top)}"
     if len(fits):
         return f"at most {most}"
-    near = timed.sort_values("slo_excess", kind="stable").iloc[0]
+    near = pool.sort_values("slo_excess", kind="stable").iloc[0]
     nearest = "" if near.name == top.name else f": nearest is {near['label']} at {rule.load_words(near)}"
     return f"at most {most}; no point meets the SLO{nearest} ({near['slo_said']})"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY
+from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
@@ -111,14 +112,21 @@ def in_step(load: Load, concurrency: int) -> bool:
     return alike and load.arrival == CLOSED and not load.sessions and 1 < concurrency < load.requests
 
 
-def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
-    """What that changes, and lengths that differ by a tenth; `some`: where, if not everywhere, `dp`: attention DP is there."""
+def lengths_apart(output_tokens: str) -> str:
+    """What to type so that requests whose answers are of one length differ by a tenth, or by a token; of one token by their prompts."""
     typical = int(output_tokens)
+    if typical == 1:
+        return "--input-tokens uniform:LOW-HIGH"
+    return f"--output-tokens uniform:{max(9 * typical // 10, 1)}-{-(-11 * typical // 10)}"
+
+
+def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
+    """What it changes that clients go in step; `some`: where, if not everywhere, `dp`: attention DP is there."""
+    others = ["TTFT", *(["ITL p99"] if int(output_tokens) > 1 else []), "goodput", *["what attention DP gives"] * dp]
     return (
         f"Clients go in step{some}: requests of their closed loop are all of one length, so that they end and begin "
-        f"together, and few gaps meet a prompt. TTFT, ITL p99{',' if dp else ' and'} goodput"
-        f"{' and what attention DP gives' if dp else ''} are others where lengths differ "
-        f"(--output-tokens uniform:{9 * typical // 10}-{-(-11 * typical // 10)})."
+        f"together, and few steps decode beside a prompt. {capital(listed(others))} are others where lengths differ "
+        f"({lengths_apart(output_tokens)})."
     )
 
 

@@ -325,7 +325,10 @@ def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[floa
     decodes = [m for m in times.cases if m.case.decodes and not m.case.chunks]
     step_us = 1e3 * max(decodes, key=lambda m: m.case.requests).median_ms
     shorter, longer = forecast_error(emulated, step_us)
-    return (1 + longer, 1 + max(longer, emulated.chunks_high)), (1 - shorter, 1 - shorter)
+    return (
+        (1 + longer, 1 + max(longer, emulated.chunks_high)),
+        (1 - shorter, 1 - max(shorter, emulated.chunks_low)),
+    )
 
 
 def replay_from_file(

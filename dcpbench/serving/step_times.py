@@ -20,11 +20,12 @@ from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import AUTO, flag
 from dcpbench.points.older import OFF
 from dcpbench.points.point import load_axes, point_axes
+from dcpbench.points.wire import wrong_prompts
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Emulated, Environment, Gpu, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
-from dcpbench.serving.step_model import HotStep, Slowed, StepModel, Work, step_works
+from dcpbench.serving.step_model import HotStep, Line, Slowed, StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
@@ -244,8 +245,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return [(m.case, self.model.step_ms([m.case.work()]) / m.median_ms - 1) for m in self.cases_for(CHECK)]
 
     def cases_for(self, use: str) -> list[Measured]:
-        """Those of one use."""
-        return [m for m in self.cases if m.case.use == use]
+        """Those of one use; with prompts as long as the GPUs of the machine take together that one stood for."""
+        found = self.emulated.prompts if self.emulated else ()
+        together = Line((p.tokens, p.times) for p in found) if found else None
+        return [_longer(m, together) for m in self.cases if m.case.use == use]
 
     def must_be_of(self, point: Point, name: str = "the step times") -> None:
         """Raise UsageError unless these are the times of the point's engine, saying what differs."""
@@ -255,6 +258,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 f"{name}: measured with {', '.join(found)}; name a file that was measured for this point, or leave "
                 "--step-times out and it is measured now."
             )
+
+
+def _longer(measured: Measured, together: Line | None) -> Measured:
+    """A case that one GPU measured, as long as several take."""
+    tokens = measured.case.work().tokens
+    if together is None or not tokens:
+        return measured
+    times = together.held(tokens)
+    return msgspec.structs.replace(measured, samples_ms=[ms * times for ms in measured.samples_ms])
 
 
 def write_step_times(path: Path, times: StepTimes) -> None:
@@ -279,6 +291,8 @@ def read_step_times(path: Path) -> StepTimes:
     for number, measured in enumerate(times.cases):
         if found := _problem(measured):
             raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
+    if times.emulated and (wrong := wrong_prompts(times.emulated.prompts)):
+        raise RecordsError(f"{path}, emulated: {wrong}")
     if not 0 <= times.launch_ms <= LARGEST:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times

@@ -22,7 +22,7 @@ from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import floors, memory
 from dcpbench.points.machines import described
-from dcpbench.points.wire import CHUNKS_HIGH, RANKS_HIGH, RANKS_LOW
+from dcpbench.points.wire import CHUNKS_HIGH, PROMPTS_APART, RANKS_HIGH, RANKS_LOW
 from dcpbench.records import formulas
 from dcpbench.records.record import Emulated, Floor, Kv, Record, Straggler
 from dcpbench.syncs.recorded import WORST_SITES
@@ -250,6 +250,7 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
     emulation.tally = tally = Tally()
     session.engine.run(batch)
     machine = described(point.emulate)
+    on_gpu = session.engine.device.type == "cuda"
     return Emulated(
         machine=machine.name,
         sha256=machine.sha256,
@@ -260,7 +261,9 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
         wire_high_us=tally.high_us,
         ranks_low=RANKS_LOW,
         ranks_high=RANKS_HIGH,
-        chunks_high=CHUNKS_HIGH if session.engine.device.type == "cuda" else 0.0,
+        prompts=tuple(machine.prompts) if on_gpu else (),
+        chunks_low=PROMPTS_APART if on_gpu and machine.prompts else 0.0,
+        chunks_high=(PROMPTS_APART if machine.prompts else CHUNKS_HIGH) if on_gpu else 0.0,
     )
 
 

@@ -593,6 +593,18 @@ def test_files_of_the_cluster_are_not_looked_at_and_all_else_is(
     assert f"error: the submitted {words[0]}: {wrong[0]}" in done.stderr
 
 
+@pytest.mark.parametrize("words", [("--model", "deepseek-ai/DeepSeek-V3"), ("--weights", "./nothere")], ids=shlex.join)
+def test_what_the_current_folder_lacks_a_job_of_slurm_lacks_too(typed: Typed, words: tuple[str, ...]) -> None:
+    """The job starts there; a pod has a folder of its own."""
+    wrong = typed("submit", *KINDS[0], "--gpus-per-node", "8", "--dry-run", "--", "sweep", "--tp", "8", *words)
+    assert wrong.returncode == 2
+    assert words[1].removeprefix("./") in wrong.stderr
+    assert (
+        typed("submit", *KINDS[1], "--gpus-per-node", "8", "--dry-run", "--", "sweep", "--tp", "8", *words).returncode
+        == 0
+    )
+
+
 @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
 def test_a_file_of_options_that_is_here_is_read_where_the_job_sees_it(typed: Typed, where: tuple[str, ...]) -> None:
     """Slurm's machines share the disk; a pod has the files of its image."""
@@ -610,7 +622,9 @@ def test_advice_names_the_options_of_submit(typed: Typed) -> None:
     done = slurm(typed, "--dry-run", "--", "sweep", "--config", "a.toml")
     assert done.returncode == 3
     assert "there are 16 (asked for)" in done.stderr
-    assert "on 4 such machines with --nodes 4;" in done.stderr
+    assert "on 4 such machines with --nodes 4; see dcpbench submit --help)" in done.stderr
+    assert "Type behind --: sweep " in done.stderr
+    assert "dcpbench sweep" not in done.stderr
 
 
 def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,21 @@ class TestVerdicts:
         assert (row.low, row.high) == (pytest.approx(plain.low * low), pytest.approx(plain.high * high))
         assert row.ratio == plain.ratio == pytest.approx(0.8)
 
+    def test_nor_is_one_whose_nearer_end_is_within_the_margin(self, tmp_path: Path) -> None:
+        """10 ms that become 9.7, or 9.95 at the end: a ratio within the margin of 1 %."""
+        (row,) = (
+            compared(
+                tmp_path,
+                [forecast_steps(10, (0, 0))],
+                [forecast_steps(9.7, (0.026, 0.026))],
+                metrics=("step_time",),
+                launch_noise=0.0005,
+            )
+            .points[0]
+            .rows
+        )
+        assert (row.verdict, row.reason) == ("UNDECIDED", WITHIN_ENDS)
+
     def test_a_forecast_is_not_called_the_same_within_its_ends(self, tmp_path: Path) -> None:
         """Sides that agree to the digit and may be 5 % off each."""
         sure, unsure = (

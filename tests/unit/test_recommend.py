@@ -817,6 +817,19 @@ def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told
         assert [text[: len(words or "")] for text in said] == [words] * bool(words)
 
 
+@pytest.mark.parametrize(
+    ("dp", "output_tokens", "told"), [(4, "20", True), (1, "20", False), (4, "uniform:10-30", False)]
+)
+def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, output_tokens: str, told: bool) -> None:
+    asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
+    of = forecast(100)
+    of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
+    choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
+    text = answer.sentence(asked, [choice])
+    assert text.endswith("attention DP gains by: ask again with --output-tokens uniform:18-22.") == told
+    assert ("in step" in text) == told
+
+
 def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     """Prompts of 100,000 tokens by steps of up to 5,500; with nothing else known, that would be the reason."""
     choice = stepped(1, 100_020, input_tokens="100000", requests=2)

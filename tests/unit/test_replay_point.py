@@ -269,26 +269,33 @@ def test_the_machine_of_the_step_times_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocking", "chunks_high", "factors"),
+    ("blocking", "chunks", "factors"),
     [
-        (False, 0.08, [(1.17, 1.17), (0.93, 0.93)]),
-        (False, 0.2, [(1.17, 1.2), (0.93, 0.93)]),
-        (True, 0.2, [(1.0, 1.0), (1.0, 1.0)]),
+        (False, (0.0, 0.08), [(1.17, 1.17), (0.93, 0.93)]),
+        (False, (0.0, 0.2), [(1.17, 1.2), (0.93, 0.93)]),
+        (False, (0.1, 0.1), [(1.17, 1.17), (0.93, 0.9)]),
+        (True, (0.2, 0.2), [(1.0, 1.0), (1.0, 1.0)]),
     ],
 )
 def test_the_error_of_a_forecast_is_that_of_the_step_with_most_requests(
-    blocking: bool, chunks_high: float, factors: list[tuple[float, float]]
+    blocking: bool, chunks: tuple[float, float], factors: list[tuple[float, float]]
 ) -> None:
     """10 µs of a step of 100, and 4 to 25 at the ends: 15 more, or 6 less; ranks are 2 % slower at most, and 1 % faster.
 
-    Steps with prompts are longer by what is known of them, where that is more. Where hosts block, nothing waits for the wire.
+    Steps with prompts are shorter and longer by what is known of them, where that is more. Where hosts block, nothing waits for the wire.
     """
     cases = [
         Measured(case=Case(decodes=(Decodes(n, 100),)), samples_ms=[ms]) for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))
     ]
     cases.append(Measured(case=Case(chunks=(Chunks(16, 8, 0),)), samples_ms=[7.0]))
     wire = SimpleNamespace(
-        wire_us=10.0, wire_low_us=4.0, wire_high_us=25.0, ranks_low=0.01, ranks_high=0.02, chunks_high=chunks_high
+        wire_us=10.0,
+        wire_low_us=4.0,
+        wire_high_us=25.0,
+        ranks_low=0.01,
+        ranks_high=0.02,
+        chunks_low=chunks[0],
+        chunks_high=chunks[1],
     )
     times = SimpleNamespace(emulated=wire, blocking=blocking, cases=cases)
     for found, wanted in zip(replay._forecast_factors(times), factors, strict=True):  # type: ignore[arg-type]

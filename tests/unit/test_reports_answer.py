@@ -15,6 +15,7 @@ from dcpbench.records.record import Latencies
 from dcpbench.reports import answer, answer_tables, findings, frames, markdown, overview, sections
 from dcpbench.reports.tables import Table
 from dcpbench.reports.words import shared_shape, short_shapes
+from dcpbench.serving.load_words import in_step_words, lengths_apart, parse_lengths
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -75,10 +76,22 @@ class TestClientsInStep:
         )
         assert "clients go in step, as all their requests are of one length" in overview.caveats(found)
 
-    def test_with_attention_dp_so_is_what_it_gives(self, tmp_path: Path) -> None:
-        assert "ITL p99, goodput and what attention DP gives are" in said(
-            self.read(tmp_path, serve.point(DP)), "in step"
-        )
+    @pytest.mark.parametrize(("tokens", "apart"), [("1500", "1350-1650"), ("15", "13-17"), ("2", "1-3")])
+    def test_what_to_type_has_lengths_on_both_sides(self, tokens: str, apart: str) -> None:
+        option, lengths = lengths_apart(tokens).split()
+        assert (option, lengths) == ("--output-tokens", f"uniform:{apart}")
+        assert parse_lengths(option, lengths).low < int(tokens) < parse_lengths(option, lengths).high
+
+    def test_answers_of_one_token_have_no_gaps(self) -> None:
+        words = in_step_words("1", dp=False)
+        assert "TTFT and goodput are others" in words
+        assert words.endswith("(--input-tokens uniform:LOW-HIGH).")
+
+    def test_with_attention_dp_so_is_what_it_gives_and_the_opening_says_it(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, serve.point(DP))
+        assert "ITL p99, goodput and what attention DP gives are" in said(found, "in step")
+        (caveat,) = [text for text in overview.caveats(found) if "in step" in text]
+        assert caveat.endswith(", which attention DP gains by: it may be behind where lengths differ")
 
     def test_some_are_counted(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")

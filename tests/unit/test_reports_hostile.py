@@ -171,7 +171,9 @@ def test_a_file_that_is_no_record_file_is_not_taken_for_one_cut_short(tmp_path: 
     path = tmp_path / "results.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("records.jsonl", "{}")
-    with pytest.raises(RecordsError, match=r"results\.zip, line 1: it is no record"):
+    with pytest.raises(
+        RecordsError, match=r"results\.zip is no file of records, as no line of it is one \(line 1: it is no record"
+    ):
         frames.load([path])
 
 

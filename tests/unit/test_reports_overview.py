@@ -250,6 +250,13 @@ class TestNoAnswer:
         """8 requests at 40 ms give 200 tok/s, 32 at 50 give 640."""
         assert said(tmp_path, steps(TP, 8, 40), steps(TP, 32, 50), itl=itl).endswith(told)
 
+    def test_what_no_objective_judges_is_not_within_it(self, tmp_path: Path) -> None:
+        """A decode step has no TTFT to be held against; the served point misses it."""
+        point = serve.served(serve.point(TP))
+        text = said(tmp_path, point, steps(TP, 32, 50), ttft=1.0)
+        assert "within the SLO" not in text
+        assert "; no point meets the SLO (misses: TTFT" in text
+
     def test_a_point_that_alone_misses_the_slo_is_named_once(self, tmp_path: Path) -> None:
         assert said(tmp_path, steps(TP, 8, 40), itl=30.0).endswith(
             "at most 200 output tok/s, with tp4 at 8 requests of 4,000 tokens; no point meets the SLO (misses: ITL p50 40.0 ms)."

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.batches import chunk_rows
+from dcpbench.points.wire import Prompts
 from dcpbench.records.record import Emulated
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import Extent, chunk_sizes, grid, row_sizes
@@ -20,6 +22,7 @@ from dcpbench.serving.step_times import (
     Chunks,
     Decodes,
     Measured,
+    StepTimes,
     differences,
     read_step_times,
     write_step_times,
@@ -405,3 +408,27 @@ def test_beside_few_chunks_rows_add_what_they_did_beside_the_fewest_measured() -
     of = MixedTimes(samples, lambda *_: 0.0)  # type: ignore[arg-type]
     for tokens, more in ((50, 10.0), (100, 10.0), (150, 15.0), (200, 20.0), (400, 20.0)):
         assert of(Work(2, 160, tokens, 0.0, 0)) == pytest.approx(more)
+
+
+def stands(prompts: tuple[Prompts, ...]) -> StepTimes:
+    """Of a rank that stood for others, by a machine's file that says how much longer steps with prompts take."""
+    told = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, prompts=prompts)
+    return msgspec.structs.replace(step_times(EXTENT), emulated=told)
+
+
+def test_steps_with_prompts_are_as_long_as_the_gpus_of_the_machine_take_together() -> None:
+    """1.02 times at 2,048 tokens, 1.04 at 4,096, and so 1.03 in the middle; what decodes alone stays, and so do the samples."""
+    plain, longer = step_times(EXTENT), stands((Prompts(2048, 1.02), Prompts(4096, 1.04)))
+    for tokens, times in ((1024, 1.02), (3072, 1.03), (4096, 1.04), (8192, 1.04)):
+        work = Work.of(0, 0, [(tokens, 0)])
+        assert longer.model.step_ms([work]) == pytest.approx(times * plain.model.step_ms([work]), rel=2e-3)
+    decodes = Work.of(8, 8 * 4000, [])
+    assert longer.model.step_ms([decodes]) == plain.model.step_ms([decodes])
+    assert longer.cases == plain.cases
+
+
+def test_a_file_whose_prompts_cannot_be_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step-times" / "x.json"
+    write_step_times(path, stands((Prompts(2048, 0.0),)))
+    with pytest.raises(RecordsError, match=re.escape(f"{path}, emulated: prompts[0] = [2048, 0] cannot be")):
+        read_step_times(path)

@@ -15,7 +15,11 @@ from dcpbench.bench import calibration
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points import machines
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.wire import LATE, Call, Fit, Link, Sample, Wire, _between, fit
+from dcpbench.points.wire import LATE, Call, Fit, Link, Prompts, Sample, Wire, _between, fit
+from dcpbench.records.record import Emulated
+from dcpbench.serving.step_cases import Extent
+from dcpbench.serving.step_times import LINE, StepTimes, write_step_times
+from tests.unit.step_times_builder import step_times
 
 RESULTS = Path(__file__).parents[2] / "results"
 WIRE = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
@@ -224,7 +228,12 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Also with a link of one's own; a name may hold anything."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
     made_up = machines.Machine(
-        name='a "b" ü', gpu="H200", gpus_per_host=4, link=link, calls={"a2a": [Sample(2, 2, 10, 1.5)]}
+        name='a "b" ü',
+        gpu="H200",
+        gpus_per_host=4,
+        link=link,
+        prompts=[Prompts(128, 1.01), Prompts(4096, 1.05)],
+        calls={"a2a": [Sample(2, 2, 10, 1.5)]},
     )
     path = tmp_path / "machine.toml"
     path.write_text(machines.text(made_up))
@@ -253,6 +262,12 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
             "link: bytes_s and latency_us are positive",
         ),
         (GOOD + "nvlink = 3\n", "unknown field `nvlink`"),
+        (
+            GOOD + "prompts = [[128, 1.01], [128, 1.02]]\n",
+            "prompts[1] = [128, 1.02] cannot be: each has more prompt tokens",
+        ),
+        (GOOD + "prompts = [[128, 0.0]]\n", "prompts[0] = [128, 0] cannot be"),
+        (GOOD + "prompts = [[128]]\n", "prompts"),
         (GOOD + "[calls]\na2a = []\n", "calls.a2a is empty"),
         (GOOD + "[calls]\na2a = [[2, 1, 100]]\n", "calls"),
         (GOOD + "[calls]\na2a = [[1, 1, 100, 2.0]]\n", r"calls.a2a[0] = [1, 1, 100, 2] cannot be"),
@@ -332,6 +347,77 @@ def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
     assert int(words[words.index("--ranks") + 1]) == max(sample.ranks for samples in measured for sample in samples)
     _, _, said = run(capsys, "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
     assert "all-gather" not in said
+
+
+def emulated(times: StepTimes, shorter: float) -> StepTimes:
+    """The same by one GPU that stands for the others: steps with prompts are so many times shorter."""
+    scaled = times.scaled(1.0, 1 / shorter)
+    told = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
+    return msgspec.structs.replace(scaled, emulated=told, path=times.path | {"emulate": "machine.toml"})
+
+
+def written(folder: Path, times: StepTimes) -> Path:
+    """A run with these step times."""
+    write_step_times(folder / "step-times" / "tiny.json", times)
+    return folder
+
+
+SMALL = Extent(requests=4, context=300, pages=100, virtual_page=64, chunk=256, targets=(2,), prompts=(200,))
+
+
+def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1.05 and 1.03 times by two GPUs that stood for all, 1.04 in the median; a machine's file goes on with the same wire."""
+    live = step_times(SMALL)
+    runs = [written(tmp_path / "live", live)]
+    runs += [written(tmp_path / f"gpu-{shorter}", emulated(live, shorter)) for shorter in (1.05, 1.03)]
+    first, out = tmp_path / "first.toml", tmp_path / "out.toml"
+    assert run(capsys, "calibrate", *map(str, BENCHES[:1]), "-o", str(first))[0] == 0
+    code, printed, said = run(capsys, "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
+    assert code == 0, said
+    made, before = machines.read(out), machines.read(first)
+    assert {p.times for p in made.prompts} == {1.04}
+    assert [p.tokens for p in made.prompts] == sorted({m.case.work().tokens for m in live.cases_for(LINE)} - {0})
+    assert [[p.tokens, p.times] for p in made.prompts] == json.loads(printed)["prompts"]
+    assert msgspec.structs.replace(made, prompts=[], sha256="") == msgspec.structs.replace(before, sha256="")
+    again = run(capsys, "calibrate", str(out), "--name", "ours", "-o", str(out), "--force")
+    assert again[0] == 0
+    assert "up to 1.040 times as long as one that stands for them" in again[2]
+    assert (machines.read(out).name, machines.read(out).prompts) == ("ours", made.prompts)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["live"], "can be held against nothing: measure step times of the same layout and load with --emulate"),
+        (
+            ["alone"],
+            "can be held against nothing: measure step times of the same layout and load on the GPUs themselves",
+        ),
+        (["live", "other"], "can be held against nothing"),
+        (["cpu"], "is of a CPU, whose times say nothing of GPUs; leave it out."),
+        (["machine", "machine2"], "a machine's file has what benches measured; name one such file, or benches."),
+    ],
+)
+def test_calibrate_refuses_step_times_that_say_nothing(
+    files: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = step_times(SMALL)
+    made = {
+        "live": live,
+        "alone": emulated(live, 1.05),
+        "other": msgspec.structs.replace(emulated(live, 1.05), path=live.path | {"tp": 8}),
+        "cpu": step_times(SMALL, device="CPU"),
+    }
+    paths = [written(tmp_path / name, made[name]) if name in made else tmp_path / f"{name}.toml" for name in files]
+    for path in paths:
+        if path.suffix == ".toml":
+            path.write_text(GOOD)
+    code, _, said = run(capsys, "calibrate", *map(str, paths), "-o", str(tmp_path / "m.toml"))
+    assert code == 2
+    assert told in said
+    assert not (tmp_path / "m.toml").exists()
 
 
 def test_a_bench_that_is_named_twice_counts_once() -> None:
