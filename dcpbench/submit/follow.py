@@ -126,9 +126,7 @@ def show(lines: Iterable[str]) -> None:
 def ask(command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = None, seconds: float = ANSWER_S) -> str:
     """What a command of the cluster prints. Raises UsageError where it is missing, RefusedError where it fails, Silent."""
     try:
-        done = subprocess.run(
-            command, input=sent, capture_output=True, text=True, errors="replace", check=False, timeout=seconds, env=env
-        )
+        code, out, err = _run(command, sent, env, seconds)
     except FileNotFoundError as e:
         raise UsageError(
             f"there is no `{command[0]}` here; type this where it is, as on the cluster's login node, or add --dry-run to "
@@ -136,9 +134,24 @@ def ask(command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = 
         ) from e
     except subprocess.TimeoutExpired as e:
         raise Silent(f"{command[0]} gave no answer within {seconds:.0f} s") from e
-    if done.returncode:
-        raise RefusedError(command[0], one_line(done.stderr or done.stdout or f"exit code {done.returncode}"))
-    return done.stdout
+    if code:
+        raise RefusedError(command[0], one_line(err or out or f"exit code {code}"))
+    return out
+
+
+def _run(command: Sequence[str], sent: str, env: dict[str, str] | None, seconds: float) -> tuple[int, str, str]:
+    """Its exit code and what it printed; it has ended however this ends, where subprocess.run leaves it behind at a Ctrl-C."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env
+    ) as process:
+        try:
+            out, err = process.communicate(sent, timeout=seconds)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        return process.returncode, out, err
 
 
 class RefusedError(WorkerError):

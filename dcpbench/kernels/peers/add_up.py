@@ -42,7 +42,7 @@ def _one_shot_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_earlier_kernels(DEPENDENT)
-    met = tl.load((peers[0] + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
+    met = tl.load((peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
     at = slots + (met & 1) * slot_bytes
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK

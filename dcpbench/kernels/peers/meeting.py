@@ -56,8 +56,8 @@ def wait_for_earlier_kernels(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def tensor_at(address, ELEMENT: tl.constexpr):
-    """A pointer to what begins at an address, a multiple of 16, as 16-byte reads want it."""
-    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16)
+    """A pointer to what begins at an address, a multiple of 16, as 16-byte reads want it; a small number is told in 32 bits."""
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDEN
     block = tl.program_id(0)
     n = tl.arange(0, N_BLOCK)
     others = (n > 0) & (n < N)
-    mine = (peers[0] + counters).to(tl.pointer_type(tl.int32))
+    mine = (peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32))
     call = tl.load(mine + N + block) + 1
     if block == 0:
         tl.atomic_add(_theirs(peers, counters, n, N), 1, mask=others, sem="release", scope="sys")
@@ -91,7 +91,7 @@ def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDE
     n = tl.arange(0, N_BLOCK)
     others = (n > 0) & (n < N)
     row = tl.program_id(0) * N
-    mine = (peers[0] + counters).to(tl.pointer_type(tl.int32)) + row
+    mine = (peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32)) + row
     call = tl.load(mine) + 1
     tl.debug_barrier()
     tl.atomic_add(_theirs(peers, counters, n, N) + row, 1, mask=others, sem="release", scope="sys")

@@ -55,7 +55,7 @@ def _merge_kernel(
         inside = live[:, None] & (r < R)[None, :]
         partials, lses = (), ()
         for n in tl.static_range(N):  # all reads are under way before the first value is used
-            lse = (peers[n] + lse_at).to(tl.pointer_type(tl.float32)) + source
+            lse = (peers[n].to(tl.int64) + lse_at).to(tl.pointer_type(tl.float32)) + source
             o = tensor_at(peers[n] + o_at, ELEMENT) + source[:, None] * R + r[None, :]
             lses = append(lses, tl.load(lse, mask=live, other=float("-inf")))
             partials = append(partials, tl.load(o, mask=inside, other=0.0))
