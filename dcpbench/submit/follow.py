@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import UsageError, WorkerError
+from dcpbench.launch.stopping import held_back
 from dcpbench.show.terminal import say
 from dcpbench.show.text import one_line, printable
 
@@ -140,18 +141,22 @@ def ask(command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = 
 
 
 def _run(command: Sequence[str], sent: str, env: dict[str, str] | None, seconds: float) -> tuple[int, str, str]:
-    """Its exit code and what it printed; it has ended however this ends, where subprocess.run leaves it behind at a Ctrl-C."""
+    """Its exit code and what it printed. It has ended however this ends, where subprocess.run leaves it behind at a Ctrl-C."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env
-    ) as process:
-        try:
-            out, err = process.communicate(sent, timeout=seconds)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
+    with contextlib.ExitStack() as ending:
+        with held_back():
+            process = ending.enter_context(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env)
+            )
+            ending.callback(_ended, process)
+        out, err = process.communicate(sent, timeout=seconds)
         return process.returncode, out, err
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
 
 
 class RefusedError(WorkerError):

@@ -155,19 +155,34 @@ def _live(terminal: Console) -> Iterator[Show]:
     from dcpbench.top.render import render
 
     last: State | None = None
+    writing = paused = False
     with Live(console=terminal, screen=True, auto_refresh=False) as live:
 
         def show(state: State) -> None:
-            nonlocal last
+            nonlocal last, writing
             last = state
+            writing = True
             live.update(render(state, terminal.width, terminal.height), refresh=True)
+            give_way()
+
+        def give_way() -> None:
+            """The shell gets its own screen and cursor, until `fg`, as often as that was asked for."""
+            nonlocal writing, paused
+            writing = True
+            while paused:
+                paused = False
+                live.stop()
+                signal.raise_signal(signal.SIGSTOP)
+                live.start(refresh=True)
+            writing = False
 
         def pause(number: int, frame: object) -> None:
-            """Ctrl-Z: the shell gets its own screen and cursor, until `fg`."""
+            """Ctrl-Z: at once, or once what is being written is, as Python's files refuse to be written to meanwhile."""
+            nonlocal paused
             del number, frame
-            live.stop()
-            signal.raise_signal(signal.SIGSTOP)
-            live.start(refresh=True)
+            paused = True
+            if not writing:
+                give_way()
 
         before = signal.signal(signal.SIGTSTP, pause)
         try:

@@ -186,3 +186,42 @@ def test_a_live_view_leaves_what_was_seen_last_on_the_terminal(tmp_path: Path) -
     screen, _, left = out.getvalue().rpartition("\x1b[?1049l")
     assert "0 of 2 points" in screen
     assert "1 of 2 points" in left
+
+
+class Writing(io.StringIO):
+    """A terminal at which Ctrl-Z is typed while a screen is written, whose file refuses to be written to meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.typed = 0
+        self.busy = False
+
+    def write(self, text: str) -> int:
+        assert not self.busy, "reentrant call"
+        self.busy = True
+        if self.typed:
+            self.typed -= 1
+            os.kill(os.getpid(), signal.SIGTSTP)
+        self.busy = False
+        return super().write(text)
+
+
+def test_a_live_view_that_is_stopped_while_it_writes_gives_way_behind_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ctrl-Z is typed once more while the screen comes back."""
+    build.job(tmp_path, TWO)
+    out, stopped = Writing(), []
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        if len(stopped) == 1:
+            out.typed = 1
+
+    monkeypatch.setattr(signal, "raise_signal", stop)
+    with watch._live(Console(file=out, width=100, height=20, force_terminal=True)) as show:
+        show(build.state(tmp_path, 1))
+        out.typed = 1
+        show(build.state(tmp_path, 2))
+        assert stopped == [signal.SIGSTOP] * 2
+        assert out.getvalue().count("\x1b[?1049h") == 3, "the second screen begins, and comes back twice"
