@@ -73,11 +73,8 @@ def calibrate(
     host = gpus_per_host or machines.GPUS_PER_HOST
     asked = machines.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
     machines.parse(machines.text(asked).encode(), "these options")
-    steps = calibration.step_times_in(runs or [])
-    prompts = calibration.prompts_in(steps)
-    wires = [
-        path for path in runs or [] if path not in steps and (path.is_file() or not calibration.step_times_in([path]))
-    ]
+    prompts = calibration.prompts_in(calibration.step_times_in(runs or []))
+    wires = [path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.step_times_in([path])]
     if any(path.suffix == ".toml" for path in wires):
         made = _again(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
     else:
@@ -105,12 +102,7 @@ def calibrate(
         write_json(msgspec.json.encode(told).decode() + "\n")
         return 0
     console().print(shown.table(found))
-    if machine.prompts:
-        most = max(machine.prompts, key=lambda p: p.times)
-        say(
-            f"Steps with prompts take these GPUs together up to {most.times:.3f} times as long as one that stands for them (at "
-            f"{most.tokens:,} prompt tokens); forecasts by this file reckon with it."
-        )
+    _say_prompts(machine)
     for path in (out, picture):
         typer.echo(f"Wrote {path}")
     return 0
@@ -154,7 +146,7 @@ def _calibrated(asked: "Machine", records: "list[BenchRecord]", name: str | None
 
 
 def _again(paths: list[Path], **typed: object) -> "Machine":
-    """A machine's file with what was typed in place of what it says. Raises UsageError beside benches, or for two."""
+    """A machine's file with what was typed in place of what it says. Raises UsageError beside benches, for two, or for one without calls."""
     import msgspec
 
     from dcpbench.errors import UsageError
@@ -164,7 +156,20 @@ def _again(paths: list[Path], **typed: object) -> "Machine":
         raise UsageError(
             f"{listed([str(path) for path in paths])}: a machine's file has what benches measured; name one such file, or benches."
         )
-    return msgspec.structs.replace(machines.read(paths[0]), **{k: v for k, v in typed.items() if v is not None})
+    found = machines.read(paths[0])
+    if not found.calls:
+        raise UsageError(f"{paths[0]} has no [calls] that were measured; name benches, or a file that has.")
+    return msgspec.structs.replace(found, **{k: v for k, v in typed.items() if v is not None})
+
+
+def _say_prompts(machine: "Machine") -> None:
+    """How much longer steps with prompts take its GPUs together, at most, where that was measured."""
+    if machine.prompts:
+        most = max(machine.prompts, key=lambda p: p.times)
+        say(
+            f"Steps with prompts take these GPUs together up to {most.times:.3f} times as long as one that stands for them (at "
+            f"{most.tokens:,} prompt tokens); forecasts by this file reckon with it."
+        )
 
 
 def _say_lacking(lacks: dict[str, list[str]], most: int) -> None:

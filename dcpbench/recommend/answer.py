@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from rich.console import Console
 
+    from dcpbench.points.point import Load
     from dcpbench.recommend.advise import Ask, Choice
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
@@ -72,13 +73,18 @@ def _unjudged(choices: Sequence[Choice]) -> str:
 
 def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
     """That what the answer names with attention DP gains by clients that go in step."""
-    waves = [load for requests, _, load in ask.loads if load and in_step(load, requests)]
+    waves = _waves(ask)
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
     return (
         " Requests of one length make clients go in step, which attention DP gains by: ask again with "
         f"{lengths_apart(waves[0].output_tokens)}."
     )
+
+
+def _waves(ask: Ask) -> list[Load]:
+    """Loads whose clients go in step."""
+    return [load for requests, _, load in ask.loads if load and in_step(load, requests)]
 
 
 def _gpus(ask: Ask) -> str:
@@ -160,7 +166,7 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
             f"({listed(right)}), ITL, TTFT and other latencies by one over that."
         )
-    waves = [load for requests, _, load in ask.loads if load and in_step(load, requests)]
+    waves = _waves(ask)
     if waves and used:
         some = "" if len(waves) == len(ask.loads) else f" under {len(waves)} of {len(ask.loads)} loads"
         said.append(in_step_words(waves[0].output_tokens, some=some, dp=any(f.point.dp > 1 for f in used)))

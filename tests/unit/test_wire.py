@@ -387,6 +387,18 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     assert (machines.read(out).name, machines.read(out).prompts) == ("ours", made.prompts)
 
 
+def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    live = step_times(SMALL)
+    written(tmp_path / "all" / "live", live)
+    written(tmp_path / "all" / "alone", emulated(live, 1.05))
+    shutil.copytree(BENCHES[0], tmp_path / "all" / "bench")
+    code, _, said = run(capsys, "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
+    assert code == 0, said
+    made = machines.read(tmp_path / "m.toml")
+    assert made.calls == calibration.calls_of(calibration.records_in([BENCHES[0]]))
+    assert {p.times for p in made.prompts} == {1.05}
+
+
 @pytest.mark.parametrize(
     ("files", "told"),
     [
@@ -398,6 +410,7 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
         (["live", "other"], "can be held against nothing"),
         (["cpu"], "is of a CPU, whose times say nothing of GPUs; leave it out."),
         (["machine", "machine2"], "a machine's file has what benches measured; name one such file, or benches."),
+        (["machine"], "machine.toml has no [calls] that were measured; name benches, or a file that has."),
     ],
 )
 def test_calibrate_refuses_step_times_that_say_nothing(
