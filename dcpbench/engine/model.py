@@ -63,6 +63,9 @@ class StepInput:
     synthetic.py. None: the hidden state."""
     logit_rows: torch.Tensor | None = None
     """int64: rows whose logits are wanted; None: all."""
+    live: torch.Tensor | None = None
+    """int64 [dp]: how many rows of each replica, its first, go to experts; those behind them are there because another
+    replica has more. None: all."""
 
 
 class Model:
@@ -162,7 +165,7 @@ class Model:
             feeds, routed = None if self.layout.dp > 1 else before.mlp.gate_up, isinstance(before.mlp, Moe)
             normed = self.norm(x_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
             del x_BD  # its memory is the MLP's
-            x_BD = self.mlp(normed, before.mlp, self.router_input(batch, index - 1))
+            x_BD = self.mlp(normed, before.mlp, self.router_input(batch, index - 1), batch.live)
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
         w = self.weights.layer(index).attention
@@ -332,14 +335,16 @@ class Model:
         layers_LTD = batch.router_inputs
         return layers_LTD[moe_index % len(layers_LTD), : len(batch.positions) * self.layout.dp]
 
-    def mlp(self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
+    def mlp(
+        self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
         x_TD = x_BD
         if self.layout.dp > 1:
             assert isinstance(x_BD, torch.Tensor)
             with phase("dp_gather"):
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
-        y_TD = self.experts(x_TD, w, router_TD) if isinstance(w, Moe) else self.dense(x_TD, w)
+        y_TD = self.experts(x_TD, w, router_TD, live) if isinstance(w, Moe) else self.dense(x_TD, w)
         with phase("mlp_reduce"):
             # Without attention DP a replica is all ranks; with it, each replica keeps its own tokens first.
             return self.reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
@@ -349,8 +354,10 @@ class Model:
         with phase("dense_mlp"):
             return linear(moe.silu_mul(linear(x_TD, w.gate_up), w.down), w.down)
 
-    def experts(self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
-        """This rank's experts, or its slice of all of them, and its slice of the shared expert."""
+    def experts(
+        self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This rank's experts, or its slice of all of them, and its slice of the shared expert, which all rows go to."""
         plain_TD = x_TD.plain if isinstance(x_TD, Rows) else x_TD
         assert plain_TD is not None
         with phase("moe"):
@@ -361,7 +368,7 @@ class Model:
             else:
                 shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up), w.shared.down), w.shared.down)
             logits_TE = moe.router_logits(plain_TD if router_TD is None else router_TD, w.router)
-            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape)
+            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape, live)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))
             if self.stands_for > 1:

@@ -121,7 +121,9 @@ class Cut:
 
     def __init__(self, pieces: Pieces, rows: int) -> None:
         self.pieces, self.model, self.room = pieces, pieces.model, pieces.room.first(rows)
-        self.batch = StepInput(self.room.positions, self.room.positions, self.room.locs, pieces.router_inputs)
+        self.batch = StepInput(
+            self.room.positions, self.room.positions, self.room.locs, pieces.router_inputs, live=pieces.live
+        )
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What captured pieces leave, in the room."""
@@ -147,6 +149,9 @@ class Cut:
             room.locs.copy_(batch.locs)
             room.residual.copy_(residual_BD)
             room.values[rows.stop :] = 0
+            if pieces.live is not None:
+                assert batch.live is not None
+                pieces.live.copy_(batch.live)
             if first_seen is None:
                 pieces.numbers[:1] = 0
             else:
@@ -211,6 +216,9 @@ class Pieces:
         self.room = Room.of(self.model, prefiller.rows)
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
         """Seen.numbers of a step's first part, and of the call that comes."""
+        dp = self.model.layout.dp
+        self.live = torch.zeros(dp, dtype=torch.int64, device=prefiller.device) if dp > 1 else None
+        """StepInput.live of the step that runs."""
         self.graphs: list[torch.cuda.CUDAGraph] = []
         """Of `decompress`, a layer each."""
         self.cuts: dict[int, Cut] = {}

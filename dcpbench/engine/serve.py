@@ -163,11 +163,16 @@ class ServeEngine:
         return kernels
 
     def _mixed(self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]) -> Callable[[], torch.Tensor]:
-        """Decode rows, padded as in a graph, then the chunks, then padding: equally many rows on all replicas."""
+        """Decode rows, padded as in a graph, then the chunks, then padding: equally many rows on all replicas.
+
+        Rows behind those that a replica would run alone go to no expert.
+        """
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
-        count = chunk_rows(max(self._decode_rows(r) + sum(c.tokens for c in r.chunks) for r in step.replicas))
+        each = [chunk_rows(self._decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]
+        count = max(each)
         rows, sampled = self._rows(mine, count)
         slots, positions = self._to_device(rows)
+        live = self._to_device(np.asarray(each)) if len(each) > 1 else None
         (last,) = self._to_device(np.asarray([sampled or [0]]))
         prefill = (
             self.prefiller.plan(mine.chunks, self.requests.table, self._decode_rows(mine)) if mine.chunks else None
@@ -178,7 +183,12 @@ class ServeEngine:
         def kernels() -> torch.Tensor:
             requests = self.requests
             inputs = StepInput(
-                requests.tokens[slots, positions], positions, requests.table[slots, positions], self.router_inputs, last
+                tokens=requests.tokens[slots, positions],
+                positions=positions,
+                locs=requests.table[slots, positions],
+                router_inputs=self.router_inputs,
+                logit_rows=last,
+                live=live,
             )
             with quiet():
                 logits = cut.step(inputs, decodes, prefill, meanwhile)

@@ -40,7 +40,7 @@ LOAD: tuple[tuple[Step, ...], tuple[Step, ...]] = (
 """For each of two replicas, steps of prompts that decode a token, and of prompts with the tokens of their chunk.
 
 Chunks begin at multiples of 16, the largest page_size · dcp here. Rows are 16, 32, 21, 6, 2 and 32, 3, 9, 1, 0, so that
-with attention DP both are padded. The third step has two prefixes, 32 and 16 tokens."""
+with attention DP both are padded, and what is padded goes to no expert. The third step has two prefixes, 32 and 16 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     worst = 0.0
     for steps in zip(*LOAD[: case.layout.dp], strict=True):
         rows = [len(decodes) + sum(count for _, count in chunks) for decodes, chunks in steps]
+        live = [chunk_rows(count) if pieces else count for count in rows]
         decodes, chunks = steps[replica]
         expected = [known[n, requests[n].stored] for n in decodes]
         expected += [known[n, requests[n].stored + i] for n, count in chunks for i in range(count)]
@@ -145,6 +146,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
             [(requests[n], count) for n, count in chunks],
             padding=max(rows) - rows[replica],
             pieces=pieces,
+            live=live if case.layout.dp > 1 else None,
         )
         assert len(logits) == (chunk_rows(max(rows)) if pieces else max(rows))
         assert bool(logits.isfinite().all())

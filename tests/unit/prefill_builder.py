@@ -44,11 +44,12 @@ def step(
     padding: int = 0,
     last_only: bool = False,
     pieces: Pieces | None = None,
+    live: list[int] | None = None,
 ) -> torch.Tensor:
     """Logits [rows, vocab] of a step: the next token of each decode, as many of each chunk, and padding rows.
 
     `last_only` asks for the logits of each decode and of each chunk's last token. With `pieces` the step runs in them,
-    with as many padding rows as that takes.
+    with as many padding rows as that takes. `live`: as in StepInput.
     """
     rows = [(p.request.slot, p.stored, p.tokens[p.stored]) for p in decodes]
     planned = []
@@ -66,7 +67,8 @@ def step(
     if last_only:
         ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
         wanted = ends.to(engine.device)
-    inputs = StepInput(tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted)
+    locs = engine.requests.table[slots, positions].clamp(min=0)
+    inputs = StepInput(tokens, positions, locs, logit_rows=wanted, live=None if live is None else torch.tensor(live))
     plan = prefiller.plan(planned, engine.requests.table, len(decodes)) if planned else None
     if pieces:
         found = pieces.of(len(rows)).step(inputs, pieces.beside(batch) if batch else None, plan)

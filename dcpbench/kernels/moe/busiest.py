@@ -2,7 +2,7 @@
 
 Whole experts are dealt out in runs, and every layer ends in a collective that waits for all ranks: its time is that of the rank
 whose experts take longest. With few rows an expert's time is that of reading its weights, so the busiest rank is the one
-with most experts that have a row; the first of several.
+with most experts that have a row; the first of several. Tokens that go to none (routing.NOBODY) stay so.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.kernels.moe.routing import NOBODY
+
 CHUNK = 1024
 
 
 def busiest_first_reference(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
     """See busiest_first."""
     hit_E = torch.zeros(experts, dtype=torch.int32, device=ids_Tk.device)
-    hit_E[ids_Tk.flatten().long()] = 1
+    hit_E[ids_Tk[ids_Tk != NOBODY].long()] = 1
     first = hit_E.view(ranks, -1).sum(1).argmax() * (experts // ranks)
-    return ((ids_Tk - first) % experts).to(ids_Tk.dtype)
+    return torch.where(ids_Tk == NOBODY, NOBODY, (ids_Tk - first) % experts).to(ids_Tk.dtype)
 
 
 @triton.jit
@@ -32,12 +34,13 @@ def _busiest_kernel(
     BINS: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    NOBODY: tl.constexpr,
 ):
     rows = tl.zeros((BINS,), tl.int32)
     for first in range(0, size, CHUNK):
         at = first + tl.arange(0, CHUNK)
-        # absent ones count for the last bin, which no expert has
-        rows += tl.histogram(tl.load(ids_ptr + at, at < size, BINS - 1).to(tl.int32), BINS)
+        ids = tl.load(ids_ptr + at, at < size, NOBODY).to(tl.int32)
+        rows += tl.histogram(tl.where(ids == NOBODY, BINS - 1, ids), BINS)  # the last bin is no expert's
     bins, ranks = tl.arange(0, BINS), tl.arange(0, RANKS)
     hit = ((rows > 0) & (bins < E)).to(tl.int32)
     of_rank = tl.sum(tl.where((bins // EACH)[None, :] == ranks[:, None], hit[None, :], 0), axis=1)
@@ -46,7 +49,7 @@ def _busiest_kernel(
         at = first + tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + at, at < size, 0).to(tl.int32)
         moved = tl.where(ids >= shift, ids - shift, ids - shift + E)
-        tl.store(out_ptr + at, moved, at < size)
+        tl.store(out_ptr + at, tl.where(ids == NOBODY, NOBODY, moved), at < size)
 
 
 def busiest_first(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
@@ -56,6 +59,6 @@ def busiest_first(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tenso
     out_Tk = torch.empty_like(ids_Tk)
     bins = triton.next_power_of_2(experts + 1)
     _busiest_kernel[(1,)](
-        ids_Tk, out_Tk, ids_Tk.numel(), experts, experts // ranks, bins, triton.next_power_of_2(ranks), CHUNK
+        ids_Tk, out_Tk, ids_Tk.numel(), experts, experts // ranks, bins, triton.next_power_of_2(ranks), CHUNK, NOBODY
     )
     return out_Tk

@@ -12,17 +12,24 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
 
 
-def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape) -> tuple[torch.Tensor, torch.Tensor]:
+NOBODY = -1
+"""The expert of tokens that go to none, on whatever rank: no kernel has a row for it."""
+
+
+def route(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k experts of each token by the rule of a model: weights_Tk fp32 and ids_Tk int32.
 
     sigmoid: score + bias chooses (group score = its best two), score weighs; softmax: score does both (group score =
-    its best one).
+    its best one). `live`, int64 [parts] on the device: T is so many parts of as many tokens, and of each part the tokens
+    past its number go to NOBODY, with weights of 0; None: there are none such.
     """
-    return (route_fused if logits_TE.is_cuda else route_reference)(logits_TE, bias_E, rule)
+    return (route_fused if logits_TE.is_cuda else route_reference)(logits_TE, bias_E, rule, live)
 
 
 def route_reference(
-    logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Slow and obvious."""
     sigmoid = rule.routing == "sigmoid"
@@ -38,7 +45,12 @@ def route_reference(
     weights_Tk = scores_TE.gather(1, ids_Tk)
     if rule.normalise:
         weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
-    return weights_Tk * rule.routed_scale, ids_Tk.to(torch.int32)
+    weights_Tk, ids_Tk = weights_Tk * rule.routed_scale, ids_Tk.to(torch.int32)
+    if live is not None:
+        part = torch.arange(len(ids_Tk) // len(live), device=live.device)
+        idle_T1 = (part >= live[:, None]).view(-1, 1)
+        weights_Tk, ids_Tk = weights_Tk.masked_fill(idle_T1, 0.0), ids_Tk.masked_fill(idle_T1, NOBODY)
+    return weights_Tk, ids_Tk
 
 
 @triton.jit
@@ -47,6 +59,8 @@ def _route_kernel(
     bias,
     weights,
     ids,
+    live,
+    part,
     experts,
     scale,
     SIGMOID: tl.constexpr,
@@ -57,8 +71,16 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    NOBODY: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    if PARTS:
+        if t % part >= tl.load(live + t // part):
+            tl.store(ids + t * TOP_K + slot, tl.full([SLOTS], NOBODY, tl.int32), mask=slot < TOP_K)
+            tl.store(weights + t * TOP_K + slot, tl.zeros([SLOTS], tl.float32), mask=slot < TOP_K)
+            return
     e = tl.arange(0, BLOCK)
     live = e < experts
     x = tl.load(logits + t * experts + e, mask=live, other=float("-inf"))
@@ -88,7 +110,6 @@ def _route_kernel(
             group_score = tl.where(g == winner, float("-inf"), group_score)
         choice = tl.where(kept == 1, choice, float("-inf"))
 
-    slot = tl.arange(0, SLOTS)
     picked = tl.zeros([SLOTS], tl.float32)
     for k in tl.static_range(TOP_K):
         winner = tl.argmax(choice, 0)
@@ -100,7 +121,9 @@ def _route_kernel(
     tl.store(weights + t * TOP_K + slot, picked * scale, mask=slot < TOP_K)
 
 
-def route_fused(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape) -> tuple[torch.Tensor, torch.Tensor]:
+def route_fused(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel: one program a token, top-k by repeated argmax in registers."""
     tokens, experts = logits_TE.shape
     weights_Tk = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
@@ -110,6 +133,8 @@ def route_fused(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape)
         bias_E,
         weights_Tk,
         ids_Tk,
+        live,
+        tokens if live is None else tokens // len(live),
         experts,
         rule.routed_scale,
         SIGMOID=rule.routing == "sigmoid",
@@ -120,6 +145,8 @@ def route_fused(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape)
         NORMALISE=rule.normalise,
         SLOTS=triton.next_power_of_2(rule.top_k),
         BLOCK=triton.next_power_of_2(experts),
+        PARTS=live is not None,
+        NOBODY=NOBODY,
         num_warps=1,
     )
     return weights_Tk, ids_Tk
