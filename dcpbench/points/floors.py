@@ -283,6 +283,8 @@ class StepRows:
     """Rows whose logits are wanted."""
     tokens: int = 0
     """Rows of all replicas together, which meet in the experts."""
+    idle: int = 0
+    """Of these, rows of padding that go to no expert (engine/serve.py)."""
     routing: tuple[tuple[Routed, ...], ...] = ()
     """Of each layer with experts, what reaches each rank; empty where it is not known and `expected` stands for it."""
 
@@ -290,6 +292,11 @@ class StepRows:
     def rows(self) -> int:
         """Of a replica."""
         return len(self.decodes) + sum(tokens for tokens, _ in self.chunks)
+
+    @property
+    def live(self) -> int:
+        """Rows of all replicas that go to experts."""
+        return self.tokens - self.idle
 
 
 def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> dict[str, float] | None:
@@ -409,7 +416,7 @@ def _moe(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str,
     if s.shared_experts:
         for product in memory.mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
             yield "moe", layers, sharding.linear(product, step.tokens)
-    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.expected(step.tokens))]
+    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.expected(step.live))]
     for times, routed in routing:
         for work in expert_works(sharding, step, routed):
             yield "moe", times, work
@@ -419,7 +426,7 @@ def expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator
     """Both products of a rank's experts in one layer."""
     for number, product in enumerate(memory.mlp_products(sharding.shape, sharding.expert_width)):
         gated = number == 0
-        rows_in = min(step.tokens, routed.rows) if gated else routed.rows
+        rows_in = min(step.live, routed.rows) if gated else routed.rows
         yield expert_work(
             product,
             gated=gated,

@@ -95,10 +95,17 @@ def limits(machine: Machine) -> dict[str, float]:
 
 
 def padded(rows: StepRows, replicas: int) -> StepRows:
-    """The step as it runs: decode rows padded to a captured graph's, each of which goes through experts as others do."""
+    """The step as it runs: decode rows padded to a captured graph's, each of which goes through experts as others do, and
+    all replicas to the rows of the fullest, which in steps with chunks go to no expert.
+    """
     decodes = len(rows.decodes)
     more = batch_rows(decodes) - decodes if decodes else 0
-    return dataclasses.replace(rows, decodes=rows.decodes + (1,) * more, tokens=replicas * (rows.rows + more))
+    return dataclasses.replace(
+        rows,
+        decodes=rows.decodes + (1,) * more,
+        tokens=replicas * (rows.rows + more),
+        idle=replicas * rows.rows - rows.tokens if rows.chunks else 0,
+    )
 
 
 def terms(
@@ -118,7 +125,7 @@ def terms(
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
     found[LAUNCH] = float(sharding.shape.layers)
     found[QUANTISING] = float(sharding.shape.layers if sharding.scaled else 0)
-    found[WAITING] = waiting_us(sharding, rows.tokens, rates)
+    found[WAITING] = waiting_us(sharding, rows.live, rates)
     for what, each in calls(sharding, rows, known, exchange).items():
         found[called(what)] += each.mean * 1e6
     return found

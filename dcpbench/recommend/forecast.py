@@ -22,7 +22,7 @@ from dcpbench.serving.outcome import serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_model import Slowed, StepModel, step_works
-from dcpbench.serving.step_times import GATHER, LINE
+from dcpbench.serving.step_times import GATHER, LINE, UNEVEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -339,12 +339,12 @@ class EstimatedTimes:
 
     def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
         extent = step_cases.Extent.of([point], pages=plan.pages, max_context=plan.max_context)
-        cases = [case for case in step_cases.grid(extent) if case.use in (LINE, GATHER)]
+        cases = step_cases.grid(extent)
 
         def samples(use: str) -> list[tuple[object, float]]:
             return [(case.work(), of.ms(case.rows(point.dp))) for case in cases if case.use == use]
 
-        self.model = StepModel(samples(LINE), samples(GATHER))  # type: ignore[arg-type]
+        self.model = StepModel(*(samples(use) for use in (LINE, GATHER, UNEVEN)))  # type: ignore[arg-type]
 
     def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         """As StepTimes'."""

@@ -112,6 +112,8 @@ MARKS = {
     "client_bound": "the client that sent the requests was itself too slow, or other programs had its cores: it sent late, so that latencies are "
     "upper bounds and the output of clients that wait for answers is a lower one; give it cores of its own, or send less.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
+    "padded_rows": "step times of an engine of before, in which all attention replicas had as many rows of prompts in experts as the "
+    "fullest: attention DP is slower here than it is now.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 

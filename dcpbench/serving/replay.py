@@ -32,7 +32,7 @@ from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_model import Heat, step_works
-from dcpbench.serving.step_times import PATH_AXES, read_step_times
+from dcpbench.serving.step_times import PADDED_ROWS, PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        marks=[*times.marks, *marks(metrics)],
+        marks=[*times.marks, *([PADDED_ROWS] if times.padded_rows else []), *marks(metrics)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.of(plan, point.context),

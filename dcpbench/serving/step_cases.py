@@ -26,7 +26,7 @@ from dcpbench.points.batches import (
 from dcpbench.points.names import CLOSED
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
-from dcpbench.serving.step_times import CHECK, GATHER, HOT, LINE, Case, Chunks, Decodes
+from dcpbench.serving.step_times import CHECK, GATHER, HOT, LINE, UNEVEN, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -78,6 +78,8 @@ class Extent:
     virtual_page: int
     chunk: int
     """Prompt tokens of a step."""
+    replicas: int = 1
+    """Attention replicas."""
     targets: tuple[int, ...] = ()
     """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
     open_loop: bool = False
@@ -110,6 +112,7 @@ class Extent:
             pages=pages - 1,
             virtual_page=one.page_size * one.dcp,
             chunk=max(x.chunk for x in loads) // one.dp,
+            replicas=one.dp,
             prompts=tuple(sorted({x.low for x in lengths if x.kind == FIXED})),
             shared=any(x.prefix_cache and (x.prefix_share or x.trace or x.sessions) for x in loads),
             changes=tuple(sorted(set(changes))),
@@ -159,8 +162,9 @@ def grid(extent: Extent) -> list[Case]:
     if extent.pages < 1:
         raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
     sizes, plain = chunk_sizes(extent), chunk_sizes(dataclasses.replace(extent, changes=()))
-    wanted = [*_decodes(extent), *_prefills(extent, sizes), *_mixed(extent, plain), *_checks(extent, plain)]
-    return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
+    kinds = _decodes(extent), _prefills(extent, sizes), _uneven(extent, plain), _mixed(extent, plain)
+    wanted = dict.fromkeys(itertools.chain(*kinds, _checks(extent, plain)))
+    return [case for case in wanted if extent.fits(case)]
 
 
 def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
@@ -245,6 +249,13 @@ def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str
         yield Case(chunks=_even(size, chunks, min(max(prefix // page, 1) * page, longest)), use=use)
 
 
+def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+    """Of several replicas one alone has prompts without prefix: what the others' padding spares."""
+    for size in sizes if extent.replicas > 1 else ():
+        if size not in BETWEEN_TOKENS:
+            yield Case(chunks=_even(size, extent.fewest(size) or 1), use=UNEVEN, replicas=1)
+
+
 def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
     """Decode rows beside a chunk that leaves them most of the cache and all other slots."""
     largest = min(max(extent.pages // KEPT, 1) * extent.virtual_page, extent.context)
@@ -261,12 +272,16 @@ def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones."""
+    """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones, and replicas of
+    which some have prompts.
+    """
+    some, size = extent.replicas // 2, _at_most(1024, sizes)
+    if some > 1:
+        yield Case(chunks=_even(size, extent.fewest(size) or 1), use=CHECK, replicas=some)
     half = extent.at_once // 2
     most = extent.longest(max(2 * half, 1))
     if half and most > 8:  # noqa: PLR2004 - something to divide unevenly
         yield Case(decodes=(Decodes(half, most), Decodes(half, most // 8)), use=CHECK)
-        size = _at_most(1024, sizes)
         prefix = extent.longest_prefix(1, size) // 2 // extent.virtual_page * extent.virtual_page
         if prefix > 0:
             yield Case(chunks=_even(size - size // 4, 1, prefix), use=CHECK)
@@ -317,8 +332,8 @@ def fullest(cases: Iterable[Case]) -> Case:
 
 
 def bare(case: Case) -> bool:
-    """Whether it is of chunks alone, without a prefix."""
-    return bool(case.chunks) and not case.decodes and not case.work().prefix
+    """Whether it is of chunks alone, on all replicas, without a prefix."""
+    return bool(case.chunks) and not case.decodes and not case.replicas and not case.work().prefix
 
 
 def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
@@ -353,7 +368,7 @@ class CaseMaker:
         """No request of a load has a negative number, so its prompt is not taken for one of these."""
 
     def steps(self, case: Case) -> CaseSteps:
-        """The steps of a case, alike on all replicas."""
+        """The steps of a case, alike on all replicas that have something to do."""
         self.next_page = 0
         todo, writes = ReplicaStep(), []
         slots = itertools.count(1)
@@ -371,7 +386,8 @@ class CaseMaker:
                 sequence = self._sequence(next(slots), stop)
                 writes.append(self._where(sequence, stop))
                 todo.chunks.append(Chunk(sequence, sequence.slot, chunks.prefix, stop, samples=True))
-        return CaseSteps(self._step(dataclasses.replace(todo, table=writes)), self._step(todo))
+        first = dataclasses.replace(todo, table=writes)
+        return CaseSteps(self._step(first, case.replicas), self._step(todo, case.replicas))
 
     def padding(self, rows: int) -> Step:
         """A decode step of so many padding rows."""
@@ -391,5 +407,6 @@ class CaseMaker:
         locs = (pages[:, None] * page + np.arange(page)).ravel()[:tokens]
         return TableWrite(sequence.slot, 0, locs.astype(np.int32))
 
-    def _step(self, todo: ReplicaStep) -> Step:
-        return Step(0, [todo] * self.config.replicas)
+    def _step(self, todo: ReplicaStep, replicas: int = 0) -> Step:
+        busy = replicas or self.config.replicas
+        return Step(0, [todo] * busy + [ReplicaStep()] * (self.config.replicas - busy))

@@ -3,6 +3,7 @@
     decode only    T(rows, KV)         read the weights that the rows need, and their KV
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
     mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
+    uneven         … - S(rows) · share              of replicas some have fewer rows than the fullest for the experts
 
 All are linear in KV tokens, as attention reads each row once, and in pairs of tokens that attend to each other. In
 rows they bend (experts that are hit, the ridge between reading and computing), so neighbouring sizes are measured.
@@ -56,6 +57,11 @@ class Work(NamedTuple):
             pairs += count * (before + count / 2)
             prefix += before
         return cls(batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix)
+
+    @property
+    def beside_chunks(self) -> int:
+        """Rows in a step with chunks: so many go to experts, however many there are because another replica has more."""
+        return chunk_rows(self.rows + self.tokens)
 
 
 Sample = tuple[Work, float]
@@ -300,6 +306,26 @@ class MixedTimes:
         return surface(work.rows, each)
 
 
+class SparedTimes:
+    """What a step with chunks takes less than with as many rows on all replicas: S(rows of the fullest) · share.
+
+    S is what it takes less where all rows are of one replica, and share is how much of the others' rows is not there: in
+    products with experts rows of padding are not computed, and experts that nobody takes not read.
+    """
+
+    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
+        self.ms = Line((w.beside_chunks, prefill(w.tokens, w.pairs, w.prefix) - ms) for w, ms in cases)
+
+    def __call__(self, works: Sequence[Work]) -> float:
+        """ms less than what PrefillTimes and MixedTimes say."""
+        rows = [work.beside_chunks for work in works]
+        most, others = max(rows), len(rows) - 1
+        if not others:
+            return 0.0
+        share = sum(most - each for each in rows) / (others * most)
+        return share * max(self.ms(most), 0.0)  # below 0 is noise
+
+
 class HotStep(NamedTuple):
     """A step that was measured behind chunks."""
 
@@ -380,8 +406,12 @@ class Heat:
 class StepModel:
     """All of it. Raises RecordsError where a part has no case at all."""
 
-    def __init__(self, line: Sequence[Sample], gather: Sequence[Sample] = ()) -> None:
-        """`line`: cases to interpolate between; `gather`: those that tell what more stored tokens cost."""
+    def __init__(
+        self, line: Sequence[Sample], gather: Sequence[Sample] = (), uneven: Sequence[Sample] = ()
+    ) -> None:
+        """`line`: cases to interpolate between; `gather`: those that tell what more stored tokens cost; `uneven`: of one
+        replica alone. Without the last all replicas are as full as the fullest.
+        """
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
@@ -395,22 +425,26 @@ class StepModel:
         self.eager = DecodeTimes(eager) if eager else None
         self.prefill = PrefillTimes(chunks, gather, max((batch_rows(w.rows + 1) for w, _ in mixed), default=0))
         self.mixed = MixedTimes(mixed, self.prefill)
-        self.least = min(ms for _, ms in chunks)
+        self.spared = SparedTimes(uneven, self.prefill) if uneven else None
+        self.least = min(ms for _, ms in [*chunks, *uneven])
 
     def step_ms(self, works: Sequence[Work]) -> float:
-        """A step of these replicas. The slowest decides, and all run as many rows as the fullest."""
+        """A step of these replicas. The slowest decides, and all run as many rows as the fullest, where there are chunks
+        but for experts.
+        """
         if any(w.tokens for w in works):
-            rows = max(w.rows + w.tokens for w in works)
-            return max(self._with_chunks(rows, w) for w in works)
+            return self._with_chunks(works)
         rows = max(w.rows for w in works)
         times = self.graphs if rows <= GRAPH_BATCHES[-1] else self.eager
         if times is None:
             raise _outside(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
         return times(rows, max(w.kv_tokens for w in works))
 
-    def _with_chunks(self, rows: int, work: Work) -> float:
+    def _with_chunks(self, works: Sequence[Work]) -> float:
         """Never less than the fastest step with chunks that was measured: that would be noise, as of a busy CPU."""
-        return max(self._parts(rows, work), self.least)
+        rows = max(w.rows + w.tokens for w in works)
+        spared = self.spared(works) if self.spared else 0.0
+        return max(max(self._parts(rows, w) for w in works) - spared, self.least)
 
     def _parts(self, rows: int, work: Work) -> float:
         alone = self.prefill(rows, work.pairs, work.prefix)

@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 STEP_TIMES_VERSION = 1
 MOST_REQUESTS = 1 << 20
 """Of a step that was measured: more than any machine holds, and few enough to count."""
-LINE, GATHER, CHECK, HOT = USES = ("line", "gather", "check", "hot")
-"""What a case is for: to interpolate between, to tell what more stored tokens cost, to hold predictions against, or to tell
-how much longer it takes behind chunks, where limits of power slow a GPU down."""
+LINE, GATHER, UNEVEN, CHECK, HOT = USES = ("line", "gather", "uneven", "check", "hot")
+"""What a case is for: to interpolate between, to tell what more stored tokens cost, to tell what replicas with fewer rows
+spare, to hold predictions against, or to tell how much longer it takes behind chunks, where limits of power slow a GPU down."""
+PADDED_ROWS = "padded_rows"
+"""The mark of a replay by step times that all replicas had as many rows in as the fullest."""
 
 
 class Decodes(msgspec.Struct, frozen=True):
@@ -60,7 +62,7 @@ class Chunks(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What every replica does in a step that is measured."""
+    """What attention replicas do in a step that is measured."""
 
     decodes: tuple[Decodes, ...] = ()
     chunks: tuple[Chunks, ...] = ()
@@ -70,6 +72,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Of a hot case, the chunks behind which it ran; none: the largest that hot cases have."""
     since: int = 0
     """Of a hot case, how many steps like it came in between."""
+    replicas: int = 0
+    """So many do this, and the others nothing; 0: all do."""
 
     @property
     def requests(self) -> int:
@@ -84,17 +88,23 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             [(c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks)],
         )
 
+    def works(self, replicas: int) -> list[Work]:
+        """Of each of so many replicas."""
+        busy = self.replicas or replicas
+        return [self.work()] * busy + [Work.of(0, 0, [])] * (replicas - busy)
+
     def rows(self, replicas: int) -> StepRows:
         """As floors see it, on so many attention replicas; every chunk ends a prompt."""
         decodes = tuple(d.context for d in self.decodes for _ in range(d.requests))
         chunks = tuple((c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks))
         rows = StepRows(decodes=decodes, chunks=chunks, sampled=self.requests)
-        return dataclasses.replace(rows, tokens=replicas * rows.rows)
+        return dataclasses.replace(rows, tokens=(self.replicas or replicas) * rows.rows)
 
     def __str__(self) -> str:
         """`47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
         parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
         told = " + ".join(parts + _chunk_words(self.chunks))
+        told += f", on {self.replicas} replica{'s' * (self.replicas > 1)} alone" if self.replicas else ""
         told += f", {self.since} step{'s' * (self.since > 1)} later" if self.since else ""
         return f"{told}, behind {' + '.join(_chunk_words(self.after))}" if self.after else told
 
@@ -199,10 +209,20 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             capability=HOPPER if self.path["backend"] == "flashmla" else None,  # it ran
         )
 
+    @property
+    def replicas(self) -> int:
+        """Attention replicas of the path."""
+        return int(self.path["dp"])
+
+    @property
+    def padded_rows(self) -> bool:
+        """Whether nothing says what replicas with fewer rows spare: in older files all ran as many as the fullest."""
+        return self.replicas > 1 and not self.cases_for(UNEVEN)
+
     @functools.cached_property
     def model(self) -> StepModel:
         """The prediction made of the cases. Raises RecordsError where they are too few for one."""
-        return StepModel(*([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER)))
+        return StepModel(*([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER, UNEVEN)))
 
     @functools.cached_property
     def host_model(self) -> StepModel:
@@ -216,7 +236,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         def ms(m: Measured) -> float:
             return max(m.median_host_ms, m.median_ms if stands and m.case.chunks else 0.0)
 
-        return StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in (LINE, GATHER)))
+        return StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in (LINE, GATHER, UNEVEN)))
 
     @functools.cached_property
     def slowed(self) -> Slowed:
@@ -242,7 +262,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def check_errors(self) -> list[tuple[Case, float]]:
         """Cases that predictions do not use, each with (predicted - measured) / measured."""
-        return [(m.case, self.model.step_ms([m.case.work()]) / m.median_ms - 1) for m in self.cases_for(CHECK)]
+        found = self.cases_for(CHECK)
+        return [(m.case, self.model.step_ms(m.case.works(self.replicas)) / m.median_ms - 1) for m in found]
 
     def cases_for(self, use: str) -> list[Measured]:
         """Those of one use; with prompts as long as the GPUs of the machine take together that one stood for."""
@@ -289,7 +310,7 @@ def read_step_times(path: Path) -> StepTimes:
             f"{path} cannot be read as step times: {said}; name a file below step-times/ of a run."
         ) from e
     for number, measured in enumerate(times.cases):
-        if found := _problem(measured):
+        if found := _problem(measured, times.replicas):
             raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
     if times.emulated and (wrong := wrong_prompts(times.emulated.prompts)):
         raise RecordsError(f"{path}, emulated: {wrong}")
@@ -310,8 +331,19 @@ def _whole(times: StepTimes) -> StepTimes:
     return msgspec.structs.replace(times, path=path)
 
 
-def _problem(measured: Measured) -> str:
-    """What of a case cannot have been measured; empty where all can."""
+def _wrong_use(case: Case, replicas: int) -> str:
+    """What of a case's use, or of who does it, cannot be; empty where all can."""
+    if case.use not in USES:
+        return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
+    if not 0 <= case.replicas <= replicas:
+        return f"case.replicas is {case.replicas}, of a path with dp {replicas}"
+    if case.use == UNEVEN and (case.replicas != 1 or case.decodes or replicas == 1):
+        return f"case.use is {UNEVEN!r}, which is of chunks that one of several replicas has alone"
+    return ""
+
+
+def _problem(measured: Measured, replicas: int) -> str:
+    """What of a case cannot have been measured on so many replicas; empty where all can."""
     case = measured.case
     counts = {
         "case.decodes": [n for d in case.decodes for n in (d.requests, d.context)],
@@ -330,8 +362,8 @@ def _problem(measured: Measured) -> str:
         return f"its step has more than {MOST_REQUESTS:,} requests"
     if not case.decodes and not case.chunks:
         return "its step does nothing"
-    if case.use not in USES:
-        return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
+    if wrong := _wrong_use(case, replicas):
+        return wrong
     if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= LARGEST:
         return "it has no samples_ms, or times that are not positive"
     others = {"host_ms": measured.host_ms, "floor_ms": [] if measured.floor_ms is None else [measured.floor_ms]}

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 
-def curved_ms(rows: int, decode_rows: int, kv_tokens: int, chunks: list[tuple[int, int]]) -> float:
+def curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: list[tuple[int, int]]) -> float:
     """
-    Experts are hit by more tokens, at first fast: 1 - (1 - 1/32)^rows of them, 116 ms for all; from some 3,000 rows on
-    products take longer than reading weights. Attention of short chunks is less efficient, the first stored token
-    before any chunk brings 4 ms, and each chunk 0.3.
+    Experts are hit by more tokens, at first fast: 1 - (1 - 1/32)^live of them, 116 ms for all; from some 3,000 rows on
+    products take longer than reading weights, four fifths of them those of experts. Attention of short chunks is less
+    efficient, the first stored token before any chunk brings 4 ms, and each chunk 0.3. `live`: rows that go to experts,
+    of a replica on average.
     """
-    base = float(np.hypot(17.6 + 116 * (1 - (1 - 1 / 32) ** rows), 0.04 * rows))
+    base = float(np.hypot(17.6 + 116 * (1 - (1 - 1 / 32) ** live), 0.008 * rows + 0.032 * live))
     if not chunks:
         return base + 1e-4 * kv_tokens
     attention = sum(c * (p + c / 2) * 3.1e-6 * (1 + 150 / (c + 50)) + 0.3 for c, p in chunks)
@@ -40,10 +41,11 @@ def curved_ms(rows: int, decode_rows: int, kv_tokens: int, chunks: list[tuple[in
     return base + attention + (4 + 1.5e-3 * prefix if prefix else 0) + decodes
 
 
-def case_ms(case: Case) -> float:
+def case_ms(case: Case, replicas: int) -> float:
     work = case.work()
     chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
-    return curved_ms(chunk_rows(work.rows + work.tokens) if chunks else work.rows, work.rows, work.kv_tokens, chunks)
+    rows = chunk_rows(work.rows + work.tokens) if chunks else work.rows
+    return curved_ms(rows, rows * (case.replicas or replicas) / replicas, work.rows, work.kv_tokens, chunks)
 
 
 @dataclasses.dataclass
@@ -59,10 +61,10 @@ class Truth:
 
     def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         works = step_works(step)
-        rows = max(w.rows + w.tokens for w in works)
-        rows = chunk_rows(rows) if step.prefills else rows
+        each = [chunk_rows(w.rows + w.tokens) for w in works] if step.prefills else [max(w.rows for w in works)]
+        rows, live = max(each), sum(each) / len(each)
         return max(
-            curved_ms(rows, w.rows, w.kv_tokens, [(c.tokens, c.start) for c in replica.chunks])
+            curved_ms(rows, live, w.rows, w.kv_tokens, [(c.tokens, c.start) for c in replica.chunks])
             for w, replica in zip(works, step.replicas, strict=True)
         )
 
@@ -112,6 +114,8 @@ LOADS = {
     "shared-prefix": Load(requests(140, shared=3600), 48, 48),
     "open-loop": Load(requests(500, sigma=0.8, rate=1.0), None, 128, pages=2000, context=16_250),
     "dp4": Load(requests(80), 48, 12, dp=4, chunk=2048),
+    "dp4-few": Load(requests(40), 6, 2, dp=4, chunk=4096),
+    "dp2-lengths": Load(requests(80, sigma=0.8), 24, 12, dp=2, context=16_250),
 }
 
 
@@ -125,6 +129,7 @@ def test_what_is_interpolated_is_within_two_percent_of_the_engine_itself(load: L
         pages=load.pages,
         virtual_page=64 * dcp,
         chunk=load.chunk,
+        replicas=load.dp,
         targets=(load.slots,) if load.clients else (),
         open_loop=not load.clients,
         prompts=(4000,),
@@ -139,7 +144,7 @@ def test_what_is_interpolated_is_within_two_percent_of_the_engine_itself(load: L
         policy=load.policy,
         max_context=load.context + 1,
     )
-    cases = [Measured(case=case, samples_ms=[case_ms(case)]) for case in grid(extent)]
+    cases = [Measured(case=case, samples_ms=[case_ms(case, load.dp)]) for case in grid(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
     truth, found = (served(load.requests, setup, load.clients, how) for how in (Truth(), times))
     assert found.output_tok_s == pytest.approx(truth.output_tok_s, rel=0.005)

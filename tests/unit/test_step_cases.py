@@ -171,7 +171,14 @@ def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
         for requests, (prompts, chunk, context) in zip((5, 16, 9), loads, strict=True)
     ]
     expected = Extent(
-        requests=8, context=900, pages=99, virtual_page=32, chunk=1024, targets=(3, 5, 8), prompts=(100, 300)
+        requests=8,
+        context=900,
+        pages=99,
+        virtual_page=32,
+        chunk=1024,
+        replicas=2,
+        targets=(3, 5, 8),
+        prompts=(100, 300),
     )
     assert Extent.of(points, pages=100, max_context=1000) == expected
     assert Extent.of(points, pages=100, max_context=899).context == 899
