@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from dcpbench.engine.pieces import Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.kernels import kv_gather
+from dcpbench.kernels.moe.routing import NOBODY
 from dcpbench.points import memory
 from dcpbench.points.batches import chunk_rows
 from dcpbench.points.budget import plan_whole
@@ -98,6 +99,7 @@ CASES = {
         Case("v3", Layout(2, dcp=2), "direct", q_replicate=True, exchange="a2a"),
         Case("v2", Layout(2, dcp=2), "direct", interleave=2, window=24, project_first=True),
         Case("v2", Layout(2, dp=2), window=12),
+        Case("v3", Layout(2, dp=2), window=12, pieces=True),
         Case("v2", Layout(2, dcp=2), "direct", window=16, exchange="symm", all_reduce="symm"),
         Case("v3", Layout(2, dcp=2), window=8, kv="fp8"),
         Case("v3", Layout(2, dcp=2), "direct", interleave=2, window=24, kv="fp8"),
@@ -136,6 +138,7 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     for steps in zip(*LOAD[: case.layout.dp], strict=True):
         rows = [len(decodes) + sum(count for _, count in chunks) for decodes, chunks in steps]
         live = [chunk_rows(count) if pieces else count for count in rows]
+        engine.model.chosen_experts = chosen = []
         decodes, chunks = steps[replica]
         expected = [known[n, requests[n].stored] for n in decodes]
         expected += [known[n, requests[n].stored + i] for n, count in chunks for i in range(count)]
@@ -149,10 +152,17 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
             live=live if case.layout.dp > 1 else None,
         )
         assert len(logits) == (chunk_rows(max(rows)) if pieces else max(rows))
+        if case.layout.dp > 1:
+            assert all(nobodies(ids_Tk) == [max(live) - count for count in live] for _, ids_Tk in chosen)
         assert bool(logits.isfinite().all())
         if expected:
             worst = max(worst, float((logits[: len(expected)] - torch.stack(expected)).abs().max()))
     return worst
+
+
+def nobodies(ids_Tk: torch.Tensor) -> list[int]:
+    """How many rows of each of two replicas go to no expert."""
+    return (ids_Tk == NOBODY).all(-1).view(2, -1).sum(-1).tolist()
 
 
 def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from dcpbench.kernels.moe import decode, experts, experts_reference, prompts
-from dcpbench.kernels.moe.routing import route_fused, route_reference
+from dcpbench.kernels.block_scaled import quantise_weight
+from dcpbench.kernels.moe import decode, experts, experts_reference, prompts, scaled
+from dcpbench.kernels.moe.routing import NOBODY, route_fused, route_reference
 from dcpbench.kernels.norm import Mark, norm_fused, norm_reference
 from dcpbench.kernels.rope import rope_fused, rope_reference, rope_table, softmax_scale
 from dcpbench.points.shapes import SHAPES
@@ -113,6 +114,25 @@ def test_fused_routing_chooses_the_same_experts_with_the_same_weights(model, dev
     assert torch.allclose(weights.gather(1, by_id), expected_weights.gather(1, expected_by_id), atol=1e-5)
 
 
+@pytest.mark.parametrize("by", [route_fused, route_reference])
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
+def test_tokens_past_the_number_of_their_part_go_to_nobody(model, by, device):
+    """Three parts of 6 tokens, of which 4, none and all count: those choose as ever, bit by bit, and the others weigh 0."""
+    rule = SHAPES[model]
+    generator = torch.Generator(device).manual_seed(2)
+    logits = torch.randn(18, rule.experts, generator=generator, device=device)
+    bias = torch.zeros(rule.experts, device=device)
+    live = torch.tensor([4, 0, 6], device=device)
+    weights, ids = by(logits, bias, rule, live)
+    all_weights, all_ids = by(logits, bias, rule)
+    counts = torch.tensor([True] * 4 + [False] * 8 + [True] * 6, device=device)
+    assert torch.equal(weights[counts], all_weights[counts])
+    assert torch.equal(ids[counts], all_ids[counts])
+    assert (ids[~counts] == NOBODY).all()
+    assert (weights[~counts] == 0).all()
+    assert (all_ids >= 0).all()
+
+
 def test_the_bias_chooses_but_does_not_weigh():
     """Scores of ½ each and a bias that lifts expert 3: it is chosen, with weight ½ of the normalised two."""
     rule = ungrouped(top_k=2)
@@ -190,6 +210,35 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     found = {"decode": decode, "prompts": prompts}[way].experts(x, gate_up, down, weights, ids, first, shared)
     assert error(found, truth) < 1
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("way", ["decode", "prompts", "scaled", "scaled-prompts"])
+def test_tokens_that_go_to_nobody_cost_no_tile_and_change_no_other(way, first, device, monkeypatch):
+    """
+    Every second of 40 tokens: theirs is the shared expert's row alone, others' are what they are without them, bit by bit,
+    and tiles are those of 20 tokens.
+    """
+    make = numbers(device, first)
+    x, shared = make(40, 128), make(40, 128)
+    gate_up, down = make(4, 256, 128) * 0.1, make(4, 128, 128) * 0.1
+    weights, ids = route_reference(make(40, 12), torch.zeros(12, device=device), ungrouped(top_k=3))
+    weights[1::2], ids[1::2] = 0.0, NOBODY
+    few = [tensor[::2].contiguous() for tensor in (x, weights, ids, shared)]
+    if way.startswith("scaled"):
+        gate_up, down = quantise_weight(gate_up.float()), quantise_weight(down.float())
+    if way == "scaled-prompts":
+        monkeypatch.setattr(scaled, "MOST_ASSIGNMENTS", 0)
+    of = {"decode": decode, "prompts": prompts}.get(way, scaled).experts
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    found = of(x, gate_up, down, weights, ids, first, shared)
+    assert torch.equal(found[1::2], shared[1::2])
+    assert torch.equal(found[::2], of(few[0], gate_up, down, few[1], few[2], first, few[3]))
+    if "prompts" in way:
+        totals = [prompts.cut(prompts.sort_by_expert(i, first, 4)[2], i.numel(), 64)[1] for i in (ids, few[2])]
+    else:
+        totals = [(decode.plan(i, first, 4, 16).tiles[0] >= 0).sum() for i in (ids, few[2])]
+    assert int(totals[0]) == int(totals[1]) > 0
 
 
 @pytest.mark.parametrize("way", ["decode", "prompts"])

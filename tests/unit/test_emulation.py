@@ -17,6 +17,7 @@ from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.emulated import Emulation
 from dcpbench.kernels.moe.busiest import busiest_first
+from dcpbench.kernels.moe.routing import NOBODY
 from dcpbench.measuring.environment import environment
 from dcpbench.measuring.gpu_state import GpuSampler
 from dcpbench.plan import grid, judge
@@ -210,6 +211,12 @@ def test_the_busiest_ranks_experts_become_this_ones(experts: int, ranks: int, to
     mine = {int(i) for i in turned.flatten() if int(i) * ranks // experts == 0}
     assert len(mine) == max(map(len, of))
     assert sorted(turned.flatten().bincount(minlength=experts)) == sorted(ids.flatten().bincount(minlength=experts))
+
+
+def test_tokens_that_go_to_nobody_make_no_rank_busy(device: torch.device) -> None:
+    """Without them the second of four ranks has two experts, and the others none; nobody stays nobody."""
+    ids = torch.tensor([[4, 5], [NOBODY, NOBODY], [5, 4]], dtype=torch.int32, device=device)
+    assert busiest_first(ids, 16, 4).tolist() == [[0, 1], [NOBODY, NOBODY], [1, 0]]
 
 
 def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> None:

@@ -1,0 +1,306 @@
+"""Attention replicas of which one has more rows than others in a step with chunks: who goes to experts, and what it takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from dcpbench.errors import RecordsError
+from dcpbench.kernels.moe.routing import NOBODY
+from dcpbench.points.batches import batch_rows, chunk_rows
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.floors import StepRows
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.machines import described
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import SHAPES
+from dcpbench.recommend import estimate
+from dcpbench.recommend.forecast import Estimator
+from dcpbench.serving.replay import replay_from_file
+from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
+from dcpbench.serving.step_cases import CHUNK_TOKENS, CaseMaker, Extent, bare, grid
+from dcpbench.serving.step_model import StepModel, Work, step_works
+from dcpbench.serving.step_times import (
+    CHECK,
+    LINE,
+    PADDED_ROWS,
+    UNEVEN,
+    Case,
+    Chunks,
+    Decodes,
+    Measured,
+    StepTimes,
+    engine_path,
+    read_step_times,
+    write_step_times,
+)
+from dcpbench.workloads import serve
+from dcpbench.workloads.session import build
+from tests.unit.serving_builder import config
+from tests.unit.step_times_builder import step_times, true_ms
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU, TINY = torch.device("cpu"), SHAPES["tiny"]
+DP = 4
+EXTENT = Extent(requests=12, context=5500, pages=4800, virtual_page=64, chunk=4096, targets=(12,), replicas=DP)
+LOAD = Load(mode="replay", requests=24, input_tokens="4000", output_tokens="30", chunk=16_384)
+POINT = Point(
+    model="deepseek-v3",
+    tp=DP,
+    dp=DP,
+    workload="serve",
+    concurrency=12,
+    context=4030,
+    load=LOAD,
+    backend="flashinfer",
+    dtype="bf16",
+    page_size=64,
+)
+A_ROW_MS = 0.03
+"""Of experts, for the row of one replica where all have it: a DP-th of it for a row that one alone has."""
+
+
+def truth(works: list[Work]) -> float:
+    """The slowest replica, with experts for the rows that replicas have and not for as many as the fullest has."""
+    rows = [work.beside_chunks for work in works]
+    most = max(works, key=lambda work: work.beside_chunks)
+    full = max(true_ms(with_rows_of(most, work)) for work in works)
+    return full - A_ROW_MS * sum(max(rows) - each for each in rows) / len(rows)
+
+
+def with_rows_of(most: Work, work: Work) -> Work:
+    """A replica's attention with the rows of the fullest: true_ms knows them by rows + tokens."""
+    return work._replace(tokens=most.rows + most.tokens - work.rows)
+
+
+def measured(extent: Extent = EXTENT) -> StepTimes:
+    """The whole grid of an engine in which experts go through the rows that there are."""
+    cases = [
+        Measured(case=case, samples_ms=[truth(works) if case.chunks else true_ms(case.work())])
+        for case in grid(extent)
+        for works in [case.works(extent.replicas)]
+    ]
+    return msgspec.structs.replace(step_times(path=engine_path(POINT)), cases=cases)
+
+
+TIMES = measured()
+
+
+@pytest.fixture(scope="module")
+def serving() -> serve.Serving:
+    """A rank that stands for two replicas, so that it sees the rows of both."""
+    load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=80)
+    asked = Point(
+        model="tiny",
+        workload="serve",
+        tp=2,
+        dp=2,
+        concurrency=8,
+        context=60,
+        load=load,
+        page_size=1,
+        backend="reference",
+        dtype="fp32",
+        emulate="H200",
+    )
+    plan = plan_engine([asked], Settings(), TINY, Probe(device="cpu", count=0, name="CPU"))
+    with torch.inference_mode():
+        return serve.serving_for(build(asked, TINY, plan, rank=0, device=CPU, seed=0), asked)
+
+
+def replica(decodes: int, tokens: int) -> ReplicaStep:
+    """Requests at position 5, each with a page a token, and a chunk of so many tokens behind them."""
+    found = ReplicaStep()
+    for slot in range(1, decodes + 1 + bool(tokens)):
+        sequence = Sequence(ServeRequest(number=slot, prompt=np.arange(50, dtype=np.int32), output_tokens=2), slot)
+        sequence.slot = slot
+        first = 1 + 6 * (slot - 1)
+        if slot <= decodes:
+            found.decodes.append(sequence)
+            found.slots.append(slot)
+            found.positions.append(5)
+            count = 6
+        else:
+            found.chunks.append(Chunk(sequence, slot, 0, tokens, samples=True))
+            count = tokens
+        found.table.append(TableWrite(slot, 0, np.arange(first, first + count, dtype=np.int32)))
+    return found
+
+
+class TestEngine:
+    @pytest.mark.parametrize(
+        "each",
+        [((0, 40), (0, 0)), ((3, 20), (2, 0)), ((0, 40), (3, 33)), ((0, 16), (0, 16))],
+        ids=["nothing", "decodes", "chunks", "alike"],
+    )
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_rows_that_are_there_for_another_replica_go_to_no_expert(
+        self, each: tuple[tuple[int, int], ...], first: int, serving: serve.Serving
+    ) -> None:
+        """As many of each replica as it would run alone do, its first; and tokens are sampled where they were asked for."""
+        each = each[first:] + each[:first]
+        model = serving.engine.model
+        model.chosen_experts = chosen = []
+        step = Step(1, [replica(decodes, tokens) for decodes, tokens in each])
+        with torch.inference_mode():
+            tokens = serving.engine.launch(step).wait()
+        assert len(tokens) == len(step.replicas[0].emits)
+        own = [chunk_rows((batch_rows(decodes) if decodes else 0) + tokens) for decodes, tokens in each]
+        live = torch.stack([torch.arange(max(own)) < count for count in own]).flatten()
+        assert len(chosen) == TINY.layers - TINY.first_dense
+        for _, ids_Tk in chosen:
+            assert torch.equal((ids_Tk != NOBODY).all(-1), live)
+            assert torch.equal((ids_Tk == NOBODY).all(-1), ~live)
+
+    def test_of_steps_that_only_decode_all_rows_go_to_experts(self, serving: serve.Serving) -> None:
+        """As those of captured graphs, which know nothing of replicas."""
+        serving.engine.model.chosen_experts = chosen = []
+        with torch.inference_mode():
+            serving.engine.launch(Step(1, [replica(4, 0), replica(1, 0)])).wait()
+        assert chosen
+        assert all((ids_Tk != NOBODY).all() for _, ids_Tk in chosen)
+
+
+class TestGrid:
+    def test_one_replica_alone_has_each_size_of_chunks_that_all_have(self) -> None:
+        """So that the difference is the experts'; without a prefix, and where there are replicas."""
+        cases = grid(EXTENT)
+        alone = [case for case in cases if case.use == UNEVEN]
+        assert [case.work().tokens for case in alone] == [n for n in CHUNK_TOKENS if n <= EXTENT.chunk]
+        assert {msgspec.structs.replace(case, use=LINE, replicas=0) for case in alone} <= set(filter(bare, cases))
+        assert not any(bare(case) for case in alone)
+        assert not any(case.replicas for case in grid(extent(replicas=1)))
+
+    def test_some_replicas_are_predicted_and_checked(self) -> None:
+        """Half of four; of two there are no some."""
+        some = {n: [c.replicas for c in grid(extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
+        assert some == {1: [0] * len(some[1]), 2: [0] * len(some[1]), 4: [2] + [0] * len(some[1])}
+
+    def test_a_step_is_that_of_its_case_on_some_replicas_and_of_nothing_on_others(self) -> None:
+        setup = config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
+        case = Case(chunks=(Chunks(2, 5, 8),), use=CHECK, replicas=2)
+        made = CaseMaker(setup, 50).steps(case)
+        assert step_works(made.first) == step_works(made.again) == case.works(3)
+        assert case.works(3) == [case.work()] * 2 + [Work.of(0, 0, [])]
+        assert [bool(replica.table) for replica in made.first.replicas] == [True, True, False]
+
+    def test_floors_and_words_are_of_those_that_have_something_to_do(self) -> None:
+        case = Case(chunks=(Chunks(1, 2048, 0),), use=UNEVEN, replicas=1)
+        assert case.rows(4) == StepRows(chunks=((2048, 0),), sampled=1, tokens=2048)
+        assert str(case) == "1 × 2,048 tokens at 0, on 1 replica alone"
+
+
+def extent(**changes: int) -> Extent:
+    """EXTENT with some fields changed."""
+    return Extent(**{name: getattr(EXTENT, name) for name in Extent.__dataclass_fields__} | changes)
+
+
+class TestPrediction:
+    def test_cases_of_one_replica_and_of_some_are_met(self) -> None:
+        assert {case.replicas for case, _ in TIMES.check_errors()} == {0, 2}
+        assert all(abs(error) < 1e-9 for _, error in TIMES.check_errors())
+        for m in TIMES.cases_for(UNEVEN):
+            assert TIMES.model.step_ms(m.case.works(DP)) == pytest.approx(m.median_ms)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_it_is_exact_where_a_row_takes_as_long_whoever_has_it(self, seed: int) -> None:
+        """Any replica decodes beside any chunk, or does nothing."""
+        rng = np.random.default_rng(seed)
+        works = [
+            Work.of(
+                n, n * int(rng.integers(64, 4000)), [(int(rng.integers(16, 3000)), 0)] if rng.random() < 0.5 else []
+            )
+            for n in rng.integers(0, 11, DP).tolist()
+        ]
+        works[int(rng.integers(DP))] = Work.of(0, 0, [(3500, 0)])
+        assert TIMES.model.step_ms(works) == pytest.approx(truth(works))
+
+    def test_the_more_the_others_have_the_longer_it_takes(self) -> None:
+        """From nothing to as much as the fullest."""
+        chunk, empty = Work.of(0, 0, [(4096, 0)]), Work.of(0, 0, [])
+        others = [empty, Work.of(12, 12 * 4000, []), Work.of(0, 0, [(2048, 0)]), chunk]
+        times = [TIMES.model.step_ms([chunk, other, empty, empty]) for other in others]
+        assert times == sorted(times)
+        assert times[-1] - times[0] == pytest.approx(A_ROW_MS * 4096 / DP)
+        assert TIMES.model.step_ms([chunk] * DP) - times[0] == pytest.approx(A_ROW_MS * 4096 * (DP - 1) / DP)
+
+    def test_noise_makes_no_step_longer_than_that_of_full_replicas(self) -> None:
+        """Where a case of one replica took longer than that of all."""
+        line = [(m.case.work(), m.median_ms) for m in TIMES.cases_for(LINE)]
+        model = StepModel(line, (), [(m.case.work(), 1e6) for m in TIMES.cases_for(UNEVEN)])
+        chunk, empty = Work.of(0, 0, [(4096, 0)]), Work.of(0, 0, [])
+        assert model.step_ms([chunk, empty, empty, empty]) == model.step_ms([chunk] * DP)
+
+
+class TestOlderFiles:
+    """Of an engine in which all replicas ran as many rows as the fullest, experts' included."""
+
+    OLD = msgspec.structs.replace(TIMES, cases=[m for m in TIMES.cases if not m.case.replicas])
+
+    def test_their_steps_take_what_they_took(self) -> None:
+        chunk, others = Work.of(0, 0, [(4096, 0)]), [Work.of(12, 12 * 4000, [])] * (DP - 1)
+        assert self.OLD.model.step_ms([chunk, *others]) == self.OLD.model.step_ms([chunk] * DP)
+        assert TIMES.model.step_ms([chunk, *others]) < self.OLD.model.step_ms([chunk, *others])
+
+    def test_replays_by_them_are_marked(self, tmp_path: Path) -> None:
+        def marks(times: StepTimes) -> list[str]:
+            write_step_times(tmp_path / "times.json", times)
+            plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], times.probe())
+            return replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path).marks
+
+        assert PADDED_ROWS in marks(self.OLD)
+        assert PADDED_ROWS not in marks(TIMES)
+
+    def test_one_replica_has_no_others(self) -> None:
+        assert not step_times().padded_rows
+        assert self.OLD.padded_rows
+
+
+class TestFile:
+    def test_a_file_is_read_as_it_was_written(self, tmp_path: Path) -> None:
+        write_step_times(tmp_path / "x.json", TIMES)
+        assert read_step_times(tmp_path / "x.json") == TIMES
+
+    @pytest.mark.parametrize(
+        ("case", "words"),
+        [
+            (Case(chunks=(Chunks(1, 1, 0),), replicas=5), "case.replicas is 5, of a path with dp 4"),
+            (Case(chunks=(Chunks(1, 1, 0),), replicas=-1), "case.replicas is -1, of a path with dp 4"),
+            (Case(chunks=(Chunks(1, 1, 0),), use=UNEVEN), "case.use is 'uneven', which is of chunks that one"),
+            (
+                Case(decodes=(Decodes(1, 1),), use=UNEVEN, replicas=1),
+                "case.use is 'uneven', which is of chunks that one",
+            ),
+        ],
+        ids=["many", "negative", "all", "decodes"],
+    )
+    def test_cases_of_replicas_that_cannot_be_are_refused(self, case: Case, words: str, tmp_path: Path) -> None:
+        found = msgspec.structs.replace(TIMES, cases=[Measured(case=case, samples_ms=[1.0])])
+        write_step_times(tmp_path / "x.json", found)
+        with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: {words}.*measure again"):
+            read_step_times(tmp_path / "x.json")
+
+
+class TestEstimate:
+    def test_rows_of_padding_cost_all_but_experts(self) -> None:
+        """Of four replicas one has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
+        alone = Case(chunks=(Chunks(1, 2048, 0),), replicas=1).rows(4)
+        found = estimate.padded(alone, 4)
+        assert (found.tokens, found.live) == (4 * 2048, 2048)
+        alike = estimate.padded(Case(chunks=(Chunks(1, 2048, 0),)).rows(4), 4)
+        assert (alike.tokens, alike.live) == (4 * 2048, 4 * 2048)
+        decodes = estimate.padded(StepRows(decodes=(9, 9, 9), tokens=10), 4)
+        assert (decodes.tokens, decodes.live) == (16, 16)
+
+    def test_a_step_of_one_replica_is_estimated_shorter(self) -> None:
+        of = Estimator(POINT, described("H200"), estimate.published().terms)
+        chunks = (Chunks(1, 2048, 0),)
+        assert of.ms(Case(chunks=chunks, replicas=1).rows(DP)) < of.ms(Case(chunks=chunks).rows(DP))
