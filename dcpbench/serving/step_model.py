@@ -406,9 +406,7 @@ class Heat:
 class StepModel:
     """All of it. Raises RecordsError where a part has no case at all."""
 
-    def __init__(
-        self, line: Sequence[Sample], gather: Sequence[Sample] = (), uneven: Sequence[Sample] = ()
-    ) -> None:
+    def __init__(self, line: Sequence[Sample], gather: Sequence[Sample] = (), uneven: Sequence[Sample] = ()) -> None:
         """`line`: cases to interpolate between; `gather`: those that tell what more stored tokens cost; `uneven`: of one
         replica alone. Without the last all replicas are as full as the fullest.
         """

@@ -222,7 +222,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def model(self) -> StepModel:
         """The prediction made of the cases. Raises RecordsError where they are too few for one."""
-        return StepModel(*([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER, UNEVEN)))
+        return StepModel(
+            *([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER, UNEVEN))
+        )
 
     @functools.cached_property
     def host_model(self) -> StepModel:
@@ -362,8 +364,8 @@ def _problem(measured: Measured, replicas: int) -> str:
         return f"its step has more than {MOST_REQUESTS:,} requests"
     if not case.decodes and not case.chunks:
         return "its step does nothing"
-    if wrong := _wrong_use(case, replicas):
-        return wrong
+    if use := _wrong_use(case, replicas):
+        return use
     if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= LARGEST:
         return "it has no samples_ms, or times that are not positive"
     others = {"host_ms": measured.host_ms, "floor_ms": [] if measured.floor_ms is None else [measured.floor_ms]}

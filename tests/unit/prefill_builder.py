@@ -68,7 +68,13 @@ def step(
         ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
         wanted = ends.to(engine.device)
     locs = engine.requests.table[slots, positions].clamp(min=0)
-    inputs = StepInput(tokens, positions, locs, logit_rows=wanted, live=None if live is None else torch.tensor(live))
+    inputs = StepInput(
+        tokens,
+        positions,
+        locs,
+        logit_rows=wanted,
+        live=None if live is None else torch.tensor(live, device=engine.device),
+    )
     plan = prefiller.plan(planned, engine.requests.table, len(decodes)) if planned else None
     if pieces:
         found = pieces.of(len(rows)).step(inputs, pieces.beside(batch) if batch else None, plan)

@@ -1,5 +1,7 @@
 """Steps with chunks cut into pieces between attentions give what the plain walk gives, captured or not."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from dcpbench.engine.pieces import Cut, Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
+from dcpbench.exchange.collectives import Group
 from dcpbench.hangs import beats
 from dcpbench.kernels.prefill.sdpa import PlainRagged
 from dcpbench.points import memory
@@ -31,11 +34,12 @@ BIG = shape_like_tiny(
 )
 
 
-def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa", window=None):
+def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa", window=None, layout=ONE):
     """One rank, and what attends for its prompts, over stored ones in windows of so many tokens."""
-    weights = load_weights(SyntheticSource(0, dtype, device), shape, ONE, 0, layers(shape))
+    weights = load_weights(SyntheticSource(0, dtype, device), shape, layout, 0, layers(shape))
     kv = KvPool(shape.layers, 64, PAGE, shape.kv_width, dtype, device)
-    model = Model(shape, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=32, device=device)
+    groups = dataclasses.replace(alone(layout, 0), dp=Same(layout.dp, 0, None))
+    model = Model(shape, layout, groups, weights, kv, interleave=1, max_context=32, device=device)
     of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
     nbytes = None if window is None else memory.window_bytes(shape, ONE, window, dtype.itemsize)
     return of, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS, window_bytes=nbytes)
@@ -105,6 +109,47 @@ class TestLogits:
         assert {len(sized.graphs) for sized in pieces.cuts.values()} == {BIG.layers + 1}
         assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: BIG.layers, 2: BIG.layers}
         assert len(pieces.graphs) == BIG.layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Same(Group):
+    """Replicas of which all others have this one's rows."""
+
+    def all_gather(self, x):
+        return torch.stack([x] * self.size)
+
+    def reduce_scatter(self, x):
+        return x[: len(x) // self.size].contiguous()
+
+
+class TestReplicas:
+    @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_rows_past_those_that_a_replica_has_go_to_no_expert(self, where):
+        """
+        Of two replicas whose pieces, on a GPU captured, have 16 rows each: in whatever steps they ran before, tokens of the
+        prompt are told as by the plain walk where they count, and only later ones change where they do not.
+        """
+        on_gpu = where == "cuda"
+        kind = (torch.device(where), torch.bfloat16, "triton") if on_gpu else ()
+        shape = BIG if on_gpu else TINY
+
+        def found(live, *, cut):
+            of, prefiller = engine(shape, *kind, layout=Layout(2, dp=2))
+            pieces = Pieces(prefiller, None) if cut else None
+            if pieces and on_gpu:
+                pieces.capture([], lambda: None)
+            return [
+                step(of, prefiller, [], [(Prompt.admit(of, prompt_tokens(n, 16)), 16)], pieces=pieces, live=each)[:16]
+                for n, each in enumerate(live)
+            ]
+
+        whole = found([None, None], cut=False)
+        some = found([[16, 0], [8, 16]], cut=True)
+        scale = 0.02 if on_gpu else 1e-5
+        near = [
+            ((a - b).abs().amax(-1) < scale * whole[0].abs().max()).tolist() for a, b in zip(some, whole, strict=True)
+        ]
+        assert near == [[True] * 16, [True] * 8 + [False] * 8]
 
 
 class TestBeats:

@@ -360,7 +360,11 @@ class TestFile:
             (Case(chunks=(Chunks(10**9, 1, 0),)), {}, "its step has more than 1,048,576 requests"),
             (Case(chunks=(Chunks(1, 1, -1),)), {}, "prefixes of 0 to 1,000,000,000 tokens"),
             (Case(), {}, "its step does nothing"),
-            (Case(decodes=(Decodes(1, 1),), use="lines"), {}, "case.use is 'lines', none of line, gather, uneven, check"),
+            (
+                Case(decodes=(Decodes(1, 1),), use="lines"),
+                {},
+                "case.use is 'lines', none of line, gather, uneven, check",
+            ),
             (Case(decodes=(Decodes(1, 1),)), {"samples_ms": [1e300]}, "no samples_ms, or times that are not positive"),
             (Case(decodes=(Decodes(1, 1),)), {"host_ms": [-1.0]}, "its host_ms are no times"),
             (Case(decodes=(Decodes(1, 1),)), {"floor_ms": -1.0}, "its floor_ms are no times"),

@@ -14,7 +14,6 @@ from dcpbench.kernels.moe.routing import NOBODY
 from dcpbench.points.batches import batch_rows, chunk_rows
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.floors import StepRows
-from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load, Point

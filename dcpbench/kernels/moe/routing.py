@@ -76,11 +76,10 @@ def _route_kernel(
 ):
     t = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
-    if PARTS:
-        if t % part >= tl.load(live + t // part):
-            tl.store(ids + t * TOP_K + slot, tl.full([SLOTS], NOBODY, tl.int32), mask=slot < TOP_K)
-            tl.store(weights + t * TOP_K + slot, tl.zeros([SLOTS], tl.float32), mask=slot < TOP_K)
-            return
+    if PARTS and t % part >= tl.load(live + t // part):
+        tl.store(ids + t * TOP_K + slot, tl.full([SLOTS], NOBODY, tl.int32), mask=slot < TOP_K)
+        tl.store(weights + t * TOP_K + slot, tl.zeros([SLOTS], tl.float32), mask=slot < TOP_K)
+        return
     e = tl.arange(0, BLOCK)
     live = e < experts
     x = tl.load(logits + t * experts + e, mask=live, other=float("-inf"))
