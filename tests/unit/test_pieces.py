@@ -149,7 +149,8 @@ class TestReplicas:
         near = [
             ((a - b).abs().amax(-1) < scale * whole[0].abs().max()).tolist() for a, b in zip(some, whole, strict=True)
         ]
-        assert near == [[True] * 16, [True] * 8 + [False] * 8]
+        assert near[0] + near[1][:8] == [True] * 24
+        assert not all(near[1][8:]), "some of whose experts this rank has"
 
 
 class TestBeats:
