@@ -515,7 +515,7 @@ def _same(seen: Point, wanted: Point) -> bool:
 
 
 def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
-    """Files of step times that say something of what is asked, and in sentences why the others do not."""
+    """Files of step times that say something of what is asked, and in sentences why the others do not, and what to know of these."""
     found, notes = {}, []
     for file, times in known.times.items():
         of, device = _by(times, _point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None)), times.environment.device
@@ -535,6 +535,11 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
             why = "step times, by which served loads are replayed; --context asks for decode steps alone"
         else:
             found[file] = times
+            if times.padded_rows:
+                notes.append(
+                    f"{file}: of an engine of before, in which all replicas had as many rows of prompts in experts as the fullest. "
+                    f"{of.layout} is faster now than it says; measure its step times again."
+                )
             continue
         notes.append(f"Left out: {file}, {why}.")
     return found, notes

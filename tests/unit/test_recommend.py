@@ -894,6 +894,19 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
 
 
+@pytest.mark.parametrize(("replicas", "told"), [(1, True), (4, False)], ids=["before", "now"])
+def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(replicas: int, told: bool) -> None:
+    """A grid for one replica has no case of one alone, as older files have none."""
+    of = step_times_builder.path_of(model="deepseek-v3", tp=4, dp=4, dtype="bf16", backend="flashinfer")
+    extent = dataclasses.replace(step_times_builder.EXTENT, replicas=replicas)
+    times = step_times_builder.step_times(extent, path=of)
+    kept, notes = advise._times(
+        dataclasses.replace(ask("H200"), loads=SERVED), advise.Known(times={"times.json": times})
+    )
+    assert list(kept) == ["times.json"]
+    assert ["tp4·dp4 is faster now than it says" in note for note in notes] == [True] * told
+
+
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
     """Steps that ran twice as fast: twice the output, half of every latency, and percentiles that are not known stay so."""
     known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
