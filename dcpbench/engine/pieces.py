@@ -217,8 +217,8 @@ class Pieces:
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
         """Seen.numbers of a step's first part, and of the call that comes."""
         dp = self.model.layout.dp
-        self.live = torch.zeros(dp, dtype=torch.int64, device=prefiller.device) if dp > 1 else None
-        """StepInput.live of the step that runs."""
+        self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None
+        """StepInput.live of the step that runs; all rows while graphs are captured."""
         self.graphs: list[torch.cuda.CUDAGraph] = []
         """Of `decompress`, a layer each."""
         self.cuts: dict[int, Cut] = {}
