@@ -214,9 +214,9 @@ def test_the_busiest_ranks_experts_become_this_ones(experts: int, ranks: int, to
 
 
 def test_tokens_that_go_to_nobody_make_no_rank_busy(device: torch.device) -> None:
-    """Without them the second of four ranks has two experts, and the others none; nobody stays nobody."""
-    ids = torch.tensor([[4, 5], [NOBODY, NOBODY], [5, 4]], dtype=torch.int32, device=device)
-    assert busiest_first(ids, 16, 4).tolist() == [[0, 1], [NOBODY, NOBODY], [1, 0]]
+    """The second of four ranks has two experts, and so has the last, whose last one would be a third; nobody stays nobody."""
+    ids = torch.tensor([[4, 5], [NOBODY, NOBODY], [12, 13]], dtype=torch.int32, device=device)
+    assert busiest_first(ids, 16, 4).tolist() == [[0, 1], [NOBODY, NOBODY], [8, 9]]
 
 
 def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> None:

@@ -13,14 +13,15 @@ from dcpbench.errors import RecordsError
 from dcpbench.kernels.moe.routing import NOBODY
 from dcpbench.points.batches import batch_rows, chunk_rows
 from dcpbench.points.budget import plan_engine
-from dcpbench.points.floors import StepRows
+from dcpbench.points.floors import Sharding, StepRows, expert_works, gather_work, phase_works
+from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.recommend import estimate
-from dcpbench.recommend.forecast import Estimator
+from dcpbench.recommend.forecast import EstimatedTimes, Estimator
 from dcpbench.serving.replay import replay_from_file
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 from dcpbench.serving.step_cases import CHUNK_TOKENS, CaseMaker, Extent, bare, grid
@@ -231,6 +232,17 @@ class TestPrediction:
         assert times[-1] - times[0] == pytest.approx(A_ROW_MS * 4096 / DP)
         assert TIMES.model.step_ms([chunk] * DP) - times[0] == pytest.approx(A_ROW_MS * 4096 * (DP - 1) / DP)
 
+    def test_so_does_the_host(self) -> None:
+        """Where launching takes half as long as the step."""
+        halves = [
+            msgspec.structs.replace(m, host_ms=[m.median_ms / 2]) if m.case.chunks else m
+            for m in TIMES.cases
+            if not m.case.decodes or not m.case.chunks
+        ]
+        times = msgspec.structs.replace(TIMES, cases=halves)
+        for m in times.cases_for(UNEVEN):
+            assert times.host_model.step_ms(m.case.works(DP)) == pytest.approx(m.median_ms / 2)
+
     def test_noise_makes_no_step_longer_than_that_of_full_replicas(self) -> None:
         """Where a case of one replica took longer than that of all."""
         line = [(m.case.work(), m.median_ms) for m in TIMES.cases_for(LINE)]
@@ -299,7 +311,25 @@ class TestEstimate:
         decodes = estimate.padded(StepRows(decodes=(9, 9, 9), tokens=10), 4)
         assert (decodes.tokens, decodes.live) == (16, 16)
 
+    @pytest.mark.parametrize("ep", [1, 4], ids=["cut", "whole"])
+    def test_experts_read_no_row_of_padding(self, ep: int) -> None:
+        """Their work is that of a step with as many rows as there are, and other layers' that of the padded one."""
+        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(4, 4), itemsize=2, ep=ep)
+        padded = estimate.padded(Case(chunks=(Chunks(1, 2048, 0),), replicas=1).rows(4), 4)
+        routed = sharding.expected(padded.live)
+        expected = expert_works(sharding, StepRows(tokens=2048), routed)
+        assert list(expert_works(sharding, padded, routed)) == list(expected)
+        works = [(phase, work) for phase, _, work in phase_works(sharding, padded)]
+        assert [work for phase, work in works if phase == "moe"][-2:] == list(expert_works(sharding, padded, routed))
+        assert gather_work(4 * 2048 * SHAPES["deepseek-v3"].hidden * 2, 4) in [w for p, w in works if p == "dp_gather"]
+
     def test_a_step_of_one_replica_is_estimated_shorter(self) -> None:
+        """By itself, and in a load that is served by estimates."""
         of = Estimator(POINT, described("H200"), estimate.published().terms)
         chunks = (Chunks(1, 2048, 0),)
-        assert of.ms(Case(chunks=chunks, replicas=1).rows(DP)) < of.ms(Case(chunks=chunks).rows(DP))
+        alone, alike = (of.ms(Case(chunks=chunks, replicas=n).rows(DP)) for n in (1, 0))
+        assert alone < alike
+        plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], TIMES.probe())
+        model = EstimatedTimes(of, POINT, plan).model
+        works = [Case(chunks=chunks, replicas=n).works(DP) for n in (1, 0)]
+        assert [model.step_ms(each) for each in works] == [pytest.approx(alone), pytest.approx(alike)]
