@@ -339,6 +339,8 @@ def _wrong_use(case: Case, replicas: int) -> str:
         return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
     if not 0 <= case.replicas <= replicas:
         return f"case.replicas is {case.replicas}, of a path with dp {replicas}"
+    if case.replicas and case.use not in (UNEVEN, CHECK):
+        return f"case.replicas is {case.replicas} where case.use is {case.use!r}, which all replicas do alike"
     if case.use == UNEVEN and (case.replicas != 1 or case.decodes or replicas == 1):
         return f"case.use is {UNEVEN!r}, which is of chunks that one of several replicas has alone"
     return ""

@@ -284,6 +284,7 @@ class TestFile:
         ("case", "words"),
         [
             (Case(chunks=(Chunks(1, 1, 0),), replicas=5), "case.replicas is 5, of a path with dp 4"),
+            (Case(chunks=(Chunks(1, 1, 0),), replicas=2), "case.replicas is 2 where case.use is 'line', which all"),
             (Case(chunks=(Chunks(1, 1, 0),), replicas=-1), "case.replicas is -1, of a path with dp 4"),
             (Case(chunks=(Chunks(1, 1, 0),), use=UNEVEN), "case.use is 'uneven', which is of chunks that one"),
             (
@@ -291,7 +292,7 @@ class TestFile:
                 "case.use is 'uneven', which is of chunks that one",
             ),
         ],
-        ids=["many", "negative", "all", "decodes"],
+        ids=["many", "line", "negative", "all", "decodes"],
     )
     def test_cases_of_replicas_that_cannot_be_are_refused(self, case: Case, words: str, tmp_path: Path) -> None:
         found = msgspec.structs.replace(TIMES, cases=[Measured(case=case, samples_ms=[1.0])])
