@@ -24,7 +24,7 @@ struct Shared {
 // What is let go together: half of the values of a tile, with the rope block by whoever is done with it last.
 enum Stretch { FIRST_LEFT, FIRST_RIGHT, SECOND_LEFT, SECOND_RIGHT };
 
-enum Barrier { BOTH = 1, FIRST_READY, SECOND_READY, CLEARED }; // and CLEARED + 1
+enum Barrier { BOTH = 1, FIRST_READY, SECOND_READY, VOTED, CLEARED }; // and CLEARED + 1
 
 // The upper half of what describes blocks of 64 rows of 128 bytes, swizzled by as many. The lower half is a place, and where columns lead
 // how far it is from one block of 64 columns to the next.
@@ -178,6 +178,16 @@ __device__ __forceinline__ void weigh(const float (&s)[32], const float (&top)[2
 // A warp has been told, or tells, that scores of its heads are held to more from a tile on.
 __device__ __forceinline__ int& raised(Shared& sh, int tile) { return sh.raised[tile][thread() % GROUP / 32]; }
 
+// Whether a thread of the warpgroup says so. Products are waited for by all of its warps or by none.
+__device__ __forceinline__ bool any_of_group(bool mine) {
+    u32 found;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.aligned.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(found)
+                 : "r"((u32)mine), "n"(int(VOTED)), "n"(int(GROUP))
+                 : "memory");
+    return found;
+}
+
 // Weights of a tile of a pair. Only of a piece's first tile, and where weights come to more than MOST, is the largest score sought, and held to.
 template <int tile>
 __device__ __forceinline__ void weigh_tile(
@@ -186,7 +196,8 @@ __device__ __forceinline__ void weigh_tile(
     bool raise = first;
     if (!first) {
         weigh(s, top, scale, sum, p);
-        raise = __any_sync(~0u, fmaxf(sum[0], sum[1]) > MOST);
+        const bool more = fmaxf(sum[0], sum[1]) > MOST;
+        raise = tile ? any_of_group(more) : __any_sync(~0u, more);
     }
     if (raise) {
         float here[2], by[2];
@@ -203,7 +214,7 @@ __device__ __forceinline__ void weigh_tile(
             if (thread() % 4 == 0) sh.top[tile][row + 8 * i] = here[i];
         }
         raised(sh, tile) = pair;
-        if (tile) mma_wait<0>(); // warps that raise alone: PTX asks this of all four, sm_90a counts products by warp
+        if (tile) mma_wait<0>();
         if (!first) shrink_sums(o, by);
         weigh(s, top, scale, sum, p);
     }
