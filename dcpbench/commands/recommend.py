@@ -10,6 +10,7 @@ import typer
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
 from dcpbench.points.names import flag
+from dcpbench.serving.load_words import ANSWERS, CHUNK, PROMPTS
 from dcpbench.show.terminal import ProgressLine, console
 from dcpbench.show.text import listed
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 CLIENTS = "1,8,16,32,64"
 """Where nobody types a concurrency."""
-INPUT, OUTPUT, REQUESTS, CHUNK = "4000", "1500", 200, 8192
-"""Likewise, of a served load."""
+REQUESTS = 200
+"""Likewise, of a load at a rate."""
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "chunk")
 """Options that decode steps alone have no use for."""
 
@@ -43,8 +44,8 @@ class Wanted(Group):
     )
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
     context: str | None = opt.LOAD("Decode steps alone, with so many tokens of each request.", metavar="N,…")
-    input_tokens: str | None = opt.LOAD(f"Prompt tokens of a request, as of serve. Default: {INPUT}.", metavar="N")
-    output_tokens: str | None = opt.LOAD(f"Output tokens of a request, as of serve. Default: {OUTPUT}.", metavar="N")
+    input_tokens: str | None = opt.LOAD(f"Prompt tokens of a request, as of serve. Default: {PROMPTS}.", metavar="N")
+    output_tokens: str | None = opt.LOAD(f"Output tokens of a request, as of serve. Default: {ANSWERS}.", metavar="N")
     request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency.", metavar="R,…")
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
@@ -222,8 +223,8 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
         return [(n, length, None) for length in _positive("context", wanted.context, "32000") for n in clients]
     if wanted.num_requests is not None and wanted.request_rate is None:
         raise UsageError("--num-requests is of a load at a rate; add --request-rate, or leave it out.")
-    prompt = INPUT if wanted.input_tokens is None else wanted.input_tokens
-    answer = OUTPUT if wanted.output_tokens is None else wanted.output_tokens
+    prompt = PROMPTS if wanted.input_tokens is None else wanted.input_tokens
+    answer = ANSWERS if wanted.output_tokens is None else wanted.output_tokens
     requests = REQUESTS if wanted.num_requests is None else wanted.num_requests
     chunk = CHUNK if wanted.chunk is None else wanted.chunk
     for option, value in (("--input-tokens", prompt), ("--output-tokens", answer)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, panel, typed
+from dcpbench.serving.load_words import ANSWERS, CHUNK, CPU_ANSWERS, CPU_CHUNK, CPU_PROMPTS, PROMPTS
 from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
@@ -74,12 +75,13 @@ class Load(Group):
     )
     input_tokens: str | None = WHAT(
         "Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper "
-        "bound). Each of the list is a point. Default: 4000 on GPUs; 32 on the CPU.",
+        f"bound). Each of the list is a point. Default: {PROMPTS} on GPUs; {CPU_PROMPTS} on the CPU.",
         metavar="LEN,…",
     )
     output_tokens: str | None = WHAT(
-        "Tokens that are sampled for a request, written likewise; nothing ends one earlier. Default: 1500 on GPUs; 8 "
-        "on the CPU.",
+        "Tokens that are sampled for a request, written likewise; nothing ends one earlier. Where all have as many, and "
+        "prompts, too, clients of a closed loop go in step, which can turn around what is ahead. Default: "
+        f"{ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU.",
         metavar="LEN,…",
     )
     prefix_share: str | None = WHAT(
@@ -111,7 +113,7 @@ class Load(Group):
     chunk: str | None = SERVED(
         "Prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's "
         "--max-num-batched-tokens, which bounds each replica and counts decode tokens, too. Page size × dcp × dp at "
-        "least. Each of the list is a point. Default: 8192 on GPUs; 64 on the CPU.",
+        f"least. Each of the list is a point. Default: {CHUNK} on GPUs; {CPU_CHUNK} on the CPU.",
         metavar="TOKENS,…",
     )
     prefix_cache: bool | None = SERVED(

@@ -16,7 +16,18 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.instances import parse
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, flag
 from dcpbench.points.point import LOAD_AXES, Load
-from dcpbench.serving.load_words import TRACE_LENGTHS, parse_lengths, parse_limit, parse_slo
+from dcpbench.serving.load_words import (
+    ANSWERS,
+    CHUNK,
+    CPU_ANSWERS,
+    CPU_CHUNK,
+    CPU_PROMPTS,
+    PROMPTS,
+    TRACE_LENGTHS,
+    parse_lengths,
+    parse_limit,
+    parse_slo,
+)
 from dcpbench.serving.loads import extent, session_count
 from dcpbench.serving.request_files import read_requests
 
@@ -290,16 +301,22 @@ def usual_clients(device: str) -> dict[str, object]:
 def serve_defaults(probe: Probe) -> dict[str, object]:
     """What an option means when it was not typed, by device; `dcpbench serve --help` prints the same.
 
-    GPUs: the lengths and the number of requests with which DCP was first measured in an engine.
+    GPUs: the number of requests and the mean lengths with which DCP was first measured in an engine.
     """
     if probe.device == "cpu":
-        return {"tp": (4,), "num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": (64,)}
+        return {
+            "tp": (4,),
+            "num_requests": 16,
+            "input_tokens": (CPU_PROMPTS,),
+            "output_tokens": (CPU_ANSWERS,),
+            "chunk": (CPU_CHUNK,),
+        }
     prefill = "flashinfer" if probe.packages.get("flashinfer") else PREFILLS[0]
     return {
         "num_requests": 480,
-        "input_tokens": ("4000",),
-        "output_tokens": ("1500",),
-        "chunk": (8192,),
+        "input_tokens": (PROMPTS,),
+        "output_tokens": (ANSWERS,),
+        "chunk": (CHUNK,),
         "prefill": prefill,
     }
 

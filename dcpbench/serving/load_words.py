@@ -44,6 +44,17 @@ class Lengths:
         return f"lognormal:{self.low}:{self.sigma:g}" if self.kind == LOGNORMAL else str(self.low)
 
 
+def apart(tokens: int) -> str:
+    """Lengths around `tokens` that differ by up to a tenth, or by a token, as they are typed: `uniform:1350-1650` for 1500."""
+    return str(Lengths(UNIFORM, max(9 * tokens // 10, 1), -(-11 * tokens // 10)))
+
+
+PROMPTS, ANSWERS, CHUNK = "4000", apart(1500), 8192
+"""On GPUs, where nobody types a length of prompts, one of answers, or prompt tokens of a step. Were answers all of one length,
+clients would go in step, and that decides which layout is called best: docs/serving.md."""
+CPU_PROMPTS, CPU_ANSWERS, CPU_CHUNK = "32", apart(8), 64
+
+
 def parse_lengths(option: str, value: object) -> Lengths:
     """`4000`, `uniform:1000-7000` or `lognormal:4000:0.5`. Raises UsageError, saying what to write."""
     text = "" if isinstance(value, bool) else str(value).strip()
@@ -114,10 +125,9 @@ def in_step(load: Load, concurrency: int) -> bool:
 
 def lengths_apart(output_tokens: str) -> str:
     """What to type so that requests whose answers are of one length differ by a tenth, or by a token; of one token by their prompts."""
-    typical = int(output_tokens)
-    if typical == 1:
+    if int(output_tokens) == 1:
         return "--input-tokens uniform:LOW-HIGH"
-    return f"--output-tokens uniform:{max(9 * typical // 10, 1)}-{-(-11 * typical // 10)}"
+    return f"--output-tokens {apart(int(output_tokens))}"
 
 
 def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:

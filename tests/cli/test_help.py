@@ -17,6 +17,7 @@ from dcpbench import cli
 from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.spec import PARSERS
 from dcpbench.points.names import flag
+from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS
 from tests.cli.helped import help_of
 
 if TYPE_CHECKING:
@@ -306,6 +307,12 @@ def test_help_states_groups_units_and_defaults() -> None:
     text = help_of("sweep")
     for words in ("Layouts (comma lists)", "100GiB or 40GB", "Default: 8,32,48 on GPUs; 2,8 on the CPU.", "SECONDS"):
         assert words in text
+
+
+def test_the_help_of_served_loads_has_the_lengths_that_are_taken() -> None:
+    """Those of GPUs in both commands, on the CPU others in serve."""
+    assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in help_of("serve")
+    assert f"Default: {ANSWERS}." in help_of("recommend")
 
 
 def test_the_help_says_what_vllm_and_sglang_call_an_option() -> None:

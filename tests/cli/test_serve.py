@@ -122,7 +122,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
 
 def test_a_dry_run_lists_loads_and_reasons(call) -> None:
     """tp8 has no GPUs; the others have a pool."""
-    code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--dry-run", machine=GPUS)
+    code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--output-tokens", "1500", "--dry-run", machine=GPUS)
     assert code == 0
     assert "0.5 req/s, 480 × 4000→1500 tokens" in out
     assert "cannot run: tp8·dcp8 at 0.5 req/s, 480 × 4000→1500 tokens and 2 req/s" in out
@@ -135,7 +135,7 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
 
 
 def test_a_long_live_run_is_announced(call) -> None:
-    """480 × 1,500 tokens at 8 clients are 90,000 steps: 75 min, were a step 50 ms. A limit, or a replay, is short."""
+    """480 × 1,500 tokens on average at 8 clients are 90,000 steps: 75 min, were a step 50 ms. A limit, or a replay, is short."""
     _, _, err = call("--dry-run", machine=GPUS)
     assert "about 75 min for the longest load of each layout, were a step 50 ms. --mode replay" in err
     assert "takes long" not in call("--dry-run", "--limit", "60s", machine=GPUS)[2]

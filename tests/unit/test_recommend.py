@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 
 from dcpbench.cli import main
+from dcpbench.commands import recommend as command
 from dcpbench.plan.judge import shortage
+from dcpbench.plan.serve_spec import serve_defaults
 from dcpbench.plan.spec import planned
 from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.machine import Probe
 from dcpbench.points.machines import described
 from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
@@ -32,6 +35,8 @@ from dcpbench.records.record import Percentiles
 from dcpbench.records.runs import read_run
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.servers.presets import PRESETS
+from dcpbench.serving.load_words import ANSWERS, in_step
+from dcpbench.serving.loads import extent
 from dcpbench.show import terminal
 from tests.unit import serve_record_builder, step_times_builder
 
@@ -642,11 +647,24 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     assert any("SGLang and vLLM say nothing of --kv-memory" in text for text in found["unknown"])
 
 
+def test_loads_that_nobody_types_are_those_of_serve() -> None:
+    """In lengths and chunks; no clients of theirs go in step."""
+    of_serve = serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
+    found = command._loads(command.Wanted(), load_shape("deepseek-v3").max_position)
+    for requests, context, served in found:
+        assert served is not None
+        assert {name: (getattr(served, name),) for name in ("input_tokens", "output_tokens", "chunk")} == {
+            name: of_serve[name] for name in ("input_tokens", "output_tokens", "chunk")
+        }
+        assert not in_step(served, requests)
+        assert context == extent(served).longest
+
+
 def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixture[str]) -> None:
     """Each is refused though it would be the default, and named."""
     for option, value in (
         ("--input-tokens", "4000"),
-        ("--output-tokens", "1500"),
+        ("--output-tokens", ANSWERS),
         ("--request-rate", "1"),
         ("--num-requests", "200"),
         ("--chunk", "8192"),

@@ -16,6 +16,8 @@ from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
 from dcpbench.points.shapes import SHAPES, load_shape
+from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, apart, in_step, parse_lengths
+from dcpbench.serving.loads import draw_lengths
 from tests.unit.test_judge import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
@@ -64,8 +66,8 @@ class TestPoints:
             ("300", 2),
         ]
 
-    def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with(self) -> None:
-        """480 requests of 4,000 tokens in and 1,500 out at 8, 32 and 48 clients."""
+    def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with_but_for_lengths_of_answers(self) -> None:
+        """480 requests of 4,000 tokens in and 1,350 to 1,650 out, 1,500 in the middle, at 8, 32 and 48 clients."""
         found = grid.expand(make_serve_spec({}, H200X4), H200X4)
         assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
             (1, 8, True),
@@ -77,14 +79,26 @@ class TestPoints:
         ]
         load = found[0].point.load
         assert load is not None
-        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (480, "4000", "1500", 8192)
+        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (480, "4000", apart(1500), 8192)
         assert (load.mode, load.arrival, load.policy, load.prefill) == ("live", CLOSED, "mixed", "flashinfer")
-        assert {(c.point.workload, c.point.context, c.error) for c in found} == {("serve", 5500, None)}
+        context = 4000 + int(draw_lengths(load)[1].max())
+        assert {(c.point.workload, c.point.context, c.error) for c in found} == {("serve", context, None)}
+
+    @pytest.mark.parametrize("probe", [CPU, H200X4])
+    def test_by_default_clients_do_not_go_in_step(self, probe: Probe) -> None:
+        """They would with answers of one length."""
+        for found in expand(probe):
+            load = found.point.load
+            assert load is not None
+            assert not in_step(load, found.point.concurrency)
+            assert in_step(msgspec.structs.replace(load, output_tokens="8"), found.point.concurrency)
 
     def test_on_a_cpu_it_is_small(self) -> None:
         (found,) = expand()
         assert (found.point.model, found.point.tp, found.point.dcp, found.point.concurrency) == ("tiny", 4, 4, 4)
-        assert found.point.context == 40
+        assert found.point.load is not None
+        assert (found.point.load.input_tokens, found.point.load.output_tokens) == ("32", CPU_ANSWERS)
+        assert found.point.context == 32 + parse_lengths("--output-tokens", CPU_ANSWERS).high
 
     def test_lengths_are_axes(self) -> None:
         """In the order of the longest request: 11, 12, 12 and 13 tokens."""
@@ -152,7 +166,8 @@ class TestPoints:
 
     def test_points_have_a_name_and_a_row(self) -> None:
         (found,) = expand()
-        assert grid.point_name(found.point) == "tiny tp4·dcp4 reference ag_rs, 4 clients, 16 × 32→8 tokens"
+        name = f"tiny tp4·dcp4 reference ag_rs, 4 clients, 16 × 32→{CPU_ANSWERS} tokens"
+        assert grid.point_name(found.point) == name
         (row,) = grid.table([found])
         assert (row["workload"], row["load"]["requests"]) == ("serve", 16)
 
@@ -348,11 +363,17 @@ class TestPools:
 
     def test_it_holds_all_requests_in_flight_where_not_all_weights_fit(self) -> None:
         """48 requests of ceil(5500 / (64·4)) = 22 pages, one more for each, and the padding page."""
-        found = self.of()
+        found = self.of(output_tokens=1500)
         assert budget.pages_needed(found.point) == found.plan.pages == 48 * (22 + 1) + 1
 
+    def test_of_lengths_that_differ_the_longest_decides(self) -> None:
+        """1,350 to 1,650 tokens behind 4,000: the longest that is drawn has more than 22 pages of 256, and 23 hold it."""
+        found = self.of(output_tokens=ANSWERS)
+        assert 22 * 64 * 4 < found.point.context <= 4000 + 1650
+        assert budget.pages_needed(found.point) == found.plan.pages == 48 * (23 + 1) + 1
+
     def test_no_more_requests_are_in_flight_than_there_are(self) -> None:
-        point = msgspec.structs.replace(self.of().point, concurrency=1000)
+        point = msgspec.structs.replace(self.of(output_tokens=1500).point, concurrency=1000)
         assert budget.pages_needed(point) == 480 * 23 + 1
 
     def test_requests_that_do_not_fit_at_once_wait(self) -> None:
@@ -391,11 +412,11 @@ class TestPools:
 
     def test_a_size_in_which_no_request_fits_is_refused_with_what_would(self) -> None:
         """22 pages of 64 rows of 70,272 B and the padding page: 98.65 MiB, so that 98.6 would not do when typed."""
-        found = self.of(kv_memory="50MiB")
+        found = self.of(kv_memory="50MiB", output_tokens=1500)
         assert isinstance(found.error, CapacityError)
         assert "all requests here need 98.7MiB or more" in str(found.error)
-        assert self.of(kv_memory="98.7MiB").error is None
-        assert self.of(kv_memory="98.6MiB").error is not None
+        assert self.of(kv_memory="98.7MiB", output_tokens=1500).error is None
+        assert self.of(kv_memory="98.6MiB", output_tokens=1500).error is not None
 
     def test_a_size_in_which_only_short_requests_fit_serves_those(self) -> None:
         assert self.of(kv_memory="50MiB", input_tokens="uniform:10-4000", output_tokens=10).error is None
@@ -502,7 +523,7 @@ class TestInstances:
         assert plans[0] == plans[1]
 
     def test_rows_say_it(self) -> None:
-        (found,) = expand(**self.REPLAY, disaggregate="1:2", transfer_gb_s=50, transfer_ms=2)
+        (found,) = expand(**self.REPLAY, output_tokens=8, disaggregate="1:2", transfer_gb_s=50, transfer_ms=2)
         name = "tiny tp4 1P2D reference 50 GB/s links 2 ms a transfer, 4 clients, 16 × 32→8 tokens, replay"
         assert grid.point_name(found.point) == name
         (row,) = grid.table([found])
