@@ -57,14 +57,14 @@ def measured(requests: int = 1, context: int = 1, prefix: int = 0, tokens: int =
         decodes=(step_times.Decodes(requests=requests, context=context),),
         chunks=(step_times.Chunks(chunks=1, tokens=tokens, prefix=prefix),),
     )
-    refuse(step_times._problem(step_times.Measured(case=case, samples_ms=[1.0])))
+    refuse(step_times._problem(step_times.Measured(case=case, samples_ms=[1.0]), replicas=1))
 
 
 def timed(sample_ms: float = 1.0, host_ms: float = 0.0, floor_ms: float = 0.0) -> None:
     """A step of one request that took so long."""
     case = step_times.Case(decodes=(step_times.Decodes(requests=1, context=1),))
     found = step_times.Measured(case=case, samples_ms=[1.0, sample_ms], host_ms=[1.0, host_ms], floor_ms=floor_ms)
-    refuse(step_times._problem(found))
+    refuse(step_times._problem(found, replicas=1))
 
 
 def entries(count: int) -> None:
