@@ -203,11 +203,15 @@ class Rule:
         return f" ({' or '.join(named)})"
 
     def _tried(self) -> str:
-        """`every load tried (8–48 requests of 4,000–128,000 tokens)`; without the words where that is not all."""
+        """`every load tried (8–48 requests of 4,000–128,000 tokens)`, `most` where another one is ahead at some; without
+        the words where there are loads that nobody is within the SLO at.
+        """
         clients, lengths = self.loads["concurrency"], self.loads["input_typical"]
         of = f" of {_range(lengths)} tokens" if lengths.notna().all() else ""
         requests = f"{_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
-        return requests if len(self.right) == 1 or len(self._missed()) else f"every load tried ({requests})"
+        if len(self.right) == 1 or len(self._missed()):
+            return requests
+        return f"{'every load' if all(self.right) else 'most loads'} tried ({requests})"
 
     def _right(self) -> str:
         """`best or level in all 18 loads`."""
