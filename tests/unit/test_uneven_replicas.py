@@ -271,13 +271,14 @@ class TestOlderFiles:
         assert TIMES.model.step_ms([chunk, *others]) < self.OLD.model.step_ms([chunk, *others])
 
     def test_replays_by_them_are_marked(self, tmp_path: Path) -> None:
-        def marks(times: StepTimes) -> list[str]:
+        """And those by others say that they are not."""
+        for times, padded in ((self.OLD, True), (TIMES, False)):
             write_step_times(tmp_path / "times.json", times)
             plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], times.probe())
-            return replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path).marks
-
-        assert PADDED_ROWS in marks(self.OLD)
-        assert PADDED_ROWS not in marks(TIMES)
+            record = replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path)
+            assert (PADDED_ROWS in record.marks) == padded
+            assert record.honesty is not None
+            assert record.honesty.padded_rows is padded
 
     def test_one_replica_has_no_others(self) -> None:
         assert not step_times().padded_rows
