@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import torch
@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
+from dcpbench.errors import WorkerError
 from dcpbench.exchange import collectives, registered_memory, signals
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device
-from dcpbench.launch import hung, jobs
+from dcpbench.launch import hung, jobs, package
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import environment, probe
@@ -166,12 +167,27 @@ def _numbers(record: Record) -> str:
     return f"{record.metrics.step_ms.median:.2f} ms/step{chosen}"
 
 
+def _fail(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
+    """Leave what a rank raised at a point, and end."""
+    failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())
+    with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
+        (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang
+
+
 def main(path: str) -> int:
     """Run a job as one rank of a torchrun. A rank that fails leaves error-R.json and ends at once."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     job = jobs.read_job(Path(path))
     folder = Path(job.folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for threads and for the other ranks
+    try:
+        if job.package is not None:
+            package.must_be(job.package)
+    except WorkerError as e:  # before ranks meet, which others may do in another way
+        _fail(folder, rank, "", e)
     faulthandler.enable()
     stacks = (folder / f"stacks-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -204,13 +220,7 @@ def main(path: str) -> int:
         with beats.collective("barrier", None, dist.group.WORLD):
             dist.barrier(device_ids=[local_rank] if job.device == "cuda" else None)
     except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
-        key = worker.point.key() if worker and worker.point else ""
-        failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())
-        with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
-            (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang
+        _fail(folder, rank, worker.point.key() if worker and worker.point else "", e)
     if worker is not None:
         worker.drop_session()
     registered_memory.close_all()

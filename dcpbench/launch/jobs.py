@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, RecordsError
+from dcpbench.launch.package import Package
 from dcpbench.points import older
 from dcpbench.points.budget import EnginePlan
 from dcpbench.points.names import ALL_REDUCES
@@ -66,6 +67,8 @@ class Job(Command, frozen=True, kw_only=True):
     store: tuple[str, int] | None = None
     """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
     all on this one and meet on its loopback, at a port that rank 0 leaves in `port_path`."""
+    package: Package | None = None
+    """The dcpbench that starts it, and that its ranks must have; None: whichever they have."""
 
     def path(self) -> Path:
         """Where the job file lies."""

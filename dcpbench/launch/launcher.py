@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import msgspec
 
 from dcpbench import errors
 from dcpbench.errors import WorkerError
-from dcpbench.launch import child, folders, hung, jobs, tries
+from dcpbench.launch import child, folders, hung, jobs, package, tries
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
@@ -93,7 +94,8 @@ class Work(jobs.Command, frozen=True, kw_only=True):
 def probe(worker: str = WORKER) -> Probe:
     """What the machine has, asked of a process of its own, so that this one never loads torch."""
     command = child.tied([sys.executable, "-m", worker, "--probe"])
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = os.environ | package.environment()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
     try:
         return msgspec.json.decode(lines[-1], type=Probe)
@@ -426,7 +428,7 @@ def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tag = next(t for t in tags if not job_file(work.folder, t).exists())
     store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
     same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
-    return Job(tag=tag, folder=str(work.folder), points=points, store=store, **same)
+    return Job(tag=tag, folder=str(work.folder), points=points, store=store, package=package.own(), **same)
 
 
 def _record(point: Point, running: Running, end: _End, work: Work, before: int = 0) -> Record:

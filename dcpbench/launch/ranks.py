@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.launch import child
+from dcpbench.launch import child, package
 from dcpbench.launch.jobs import SECRET, Exit, Failure
 from dcpbench.records.lines import Tail
 
@@ -147,7 +147,7 @@ class Started(Ranks):
 
 def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
     """The environment of ranks on this device, which with `loopback` listen there alone unless it says otherwise."""
-    env = dict(os.environ)
+    env = os.environ | package.environment()
     env.pop(SECRET, None)  # of no use to ranks
     if device == "cpu":
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -388,6 +388,7 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
     found: list[tuple[Record, str]] = []
     left: dict[str, int] = {}
     held: set[str] = set()
+    padded: set[str] = set()
     for run in known.runs:
         for record in run.records:
             if record.outcome != "ok":
@@ -398,9 +399,16 @@ def _records(ask: Ask, known: Known) -> tuple[list[tuple[Record, str]], list[str
             found.append((record, run.name))
             if record.honesty and record.honesty.layers_held < record.honesty.layers:
                 held.add(run.name)
+            if _may_be_padded(record):
+                padded.add(run.name)
     notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _ended(run)]
     notes += [f"Left out: {counted(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
+    notes += [
+        f"{name}: it does not say that its engine left rows of padding out of experts, as it does now where attention replicas "
+        "differ in a step with prompts. Attention DP may be faster now than it says; serve its loads again."
+        for name in sorted(padded)
+    ]
     return found, notes
 
 
@@ -419,6 +427,12 @@ def _left_out(record: Record, ask: Ask) -> str:
     if point.load is not None and _pool(record) != ask.kv_memory_bytes:
         return f"with {_gib(_pool(record))} of KV on each GPU, not {_gib(ask.kv_memory_bytes)} (--kv-memory)"
     return _other_precision(point, ask)
+
+
+def _may_be_padded(record: Record) -> bool:
+    """Whether it is of requests served under attention DP, and does not say that experts took no row of padding for them."""
+    served = record.point.load is not None and record.point.dp > 1
+    return served and record.honesty is not None and record.honesty.padded_rows is not False
 
 
 def _ended(run: Run) -> bool:
@@ -538,7 +552,7 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
             if times.padded_rows:
                 notes.append(
                     f"{file}: of an engine of before, in which all replicas had as many rows of prompts in experts as the fullest. "
-                    f"{of.layout} is faster now than it says; measure its step times again."
+                    f"{of.layout} may be faster now than it says; measure its step times again."
                 )
             continue
         notes.append(f"Left out: {file}, {why}.")

@@ -281,6 +281,9 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     graph_batch: int | None = None
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False
+    padded_rows: bool | None = None
+    """Of requests served with attention DP: whether experts took the rows by which replicas are padded to the fullest in a step
+    with prompts. Null without attention DP, and in older records."""
     step_times: str = ""
     """Of a replay: the file that its step times come from; not measured with this point."""
     step_error: float | None = None

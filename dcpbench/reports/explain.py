@@ -113,7 +113,7 @@ MARKS = {
     "upper bounds and the output of clients that wait for answers is a lower one; give it cores of its own, or send less.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
     "padded_rows": "step times of an engine of before, in which all attention replicas had as many rows of prompts in experts as the "
-    "fullest: attention DP is slower here than it is now.",
+    "fullest: attention DP may be faster now than it is here.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 

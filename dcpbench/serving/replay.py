@@ -259,7 +259,12 @@ def replay_point(
         serve=metrics,
         emulated=emulated,
         kv=Kv.of(plan, point.context),
-        honesty=msgspec.structs.replace(times.honesty, step_times=file, step_error=error),
+        honesty=msgspec.structs.replace(
+            times.honesty,
+            padded_rows=times.padded_rows if point.dp > 1 else None,
+            step_times=file,
+            step_error=error,
+        ),
         environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
     )
 

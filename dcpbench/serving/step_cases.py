@@ -250,9 +250,12 @@ def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str
 
 
 def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """Of several replicas one alone has prompts without prefix: what the others' padding spares."""
+    """Of several replicas one alone has prompts without prefix: what the others' padding spares. The largest is among them, as
+    nothing tells what is spared beyond.
+    """
+    between = {*BETWEEN_TOKENS} - {*extent.prompts, sizes[-1]}
     for size in sizes if extent.replicas > 1 else ():
-        if size not in BETWEEN_TOKENS:
+        if size not in between:
             yield Case(chunks=_even(size, extent.fewest(size) or 1), use=UNEVEN, replicas=1)
 
 

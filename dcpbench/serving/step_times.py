@@ -1,7 +1,8 @@
 """Step times of one engine path: what was measured, as a file, and how long any step of the scheduler takes by it.
 
-A case is the same work on every attention replica. Those without prompt chunks, those with nothing else, and mixed ones
-make three parts of the prediction (step_model.py); docs/replay.md says why, and what it leaves out.
+A case is the same work on every attention replica, or on some of them. Those without prompt chunks, those with nothing else,
+mixed ones, and those of one replica alone make the parts of the prediction (step_model.py); docs/replay.md says why, and what
+it leaves out.
 """
 
 from __future__ import annotations
@@ -311,8 +312,12 @@ def read_step_times(path: Path) -> StepTimes:
         raise RecordsError(
             f"{path} cannot be read as step times: {said}; name a file below step-times/ of a run."
         ) from e
+    alike = {msgspec.structs.replace(m.case, use=UNEVEN, replicas=1) for m in times.cases if m.case.use == LINE}
     for number, measured in enumerate(times.cases):
-        if found := _problem(measured, times.replicas):
+        found = _problem(measured, times.replicas)
+        if not found and measured.case.use == UNEVEN and measured.case not in alike:
+            found = f"its step, {measured.case}, was not measured on all replicas, so nothing tells what it spares"
+        if found:
             raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
     if times.emulated and (wrong := wrong_prompts(times.emulated.prompts)):
         raise RecordsError(f"{path}, emulated: {wrong}")

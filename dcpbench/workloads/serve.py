@@ -185,7 +185,9 @@ def run(
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
         kv=Kv.of(session.plan, point.context, session.engine.allocator.fragmentation()),
         memory_peak_bytes=memory_in_use(device),
-        honesty=honesty(session, kv="served", cuda_graph=device.type == "cuda"),
+        honesty=honesty(
+            session, kv="served", cuda_graph=device.type == "cuda", padded_rows=False if point.dp > 1 else None
+        ),
         gpu=gpu,
         environment=environment,
     )

@@ -14,6 +14,7 @@ import pytest
 from dcpbench.errors import WorkerError
 from dcpbench.launch import launcher, ranks, tries
 from dcpbench.launch.jobs import SECRET, Progress
+from dcpbench.launch.package import Package
 from dcpbench.launch.torchrun import Machines
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -258,3 +259,29 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
     assert "rank 1: ValueError" in str(records[0].reason)
     assert not (folders[1] / "records.jsonl").exists()
     assert "rank 3 of 4 at work" in (folders[1] / "logs" / "tp4-0" / "rank-3.log").read_text()
+
+
+def test_ranks_and_probes_have_the_package_of_the_command_and_not_that_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` looks there first; the package there says that it is another, and ends."""
+    other = tmp_path / "dcpbench"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise SystemExit('another dcpbench')")
+    monkeypatch.chdir(tmp_path)
+    assert launcher.probe("fake_worker").name == "CPU"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    launcher.run([point(2, 100)], work(folder), Machines(), lambda _: None)
+    assert outcomes(read_records(folder)) == [(2, 100, "ok")]
+
+
+def test_ranks_of_another_package_than_the_commands_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real worker, of whose package the launcher takes another for its own: no point is begun."""
+    monkeypatch.setattr(launcher.package, "own", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
+    real = msgspec.structs.replace(work(tmp_path), worker="tests.distributed.rank")
+    with pytest.raises(WorkerError) as error:
+        launcher.run([point(2, 100)], real, Machines(), lambda _: None)
+    assert "before its first point, twice. rank" in str(error.value)
+    assert "whose files are not those of the command, in /elsewhere/dcpbench" in str(error.value)
+    assert not list(tmp_path.glob("records.jsonl"))

@@ -24,7 +24,7 @@ from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import EstimatedTimes, Estimator
 from dcpbench.serving.replay import replay_from_file
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
-from dcpbench.serving.step_cases import CHUNK_TOKENS, CaseMaker, Extent, bare, grid
+from dcpbench.serving.step_cases import BETWEEN_TOKENS, CHUNK_TOKENS, CaseMaker, Extent, bare, grid
 from dcpbench.serving.step_model import StepModel, Work, step_works
 from dcpbench.serving.step_times import (
     CHECK,
@@ -179,6 +179,15 @@ class TestGrid:
         assert not any(bare(case) for case in alone)
         assert not any(case.replicas for case in grid(extent(replicas=1)))
 
+    @pytest.mark.parametrize("tokens", BETWEEN_TOKENS)
+    def test_the_largest_chunks_and_those_of_whole_prompts_are_among_its_sizes(self, tokens: int) -> None:
+        """Also where others of their size lie between those that are measured so."""
+        for changed in ({"chunk": tokens}, {"chunk": 2 * tokens, "prompts": (tokens,)}):
+            sizes = [case.work().tokens for case in grid(extent(**changed)) if case.use == UNEVEN]
+            assert tokens in sizes
+            assert max(sizes) == changed["chunk"]
+            assert set(BETWEEN_TOKENS) & set(sizes) <= {tokens, max(sizes)}
+
     def test_some_replicas_are_predicted_and_checked(self) -> None:
         """Half of four; of two there are no some."""
         some = {n: [c.replicas for c in grid(extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
@@ -198,7 +207,7 @@ class TestGrid:
         assert str(case) == "1 × 2,048 tokens at 0, on 1 replica alone"
 
 
-def extent(**changes: int) -> Extent:
+def extent(**changes: int | tuple[int, ...]) -> Extent:
     """EXTENT with some fields changed."""
     return Extent(**{name: getattr(EXTENT, name) for name in Extent.__dataclass_fields__} | changes)
 
@@ -262,13 +271,14 @@ class TestOlderFiles:
         assert TIMES.model.step_ms([chunk, *others]) < self.OLD.model.step_ms([chunk, *others])
 
     def test_replays_by_them_are_marked(self, tmp_path: Path) -> None:
-        def marks(times: StepTimes) -> list[str]:
+        """And those by others say that they are not."""
+        for times, padded in ((self.OLD, True), (TIMES, False)):
             write_step_times(tmp_path / "times.json", times)
             plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], times.probe())
-            return replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path).marks
-
-        assert PADDED_ROWS in marks(self.OLD)
-        assert PADDED_ROWS not in marks(TIMES)
+            record = replay_from_file(POINT, plan, tmp_path / "times.json", Settings(), tmp_path)
+            assert (PADDED_ROWS in record.marks) == padded
+            assert record.honesty is not None
+            assert record.honesty.padded_rows is padded
 
     def test_one_replica_has_no_others(self) -> None:
         assert not step_times().padded_rows
@@ -291,8 +301,12 @@ class TestFile:
                 Case(decodes=(Decodes(1, 1),), use=UNEVEN, replicas=1),
                 "case.use is 'uneven', which is of chunks that one",
             ),
+            (
+                Case(chunks=(Chunks(1, 7, 64),), use=UNEVEN, replicas=1),
+                "its step, 1 × 7 tokens at 64, on 1 replica alone, was not measured on all replicas",
+            ),
         ],
-        ids=["many", "line", "negative", "all", "decodes"],
+        ids=["many", "line", "negative", "all", "decodes", "unlike"],
     )
     def test_cases_of_replicas_that_cannot_be_are_refused(self, case: Case, words: str, tmp_path: Path) -> None:
         found = msgspec.structs.replace(TIMES, cases=[Measured(case=case, samples_ms=[1.0])])

@@ -1,0 +1,49 @@
+"""Which dcpbench a process has: ranks are to run the files of the command that started them. No torch.
+
+`python -m` looks into the working directory before it looks anywhere else. Where a folder `dcpbench` lies there, ranks would
+run that one, whichever dcpbench the command is: what they measure would be another program's than plans and records say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+import dcpbench
+from dcpbench.errors import WorkerError
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    """A dcpbench."""
+
+    folder: str
+    sha256: str
+    """Of its modules, wherever they lie."""
+
+
+def own() -> Package:
+    """That of this process, as it lies on the disk now."""
+    folder, found = Path(dcpbench.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        code = path.read_bytes()
+        found.update(f"{path.relative_to(folder)} {len(code)}\n".encode() + code)
+    return Package(folder=str(folder), sha256=found.hexdigest())
+
+
+def environment() -> dict[str, str]:
+    """What has `python -m` find the package where this process found it: not in the working directory, unless it is there."""
+    return {} if Path(dcpbench.__file__).resolve().parents[1] == Path.cwd() else {"PYTHONSAFEPATH": "1"}
+
+
+def must_be(wanted: Package) -> None:
+    """Raise WorkerError where this process has other files than the command that started the job."""
+    mine = own()
+    if mine.sha256 != wanted.sha256:
+        raise WorkerError(
+            f"the ranks here run the dcpbench in {mine.folder}, whose files are not those of the command, in {wanted.folder}: "
+            "they would measure another program than the records name. Install the same dcpbench on all machines; on one "
+            "alone, `python -c 'import dcpbench; print(dcpbench.__file__)'` says which comes first: set PYTHONPATH, or leave "
+            "the folder that has another."
+        )

@@ -1,0 +1,66 @@
+"""Ranks run the dcpbench of the command that started them, wherever that lies."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import dcpbench
+from dcpbench.errors import WorkerError
+from dcpbench.launch import package
+from dcpbench.launch.package import Package, must_be, own
+
+PACKAGE = Path(dcpbench.__file__).parent
+
+
+def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of some of its modules, of which this process then is."""
+    copy = folder / "dcpbench"
+    shutil.copytree(PACKAGE / "launch", copy / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(dcpbench.__file__, copy)
+    monkeypatch.setattr(package, "dcpbench", SimpleNamespace(__file__=str(copy / "__init__.py")))
+    return copy
+
+
+def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on several machines, where its folders are called otherwise; what Python compiles is no module."""
+    first = elsewhere(tmp_path / "one", monkeypatch)
+    wanted = own()
+    second = elsewhere(tmp_path / "other", monkeypatch)
+    (second / "__pycache__").mkdir()
+    (second / "__pycache__" / "child.pyc").write_bytes(b"compiled")
+    assert (wanted.folder, own().folder) == (str(first), str(second))
+    must_be(wanted)
+    module = second / "launch" / "child.py"
+    for change in (
+        lambda: module.write_text("other"),
+        (second / "new.py").touch,
+        lambda: module.rename(second / "x.py"),
+    ):
+        before = own()
+        change()
+        with pytest.raises(WorkerError) as error:
+            must_be(before)
+        said = f"run the dcpbench in {second}, whose files are not those of the command, in {second}"
+        assert said in str(error.value)
+
+
+def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout from which `python -m dcpbench` is typed is on no other path."""
+    monkeypatch.chdir(tmp_path)
+    assert package.environment() == {"PYTHONSAFEPATH": "1"}
+    monkeypatch.chdir(PACKAGE.parent)
+    assert package.environment() == {}
+    (tmp_path / "link").symlink_to(PACKAGE.parent)
+    monkeypatch.chdir(tmp_path / "link")
+    assert package.environment() == {}
+
+
+def test_a_package_knows_its_folder_and_all_of_its_modules() -> None:
+    assert own() == Package(folder=str(PACKAGE), sha256=own().sha256)
+    assert len(own().sha256) == 64
