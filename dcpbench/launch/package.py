@@ -14,19 +14,21 @@ import msgspec
 import dcpbench
 from dcpbench.errors import WorkerError
 
+SOURCES = (".py", ".cu", ".cuh")
+
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
     """A dcpbench."""
 
     folder: str
     sha256: str
-    """Of its modules, wherever they lie."""
+    """Of its modules and kernels, wherever they lie."""
 
 
 def own() -> Package:
     """That of this process, as it lies on the disk now."""
     folder, found = Path(dcpbench.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(path for kind in SOURCES for path in folder.rglob(f"*{kind}")):
         code = path.read_bytes()
         found.update(f"{path.relative_to(folder)} {len(code)}\n".encode() + code)
     return Package(folder=str(folder), sha256=found.hexdigest())

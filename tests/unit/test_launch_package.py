@@ -38,6 +38,7 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
     for change in (
         lambda: module.write_text("other"),
         (second / "new.py").touch,
+        (second / "launch" / "new.cu").touch,
         lambda: module.rename(second / "x.py"),
     ):
         before = own()
