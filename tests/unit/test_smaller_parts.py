@@ -826,7 +826,7 @@ OF_ONE = Case(decodes=(Decodes(1, 1),))
     ],
 )
 def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], problem: str) -> None:
-    assert _problem(Measured(case=case, **{"samples_ms": [1.0], **more})) == problem
+    assert _problem(Measured(case=case, **{"samples_ms": [1.0], **more}), replicas=1) == problem
 
 
 def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
