@@ -16,7 +16,7 @@ import msgspec
 from dcpbench.bench.cases import CASES, Asked
 from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event, Result
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
-from dcpbench.launch import folders, launcher
+from dcpbench.launch import folders, launcher, package
 from dcpbench.launch.jobs import Exit, Progress, code_words
 from dcpbench.launch.progress import ProgressBar
 from dcpbench.launch.ranks import Started
@@ -88,6 +88,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
         cases=CASES[bench](Asked(cpu=probe.device == "cpu", ranks=ranks, typed=sizes)),
         settings=settings,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        package=package.started(),
     )
     if job.device == "cpu":
         say(CPU_NOTE)

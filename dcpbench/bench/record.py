@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dcpbench.launch.package import Package
 from dcpbench.points.floors import Work
 from dcpbench.records.record import Environment, Gpu
 
@@ -54,6 +55,8 @@ class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
     cases: list[Case]
     settings: BenchSettings = BenchSettings()
     command: str = ""
+    package: Package | None = None
+    """As of launch.jobs.Job."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from dcpbench.bench.operators.padded_slots import PaddedSlots
 from dcpbench.bench.operators.ranks import RankError, one_of, start, together
 from dcpbench.bench.record import BenchJob, Event, Graph, Result
 from dcpbench.exchange.collectives import gather_objects, largest_error
+from dcpbench.launch import package
 from dcpbench.measuring.environment import environment
 from dcpbench.measuring.gpu_state import worst
 from dcpbench.measuring.timing import capture
@@ -278,6 +279,8 @@ def main(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     folder, rank = Path(path), int(os.environ.get("RANK", "0"))
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=BenchJob)
+    if job.package is not None:
+        package.must_be(job.package)
     if job.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

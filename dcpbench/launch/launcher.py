@@ -93,6 +93,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
 
 def probe(worker: str = WORKER) -> Probe:
     """What the machine has, asked of a process of its own, so that this one never loads torch."""
+    package.started()  # what is edited from here on is another program
     command = child.tied([sys.executable, "-m", worker, "--probe"])
     env = os.environ | package.environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
@@ -428,7 +429,7 @@ def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tag = next(t for t in tags if not job_file(work.folder, t).exists())
     store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
     same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
-    return Job(tag=tag, folder=str(work.folder), points=points, store=store, package=package.own(), **same)
+    return Job(tag=tag, folder=str(work.folder), points=points, store=store, package=package.started(), **same)
 
 
 def _record(point: Point, running: Running, end: _End, work: Work, before: int = 0) -> Record:

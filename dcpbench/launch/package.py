@@ -6,6 +6,7 @@ run that one, whichever dcpbench the command is: what they measure would be anot
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -28,24 +29,37 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 def own() -> Package:
     """That of this process, as it lies on the disk now."""
     folder, found = Path(dcpbench.__file__).parent, hashlib.sha256()
-    for path in sorted(path for kind in SOURCES for path in folder.rglob(f"*{kind}")):
+    for path in sorted(path for kind in SOURCES for path in folder.rglob(f"[!.]*{kind}")):  # none of an editor's
         code = path.read_bytes()
         found.update(f"{path.relative_to(folder)} {len(code)}\n".encode() + code)
     return Package(folder=str(folder), sha256=found.hexdigest())
 
 
+@functools.cache
+def started() -> Package:
+    """That of a command, as it lay on the disk when this was first asked for, which is before its first rank is started."""
+    return own()
+
+
 def environment() -> dict[str, str]:
     """What has `python -m` find the package where this process found it: not in the working directory, unless it is there."""
-    return {} if Path(dcpbench.__file__).resolve().parents[1] == Path.cwd() else {"PYTHONSAFEPATH": "1"}
+    return {} if Path(dcpbench.__file__).parents[1].resolve() == Path.cwd() else {"PYTHONSAFEPATH": "1"}
 
 
 def must_be(wanted: Package) -> None:
     """Raise WorkerError where this process has other files than the command that started the job."""
     mine = own()
-    if mine.sha256 != wanted.sha256:
+    if mine.sha256 == wanted.sha256:
+        return
+    if mine.folder == wanted.folder:
         raise WorkerError(
-            f"the ranks here run the dcpbench in {mine.folder}, whose files are not those of the command, in {wanted.folder}: "
-            "they would measure another program than the records name. Install the same dcpbench on all machines; on one "
-            "alone, `python -c 'import dcpbench; print(dcpbench.__file__)'` says which comes first: set PYTHONPATH, or leave "
-            "the folder that has another."
+            f"the files of the dcpbench in {mine.folder} are not what they were when the command began, or are others on another "
+            "machine: ranks would measure another program than the records before them. On several machines install the same "
+            "on all; then type the command again, for a run of records with `-o RUN --resume`, which goes on with what is left."
         )
+    raise WorkerError(
+        f"the ranks here run the dcpbench in {mine.folder}, whose files are not those of the command, in {wanted.folder}: "
+        "they would measure another program than the records name. Install the same dcpbench on all machines; on one "
+        "alone, `python -c 'import dcpbench; print(dcpbench.__file__)'` says which comes first: set PYTHONPATH, or leave "
+        "the folder that has another."
+    )

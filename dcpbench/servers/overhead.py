@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.errors import WorkerError
+from dcpbench.launch import package
 from dcpbench.servers import null_server
 from dcpbench.servers.client import Target
 from dcpbench.servers.load import Call
@@ -40,7 +42,8 @@ def at_once(outcomes: Sequence[Outcome]) -> int:
 def null() -> Iterator[Target]:
     """A null server while the block lasts. Raises WorkerError where it does not start."""
     words = [sys.executable, "-m", null_server.__name__]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    env = os.environ | package.environment()
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         try:

@@ -17,6 +17,7 @@ from dcpbench import cli
 from dcpbench.bench import command
 from dcpbench.bench.record import Case, Event, Result
 from dcpbench.launch import launcher, ranks
+from dcpbench.launch.package import Package
 from dcpbench.points.machine import Probe
 from tests import forks
 
@@ -415,3 +416,14 @@ def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.
         assert result["bytes_s"] == pytest.approx(result["work"]["memory_bytes"] / took_us * 1e6)
         shares.append(result["floor_us"] / took_us)
     assert 0 < min(shares) < 1.1
+
+
+def test_a_bench_by_another_package_than_the_commands_measures_nothing(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real worker, of whose package the command takes another for its own."""
+    monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
+    monkeypatch.setattr(command.package, "started", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
+    code, out, err = call(*TWO)
+    assert code == command.SOME_FAILED
+    assert "the bench's worker ended before its first case" in err
+    assert "whose files are not those of the command, in /elsewhere/dcpbench" in err
+    assert not out

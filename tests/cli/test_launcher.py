@@ -278,7 +278,7 @@ def test_ranks_and_probes_have_the_package_of_the_command_and_not_that_of_the_wo
 
 def test_ranks_of_another_package_than_the_commands_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real worker, of whose package the launcher takes another for its own: no point is begun."""
-    monkeypatch.setattr(launcher.package, "own", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
+    monkeypatch.setattr(launcher.package, "started", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64))
     real = msgspec.structs.replace(work(tmp_path), worker="tests.distributed.rank")
     with pytest.raises(WorkerError) as error:
         launcher.run([point(2, 100)], real, Machines(), lambda _: None)

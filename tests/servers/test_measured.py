@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Self
 
@@ -28,8 +29,6 @@ from dcpbench.serving.traffic import Sample
 from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dcpbench.launch.jobs import Progress
 
 
@@ -417,3 +416,13 @@ def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[in
     assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
     of = sample.request
     assert (len(of.prompt), of.output_tokens, of.session, of.turn, of.arrival_s) == (6, 4, 4, 2, 0.5)
+
+
+def test_the_null_server_is_the_packages_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a folder of this name in the working directory, where `python -m` looks first."""
+    (tmp_path / "dcpbench").mkdir()
+    (tmp_path / "dcpbench" / "__init__.py").write_text("raise SystemExit('another dcpbench')")
+    monkeypatch.setenv("PYTHONPATH", str(Path(overhead.__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    with overhead.null() as target:
+        assert target.port > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 import dcpbench
 from dcpbench.errors import WorkerError
-from dcpbench.launch import package
+from dcpbench.launch import launcher, package
 from dcpbench.launch.package import Package, must_be, own
 
 PACKAGE = Path(dcpbench.__file__).parent
@@ -45,8 +46,28 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
         change()
         with pytest.raises(WorkerError) as error:
             must_be(before)
-        said = f"run the dcpbench in {second}, whose files are not those of the command, in {second}"
-        assert said in str(error.value)
+        assert f"the files of the dcpbench in {second} are not what they were" in str(error.value)
+    with pytest.raises(WorkerError) as error:
+        must_be(wanted)
+    assert f"run the dcpbench in {second}, whose files are not those of the command, in {first}" in str(error.value)
+
+
+def test_what_an_editor_leaves_beside_a_module_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = elsewhere(tmp_path, monkeypatch)
+    wanted = own()
+    (copy / "launch" / ".#child.py").symlink_to("nobody@nowhere.1:2")
+    must_be(wanted)
+
+
+def test_a_command_is_what_lay_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is edited during a sweep would be another program in the jobs behind it."""
+    copy = elsewhere(tmp_path, monkeypatch)
+    monkeypatch.setattr(package, "started", functools.cache(package.started.__wrapped__))
+    with pytest.raises(WorkerError, match="could not describe this machine"):
+        launcher.probe("no_worker")
+    (copy / "launch" / "child.py").write_text("edited")
+    with pytest.raises(WorkerError, match="not what they were when the command began"):
+        must_be(package.started())
 
 
 def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_there(
@@ -59,6 +80,10 @@ def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_ther
     assert package.environment() == {}
     (tmp_path / "link").symlink_to(PACKAGE.parent)
     monkeypatch.chdir(tmp_path / "link")
+    assert package.environment() == {}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dcpbench").symlink_to(PACKAGE)
+    monkeypatch.setattr(package, "dcpbench", SimpleNamespace(__file__=str(tmp_path / "dcpbench" / "__init__.py")))
     assert package.environment() == {}
 
 
