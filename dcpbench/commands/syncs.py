@@ -303,7 +303,10 @@ def dry_run(
 
       dcpbench syncs dry-run --assume-device --format github -- python -m pytest tests/test_scheduler.py
     """
+    from dcpbench.launch import package
     from dcpbench.syncs import commands, dry_run_program
 
-    out = commands.Out(**vars(report))
-    return dry_run_program.dry_run(program or [], gate.options(), out, assume_device=assumed.assume_device)
+    out, options, elsewhere = commands.Out(**vars(report)), gate.options(), bool(package.environment())
+    return dry_run_program.dry_run(
+        program or [], options, out, assume_device=assumed.assume_device, safe_path=elsewhere
+    )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
 CANNOT_ANSWER, INTERRUPTED = 3, 130
+MAIN = "dcpbench.syncs.dry_run.main"
 EXAMPLE = "dcpbench syncs dry-run -- python script.py"
 
 
@@ -52,9 +53,11 @@ class Answer(msgspec.Struct, kw_only=True):
     report: Report
 
 
-def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_device: bool) -> int:
+def dry_run(
+    command: Sequence[str], options: GateOptions, out: Out, *, assume_device: bool, safe_path: bool = False
+) -> int:
     """Runs the program and judges what would wait; returns 0, 1 or 3 as `scan`, 3 also where the program fails, and 130
-    after Ctrl-C.
+    after Ctrl-C. With `safe_path` dcpbench is not looked for in the working directory; what the program imports is.
 
     Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
     """
@@ -68,7 +71,7 @@ def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_de
         job.assume_device, job.step_range = assume_device, gate.step_range
         file = Path(folder) / "job.json"
         file.write_bytes(msgspec.json.encode(job))
-        answer = _read(job, start([python, *flags, "-m", "dcpbench.syncs.dry_run.main", str(file)], environment()))
+        answer = _read(job, start([python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)], environment()))
     if answer.code:
         sys.stderr.write(
             f"{printable(job.name)} ended with exit code {answer.code}; the report holds what came before.\n"

@@ -60,6 +60,23 @@ def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> No
         assert instead_of(command).endswith(": dcpbench syncs dry-run -- python script.py")
 
 
+@pytest.mark.parametrize("way", ["script", "module", "code"])
+def test_the_package_is_the_commands_and_what_a_program_imports_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Another dcpbench lies in the working directory, where `python -m` looks first, as in the folder of a checkout."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dcpbench.py").write_text("raise SystemExit('another dcpbench')")
+    (tmp_path / "beside.py").write_text("import torch\n\nvalue = torch.ones(1, device='cuda').item()\n")
+    source = "import beside; assert beside.value == 1"
+    (tmp_path / "program.py").write_text(source)
+    command = {"script": ["program.py"], "module": ["-m", "program"], "code": ["-c", source]}[way]
+    code, _ = start("--format", "json", "-o", "report.json", "--", "python", *command)
+    assert code == 1
+    assert [(s["file"], s["line"]) for s in json.loads(Path("report.json").read_text())["sites"]] == [("beside.py", 3)]
+
+
 class TestParse:
     @pytest.mark.parametrize(
         ("command", "expected"),

@@ -64,6 +64,8 @@ def _ending(job: Job) -> int:
 
 def _run(job: Job) -> None:
     sys.argv = [job.target, *job.arguments]
+    if sys.flags.safe_path:  # there is no entry of ours to put another in the place of
+        sys.path.insert(0, "")
     if job.kind == "module":
         sys.path[0] = str(Path.cwd())
         runpy.run_module(job.target, run_name="__main__", alter_sys=True)
