@@ -12,7 +12,7 @@ from dcpbench.compare import effects
 from dcpbench.compare.environments import differences, marks
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
 from dcpbench.compare.samples import Requests, comparable, error_of, requests_of
-from dcpbench.compare.sides import match
+from dcpbench.compare.sides import apart, match
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import point_name
 from dcpbench.records.metrics import compared
@@ -362,6 +362,13 @@ def _nothing(matched: Matched) -> str:
         side, broken = ("B", matched.broken_b) if matched.broken_b else ("A", matched.broken_a)
         return f"{said}; in {side} {name_of(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
     if matched.only_a and matched.only_b:
-        x, y = (name_of(side[0].point) for side in (matched.only_a, matched.only_b))
-        return f"{said}: A has {x}, B has {y}; to compare different variants, name the field with --across."
+        x = matched.only_a[0]
+        ways = [(apart(x.point, y.point), y) for y in matched.only_b]
+        names, y = min(ways, key=lambda way: (way[0] is None, len(way[0] or ())))
+        what = (
+            "measure the same points in both"
+            if names is None
+            else f"to compare these two, add --across {','.join(names)}"
+        )
+        return f"{said}: A has {name_of(x.point)}, B has {name_of(y.point)}; {what}."
     return said + "; measure the same points in both."

@@ -131,6 +131,13 @@ def differing(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     return [name for name in FIELDS if taken[0][name] != taken[1][name]]
 
 
+def apart(a: Point, b: Point) -> list[str] | None:
+    """What `across` has to leave out for two points to be one; None where it cannot, as of live and replay."""
+    one, other = (p.values(~Role.REPEAT) for p in (a, b))
+    names = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+    return None if set(names) - set(FIELDS) else sorted(names, key=FIELDS.index)
+
+
 def measured(record: Record) -> bool:
     """Whether the record has anything to compare."""
     return record.outcome == "ok" and (record.metrics is not None or record.serve is not None)

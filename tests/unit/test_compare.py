@@ -95,6 +95,18 @@ class TestRealRecords:
         ) as refused:
             judge(a, b, Options())
         assert "replay, replay" not in str(refused.value)
+        assert str(refused.value).endswith("; measure the same points in both.")
+
+    def test_points_that_differ_are_compared_with_the_option_that_is_named(self) -> None:
+        """Answers of another length are another context, too; the nearest of B's points is the one to compare with."""
+        at = RESULTS / "clients-in-step_4xH200_2026-11-27" / "v3" / "4gib"
+        runs = [read_side([at / f"tp4-dcp4-{name}"])[0] for name in ("alike", "near")]
+        a, b = ([Run(r.name, r.folder, [x for x in r.records if x.point.concurrency == 48])] for r in runs)
+        with pytest.raises(UsageError, match="to compare these two, add --across ") as refused:
+            judge(a, b, Options())
+        across = str(refused.value).rpartition("--across ")[2].removesuffix(".").split(",")
+        assert "output_tokens" in across
+        assert len(judge(a, b, Options(across=tuple(across))).points) == 1
 
 
 class TestMatching:
