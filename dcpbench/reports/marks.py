@@ -64,7 +64,12 @@ def counted(points: pd.DataFrame, most: int) -> str:
 
 def throttled(points: pd.DataFrame) -> pd.Series[bool]:
     """Of each point whether its clocks fell, or those of the step times that it is replayed by."""
-    return points["marks"].map(of).map(lambda marks: THROTTLED in marks).astype(bool)
+    return marked(points, THROTTLED)
+
+
+def marked(points: pd.DataFrame, mark: str) -> pd.Series[bool]:
+    """Of each point whether it has a mark."""
+    return points["marks"].map(of).map(lambda marks: mark in marks).astype(bool)
 
 
 def clocks(points: pd.DataFrame) -> str:

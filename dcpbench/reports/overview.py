@@ -14,6 +14,7 @@ from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, findings, floors, marks, rule, slo, words
+from dcpbench.serving.step_times import PADDED_ROWS
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -119,6 +120,9 @@ def caveats(frames: Frames) -> list[str]:
             ", which attention DP gains by: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
         )
         said.append(f"clients go in step{every}, as all their requests are of one length{favours}")
+    if (padded := marks.marked(table, PADDED_ROWS)).any():
+        every = "" if padded.all() else f" at {int(padded.sum()):,} of {len(table):,} points"
+        said.append(f"attention DP by step times of an engine that had padding in experts{every}: it may be faster now")
     power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
     limited = power | marks.throttled(table)
     if limited.any():
