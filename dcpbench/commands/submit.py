@@ -530,10 +530,20 @@ def _check_containers(containers: SlurmContainers) -> None:
 
 
 def _program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
-    """What starts dcpbench on a machine."""
+    """What starts dcpbench on a machine. Raises UsageError where that would be another one than this."""
+    from dcpbench.launch import package
+
     if typed:
         return tuple(shlex.split(typed))
     if inside:
         return ("dcpbench",)
     script = Path(sys.executable).with_name("dcpbench")
-    return (str(script),) if script.exists() else (sys.executable, "-m", "dcpbench.cli")
+    if not script.exists():
+        return (sys.executable, "-m", "dcpbench.cli")
+    mine, other = package.own().folder, package.of_scripts()
+    if other != mine:
+        raise UsageError(
+            f"the job would run {script}, which is of the dcpbench in {other or 'a folder that is gone'}, and this command is of that in {mine}. Submit "
+            f"with that program (`{script} submit …`), or name another with --dcpbench 'PROGRAM'."
+        )
+    return (str(script),)

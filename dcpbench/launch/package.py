@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -33,6 +35,12 @@ def own() -> Package:
         code = path.read_bytes()
         found.update(f"{path.relative_to(folder)} {len(code)}\n".encode() + code)
     return Package(folder=str(folder), sha256=found.hexdigest())
+
+
+def of_scripts() -> str:
+    """The folder of the dcpbench that programs installed beside this Python run, such as bin/dcpbench; empty where there is none."""
+    asked = [sys.executable, "-P", "-c", "import dcpbench, pathlib; print(pathlib.Path(dcpbench.__file__).parent)"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @functools.cache

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import dcpbench
-from dcpbench.errors import WorkerError
+from dcpbench.commands import submit
+from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch import launcher, package
 from dcpbench.launch.package import Package, must_be, own
 
@@ -90,3 +92,32 @@ def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_ther
 def test_a_package_knows_its_folder_and_all_of_its_modules() -> None:
     assert own() == Package(folder=str(PACKAGE), sha256=own().sha256)
     assert len(own().sha256) == 64
+
+
+def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m dcpbench submit` in a checkout, by a Python beside which the program of another one is installed."""
+    script = tmp_path / "bin" / "dcpbench"
+    script.parent.mkdir()
+    script.touch()
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    for other, refused in ((str(PACKAGE), False), ("/opt/dcpbench", True), ("", True)):
+        monkeypatch.setattr(package, "of_scripts", lambda other=other: other)
+        if refused:
+            with pytest.raises(
+                UsageError, match=f"{script}, which is of the dcpbench in .*{PACKAGE}.*--dcpbench 'PROGRAM'"
+            ):
+                submit._program(None, inside=False)
+        else:
+            assert submit._program(None, inside=False) == (str(script),)
+        assert submit._program("other --dcpbench", inside=False) == ("other", "--dcpbench")
+
+
+def test_programs_beside_this_python_are_of_this_package_wherever_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dcpbench in the working directory is none of theirs."""
+    (tmp_path / "dcpbench").mkdir()
+    (tmp_path / "dcpbench" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE.parent))
+    assert package.of_scripts() == str(PACKAGE)
