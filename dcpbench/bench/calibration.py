@@ -116,10 +116,8 @@ def prompts_in(files: Sequence[Path]) -> list[Prompts]:
 
 def _same_path(one: StepTimes, other: StepTimes) -> bool:
     """But for whether a rank stood for others."""
-    return {**one.path, "emulate": ""} == {
-        **other.path,
-        "emulate": "",
-    } and one.environment.device == other.environment.device
+    by_all = {"emulate": ""}
+    return one.path | by_all == other.path | by_all and one.environment.device == other.environment.device
 
 
 def _read(path: Path) -> BenchRecord:

@@ -540,10 +540,10 @@ def _program(typed: str | None, *, inside: bool) -> tuple[str, ...]:
     script = Path(sys.executable).with_name("dcpbench")
     if not script.exists():
         return (sys.executable, "-m", "dcpbench.cli")
-    mine, other = package.own().folder, package.of_scripts()
+    mine, other = str(package.folder()), package.of_scripts()
     if other != mine:
         raise UsageError(
-            f"the job would run {script}, which is of the dcpbench in {other or 'a folder that is gone'}, and this command is of that in {mine}. Submit "
-            f"with that program (`{script} submit …`), or name another with --dcpbench 'PROGRAM'."
+            f"the job would run {script}, which is of the dcpbench in {other or 'a folder that is gone'}, and this command is of "
+            f"that in {mine}. Submit with that program (`{script} submit …`), or name another with --dcpbench 'PROGRAM'."
         )
     return (str(script),)

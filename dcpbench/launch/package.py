@@ -28,13 +28,18 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     """Of its modules and kernels, wherever they lie."""
 
 
+def folder() -> Path:
+    """That of this process."""
+    return Path(dcpbench.__file__).parent
+
+
 def own() -> Package:
     """That of this process, as it lies on the disk now."""
-    folder, found = Path(dcpbench.__file__).parent, hashlib.sha256()
-    for path in sorted(path for kind in SOURCES for path in folder.rglob(f"[!.]*{kind}")):  # none of an editor's
+    here, found = folder(), hashlib.sha256()
+    for path in sorted(path for kind in SOURCES for path in here.rglob(f"[!.]*{kind}")):  # none of an editor's
         code = path.read_bytes()
-        found.update(f"{path.relative_to(folder)} {len(code)}\n".encode() + code)
-    return Package(folder=str(folder), sha256=found.hexdigest())
+        found.update(f"{path.relative_to(here)} {len(code)}\n".encode() + code)
+    return Package(folder=str(here), sha256=found.hexdigest())
 
 
 def of_scripts() -> str:
@@ -51,7 +56,7 @@ def started() -> Package:
 
 def environment() -> dict[str, str]:
     """What has `python -m` find the package where this process found it: not in the working directory, unless it is there."""
-    return {} if Path(dcpbench.__file__).parents[1].resolve() == Path.cwd() else {"PYTHONSAFEPATH": "1"}
+    return {} if folder().parent.resolve() == Path.cwd() else {"PYTHONSAFEPATH": "1"}
 
 
 def must_be(wanted: Package) -> None:

@@ -22,7 +22,7 @@ from dcpbench.serving.outcome import serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_model import Slowed, StepModel, step_works
-from dcpbench.serving.step_times import GATHER, LINE, UNEVEN
+from dcpbench.serving.step_times import MODELLED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -344,7 +344,7 @@ class EstimatedTimes:
         def samples(use: str) -> list[tuple[object, float]]:
             return [(case.work(), of.ms(case.rows(point.dp))) for case in cases if case.use == use]
 
-        self.model = StepModel(*(samples(use) for use in (LINE, GATHER, UNEVEN)))  # type: ignore[arg-type]
+        self.model = StepModel(*map(samples, MODELLED))  # type: ignore[arg-type]
 
     def duration_ms(self, step: Step, _heat: float = 0.0) -> float:
         """As StepTimes'."""

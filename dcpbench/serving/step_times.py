@@ -30,6 +30,7 @@ from dcpbench.serving.step_model import HotStep, Line, Slowed, StepModel, Work, 
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from dcpbench.points.point import Point
@@ -41,6 +42,8 @@ MOST_REQUESTS = 1 << 20
 LINE, GATHER, UNEVEN, CHECK, HOT = USES = ("line", "gather", "uneven", "check", "hot")
 """What a case is for: to interpolate between, to tell what more stored tokens cost, to tell what replicas with fewer rows
 spare, to hold predictions against, or to tell how much longer it takes behind chunks, where limits of power slow a GPU down."""
+MODELLED = (LINE, GATHER, UNEVEN)
+"""Of which predictions are made, in the order in which StepModel takes them."""
 PADDED_ROWS = "padded_rows"
 """The mark of a replay by step times that all replicas had as many rows in as the fullest."""
 
@@ -223,9 +226,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def model(self) -> StepModel:
         """The prediction made of the cases. Raises RecordsError where they are too few for one."""
-        return StepModel(
-            *([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER, UNEVEN))
-        )
+        return self._predicting(lambda m: m.median_ms)
 
     @functools.cached_property
     def host_model(self) -> StepModel:
@@ -239,7 +240,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         def ms(m: Measured) -> float:
             return max(m.median_host_ms, m.median_ms if stands and m.case.chunks else 0.0)
 
-        return StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in (LINE, GATHER, UNEVEN)))
+        return self._predicting(ms)
+
+    def _predicting(self, ms: Callable[[Measured], float]) -> StepModel:
+        return StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in MODELLED))
 
     @functools.cached_property
     def slowed(self) -> Slowed:

@@ -59,7 +59,7 @@ def _route_kernel(
     bias,
     weights,
     ids,
-    live,
+    counts,
     part,
     experts,
     scale,
@@ -76,7 +76,7 @@ def _route_kernel(
 ):
     t = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
-    if PARTS and t % part >= tl.load(live + t // part):
+    if PARTS and t % part >= tl.load(counts + t // part):
         tl.store(ids + t * TOP_K + slot, tl.full([SLOTS], NOBODY, tl.int32), mask=slot < TOP_K)
         tl.store(weights + t * TOP_K + slot, tl.zeros([SLOTS], tl.float32), mask=slot < TOP_K)
         return
