@@ -15,7 +15,7 @@ FROM_LOCK := $(PIP) --require-hashes -r $(LOCK) && $(PIP) --no-deps --no-build-i
 LOCKING := $(VENV)/locking
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test test-long soak fuzz mutation results lint types format lock audit clean
+.PHONY: help sweep test test-long soak fuzz mutation results lint types format lock audit unpack clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +50,10 @@ mutation: $(STAMP) ## Change 500 lines one at a time, and say which no test sees
 	test -e $(SOAK)/covered.sqlite || $(BIN)/python -m tools.mutation cover --data $(SOAK)/covered.sqlite
 	$(BIN)/python -m tools.mutation run --data $(SOAK)/covered.sqlite --out $(SOAK)/mutants.jsonl
 
-results: $(RUNTIME) ## Write the reports under results/ again, from their raw records (results/reports.txt)
+unpack: $(RUNTIME) ## Unpack the raw records of all results (results/*/raw.tar.xz)
+	$(BIN)/python -m tools.results unpack
+
+results: unpack ## Write the reports under results/ again, from their raw records (results/reports.txt)
 	@grep -v '^#' results/reports.txt | while read -r folder args; do \
 		echo "results/$$folder: dcpbench report $$args"; \
 		(cd "results/$$folder" && "$(abspath $(BIN))/dcpbench" report $$args >/dev/null </dev/null) || exit 1; \

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import interpreter
+from tools import results
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -35,6 +36,11 @@ os.fsync = lambda _: None  # no test cuts the power, and a busy disk takes a sec
 
 settings.register_profile("dcpbench", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dcpbench")
+
+
+def pytest_configure() -> None:
+    """Unpack the raw records of results, which many tests read."""
+    results.unpack_all()
 
 
 @pytest.fixture

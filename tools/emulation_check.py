@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools import emulation_live
+from tools.results import unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dcpbench.records.record import Record
 
-ROOT = Path(__file__).parents[1]
-FOUR = ROOT / "results" / "emulated_4xH200_2026-11-26" / "bf16"
+FOUR = unpack_all() / "emulated_4xH200_2026-11-26" / "bf16"
 PUBLISHED = (FOUR / "deepseek-v3-bf16", FOUR / "kimi-k2-bf16")
 EXCHANGED, CALLS = ("q_gather", "merge"), ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head")
 """Phases that are an exchange, and that end in another call between ranks."""

@@ -23,6 +23,7 @@ from dcpbench.recommend.forecast import Estimator
 from dcpbench.recommend.score import Score, score
 from dcpbench.records.runs import read_run
 from dcpbench.serving.step_times import read_step_times
+from tools.results import unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 ROOT = Path(__file__).parents[1]
-FOUR = ROOT / "results" / "decode-serving-fp8_4xH200_2026-11-26"
-ONE = ROOT / "results" / "fp8_H200_2026-11-23"
-FOUR_NOW = ROOT / "results" / "decode-fp8_4xH200_2026-11-26"
+RESULTS = unpack_all()
+FOUR = RESULTS / "decode-serving-fp8_4xH200_2026-11-26"
+ONE = RESULTS / "fp8_H200_2026-11-23"
+FOUR_NOW = RESULTS / "decode-fp8_4xH200_2026-11-26"
 GRID_NOW = [FOUR_NOW / name for name in ("deepseek-v3", "kimi-k2")]
-NOW = [*GRID_NOW, ROOT / "results" / "steps-fp8_H200_2026-11-26" / "now"]
+NOW = [*GRID_NOW, RESULTS / "steps-fp8_H200_2026-11-26" / "now"]
 """What today's kernels were measured in; fp8 in all other folders is of those up to commit 630e490a."""
-PROMPTS = ROOT / "results" / "replay-against-live_H200_2026-11-26" / "v3-open"
-PAIR = ROOT / "results" / "decode-serving_2xH200_2026-11-26"
+PROMPTS = RESULTS / "replay-against-live_H200_2026-11-26" / "v3-open"
+PAIR = RESULTS / "decode-serving_2xH200_2026-11-26"
 TWO, TWO_BF16, TWO_EXPERTS = (sorted((PAIR / name).iterdir()) for name in ("grid", "bf16", "experts"))
 GRID = [FOUR / "grid" / name for name in ("deepseek-v3-fp8", "kimi-k2-fp8")]
 FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").iterdir())]

@@ -18,6 +18,7 @@ from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
 from tools import emulation_live
 from tools.emulation_check import EXCHANGED, PUBLISHED
+from tools.results import unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "wire-checked.md"
-FOUR, TWO = (
-    ROOT / "results" / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26")
-)
+RESULTS = unpack_all()
+FOUR, TWO = (RESULTS / name for name in ("decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"))
 FOLDERS = [
     *(FOUR / name for name in ("grid", "a2a-k2", "bf16", "bf16-k2")),
     *(TWO / name for name in ("grid", "bf16", "experts")),
@@ -92,7 +92,7 @@ def by_exchange(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _named(run: Path) -> str:
-    return str(run.relative_to(ROOT / "results"))
+    return str(run.relative_to(RESULTS))
 
 
 def main() -> int:

@@ -132,12 +132,6 @@ class TestSources:
 
 
 class TestDocuments:
-    @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
-    def test_relative_links_lead_somewhere(self, path: Path) -> None:
-        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
-        missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-        assert missing == []
-
     def test_architecture_has_a_sentence_for_every_room_and_names_none_that_is_gone(self) -> None:
         """Rooms are the folders of the package and what lies loose beside them."""
         rooms = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}

@@ -24,7 +24,32 @@ def arguments(typed: str) -> tuple[list[Path], str, dict[str, bool]]:
     return [Path(w) for w in words if w != "--as-repeats"], out, {"as_repeats": "--as-repeats" in words}
 
 
+COMMITTED = [
+    (folder, typed) for folder, typed in LINES if (RESULTS / folder / arguments(typed)[1] / "points.csv").is_file()
+]
+"""Reports that a document links; the folder of another holds a picture at most."""
+
+
+def test_the_reports_that_documents_link_are_committed() -> None:
+    assert [(folder, arguments(typed)[1]) for folder, typed in COMMITTED] == [
+        ("decode-fp8_4xH200_2026-11-26", "report"),
+        ("attention-dp-live_4xH200_2026-11-27", "report"),
+    ]
+
+
 @pytest.mark.parametrize(("folder", "typed"), LINES, ids=[shlex.split(typed)[-1] for _, typed in LINES])
+def test_every_report_can_be_written(folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text names every picture."""
+    monkeypatch.chdir(RESULTS / folder)
+    monkeypatch.setattr(plots.Studio, "draw", lambda *_: b"")
+    runs, _, how = arguments(typed)
+    read = frames.load(runs, **how)
+    pictures = plots.draw_all(read, tmp_path / "figures")
+    text = markdown.render(overview.title(read), sections.report(read, pictures), tmp_path)
+    assert [picture.png.name for picture in pictures if f"figures/{picture.png.name}" not in text] == []
+
+
+@pytest.mark.parametrize(("folder", "typed"), COMMITTED, ids=[shlex.split(typed)[-1] for _, typed in COMMITTED])
 def test_a_committed_report_says_what_its_records_say(
     folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
