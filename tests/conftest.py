@@ -1,9 +1,15 @@
-"""What holds for every test: no deadlines, as nothing here measures time; GPU tests only where there is a GPU; one
-thread, as tensors are tiny and several threads of several processes spend their time waiting for each other; bytecode
-is kept, be it that the environment says otherwise, as hundreds of processes would compile the same files again.
+"""Set-up for every test: a fixed environment (tests/environment.py), no deadlines, GPU tests only where there is a GPU.
 
-Without a GPU, Triton kernels run in its interpreter; that has to be decided before anything imports Triton.
+PyTorch has one thread, as tensors are tiny and threads of several processes wait for each other. Bytecode is kept, as
+hundreds of processes would compile the same files again. Without a GPU, Triton kernels run in its interpreter; that
+has to be decided before anything imports Triton, and the environment is set before anything reads it.
 """
+
+# ruff: noqa: E402 -- the environment comes first
+
+from tests import environment
+
+environment.prepare_process()
 
 import gc
 import importlib.util
@@ -23,7 +29,6 @@ if not torch.cuda.is_available():
     if importlib.util.find_spec("triton"):
         interpreter.prepare_once()
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
