@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from dcpbench.engine.scaled_weights import ALL, join
-from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.block_scaled import Scaled, dequantise_weight
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
 from dcpbench.points.names import WHOLE
@@ -37,6 +37,8 @@ class Source(Protocol):
 
     kind: str
     """`synthetic`, or the checkpoint's folder."""
+    dtype: torch.dtype
+    """The dtype of tensors that no other is asked for."""
 
     def get(
         self,
@@ -182,7 +184,7 @@ class _Loader:
         fp8: bool,
     ) -> None:
         self.alive, self.wide, self.ep = alive, wide, ep
-        self.linear = source.scaled if fp8 else source.get
+        self.fp8, self.linear = fp8, source.scaled if fp8 else source.get
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         heads = shape.heads // layout.attn_tp
         first = layout.attn_rank(rank) * heads
@@ -224,7 +226,7 @@ class _Loader:
             q_norm = get(a + "q_a_layernorm.weight", (s.q_lora,))
             q_b = linear(a + "q_b_proj.weight", **self.of_heads(q_heads, s.nope + s.rope, s.q_lora))
         loaded = self.group if self.wide.query or self.wide.value else self.own
-        kv_b = get(a + "kv_b_proj.weight", **self.of_heads(loaded, s.nope + s.value, s.latent))
+        kv_b = self.kv_up_projection(a + "kv_b_proj.weight", loaded)
         uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
         inner = slice(self.own.start * s.value, self.own.stop * s.value)
         return Attention(
@@ -238,6 +240,13 @@ class _Loader:
             o=linear(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
             post_norm=get(prefix + "post_attention_layernorm.weight", (s.hidden,)),
         )
+
+    def kv_up_projection(self, name: str, heads: range) -> torch.Tensor:
+        """Return the rows of some heads in the model's dtype; of fp8 weights as their e4m3 numbers and scales give them."""
+        rows = self.of_heads(heads, self.shape.nope + self.shape.value, self.shape.latent)
+        if not self.fp8:
+            return self.source.get(name, **rows)
+        return dequantise_weight(self.source.scaled(name, **rows)).to(self.source.dtype)
 
     def mlp(self, prefix: str, inner: int) -> Mlp:
         """A slice of the inner width over all tp ranks."""

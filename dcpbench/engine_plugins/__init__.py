@@ -1,0 +1,38 @@
+"""Plugins for serving engines, found by their entry points: the synthetic weights of this package's own engine.
+
+All engines then compute the same function at every degree of tensor parallelism, and routing, values and power draw are
+like those of a trained model. An engine's own dummy weights are nearly all zero in e4m3, and route every token to the
+same experts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
+"""Environment variable that holds the seed of the weights; 0 by default."""
+
+
+def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a configuration of transformers
+    """Load synthetic weights into an engine's model through the model's own `load_weights`.
+
+    `config` is the model's Hugging Face configuration. Raises ModelError if it is not that of a model that this package
+    knows, and ValueError if the seed is not a whole number.
+    """
+    import torch
+
+    from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
+    from dcpbench.engine.synthetic import SyntheticSource
+    from dcpbench.points.names import FP8
+    from dcpbench.points.shapes import from_config
+
+    shape = from_config(config.to_dict(), Path("config.json"))
+    device = next(model.parameters()).device
+    source = SyntheticSource(int(os.environ.get(SEED_VARIABLE, "0")), torch.bfloat16, device)
+    with torch.no_grad():
+        model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published == FP8))  # type: ignore[operator]

@@ -1,0 +1,122 @@
+"""Tensors that engines' plugins load, against the shards that this package's engine reads from the same source."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcpbench.engine.checkpoint import CheckpointSource
+from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import Weights, load_weights
+from dcpbench.engine_plugins import fill_model
+from dcpbench.engine_plugins.vllm import LOAD_FORMAT
+from dcpbench.points.layout import Layout
+from dcpbench.points.memory import Layers
+from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.shapes import load_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from dcpbench.points.shapes import ModelShape
+
+SHAPE = dataclasses.replace(
+    load_shape("deepseek-v3"),
+    layers=3, first_dense=1, hidden=256, heads=4, q_lora=128, experts=4, top_k=2, groups=1, top_groups=1,
+    moe_inter=256, dense_inter=512, vocab=203, latent=128, nope=64, value=64, rope=16,
+)  # fmt: skip
+"""Parts of two ranks end inside blocks of 128 × 128 numbers and inside the blocks of 256 that are drawn together."""
+
+
+def source(device: str = "cpu") -> SyntheticSource:
+    return SyntheticSource(5, torch.bfloat16, torch.device(device))
+
+
+def flat(weights: Weights) -> list[torch.Tensor]:
+    from dcpbench.engine.weights import _tensors  # every tensor of the nested dataclasses
+
+    return _tensors(weights)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("tp", "ep"), [(1, WHOLE), (2, CUT), (2, WHOLE)])
+def test_a_checkpoint_of_these_tensors_gives_each_rank_the_weights_that_it_draws(
+    tmp_path: Path, tp: int, ep: str, *, fp8: bool
+) -> None:
+    """All tensors are written as one file; a rank's shard of the file equals the shard that it draws, bit for bit."""
+    tensors = dict(iter_checkpoint_tensors(source(), SHAPE, fp8=fp8))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    layers = Layers(SHAPE.first_dense, SHAPE.layers - SHAPE.first_dense)
+    for rank in range(tp):
+        drawn, read = (
+            load_weights(s, SHAPE, Layout(tp=tp), rank, layers, ep=ep, fp8=fp8)
+            for s in (source(), CheckpointSource(tmp_path, torch.bfloat16, torch.device("cpu")))
+        )
+        pairs = list(zip(flat(drawn), flat(read), strict=True))
+        assert len(pairs) > 20
+        assert all(a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "kimi-k2"])
+def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
+    """A model of transformers with the same sizes has the same parameters, but for experts, which it keeps in one tensor."""
+    transformers = pytest.importorskip("transformers")
+    published = load_shape(model)
+    small = _shrink(published)
+    kind = "V3" if published.routing == "sigmoid" else "V2"
+    config = getattr(transformers, f"Deepseek{kind}Config")(
+        vocab_size=small.vocab, hidden_size=small.hidden, intermediate_size=small.dense_inter,
+        moe_intermediate_size=small.moe_inter, num_hidden_layers=small.layers, first_k_dense_replace=small.first_dense,
+        num_attention_heads=small.heads, num_key_value_heads=small.heads, n_routed_experts=small.experts,
+        num_experts_per_tok=small.top_k, kv_lora_rank=small.latent, q_lora_rank=small.q_lora,
+        qk_rope_head_dim=small.rope, qk_nope_head_dim=small.nope, v_head_dim=small.value,
+        n_shared_experts=small.shared_experts, n_group=1, topk_group=1,
+    )  # fmt: skip
+    with torch.device("meta"):
+        theirs = getattr(transformers, f"Deepseek{kind}ForCausalLM")(config).state_dict()
+    found = {name: tuple(t.shape) for name, t in iter_checkpoint_tensors(source(), small, fp8=False)}
+    assert {n: s for n, s in found.items() if ".experts." not in n} == {
+        n: tuple(t.shape) for n, t in theirs.items() if ".experts." not in n
+    }
+    routed = (small.layers - small.first_dense) * small.experts * 3
+    assert sum(".experts." in name for name in found) == routed
+
+
+def test_a_plugin_loads_what_the_config_describes() -> None:
+    """The engine's model gets fp8 tensors with scales for an fp8 configuration, on its parameters' device."""
+    loaded: dict[str, torch.Tensor] = {}
+
+    class Engine(torch.nn.Linear):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            loaded.update(weights)
+
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64, "vocab_size": 203, "n_routed_experts": 4,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    fill_model(Engine(1, 1), SimpleNamespace(to_dict=lambda: json.loads(json.dumps(config))))
+    weight = loaded["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert (weight.dtype, tuple(weight.shape)) == (torch.float8_e4m3fn, (256, 256))
+    assert tuple(loaded["model.layers.1.mlp.experts.3.down_proj.weight_scale_inv"].shape) == (2, 2)
+    assert loaded["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert LOAD_FORMAT == "dcpbench"
+
+
+def _shrink(shape: ModelShape) -> ModelShape:
+    return dataclasses.replace(
+        shape, layers=2, first_dense=1, hidden=64, heads=4, q_lora=shape.q_lora and 32, experts=4, top_k=2, groups=1,
+        top_groups=1, moe_inter=32, dense_inter=64, vocab=203, latent=32, nope=16, value=16, rope=16,
+    )  # fmt: skip
