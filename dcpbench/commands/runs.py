@@ -147,10 +147,13 @@ def machine(run: Run) -> Probe:
     return effective(found, run.device)
 
 
-def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None) -> int:
-    """Expand what was asked for, then list it (--dry-run), or run it and write the report. Returns the exit code.
+def measure(
+    spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None, *, default_grid: bool = False
+) -> int:
+    """Expand a grid, then list it (--dry-run), or run it and write the report. Returns the exit code.
 
-    `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
+    `work_off` leaves a record of every point in the folder; None: torchrun jobs do. `default_grid`: no option
+    describes the grid, so that --resume continues a run of the same grid only.
     """
     on(probe)
     if values_alone(spec.tp, spec.dp, spec.dcp):
@@ -168,7 +171,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         with stoppable(work):
             launcher.run([], work, run.machines, lambda _: None)
         return 0
-    return carry_out(candidates, folder, work, probe, run, work_off)
+    return carry_out(candidates, folder, work, probe, run, work_off, default_grid=default_grid)
 
 
 def carry_out(
@@ -178,11 +181,13 @@ def carry_out(
     probe: Probe,
     run: Run,
     work_off: WorkOff | None = None,
+    *,
+    default_grid: bool = False,
 ) -> int:
-    """Run what can run into a folder, and write the report. Returns the exit code."""
+    """Run the points that can run into a folder, and write the report. Returns the exit code. `default_grid`: see measure."""
     with folders.locked(folder) as lock:
         with folders.writing(folder):
-            left = _prepare(candidates, folder, work, run)
+            left = _prepare(candidates, folder, work, run, default_grid=default_grid)
             points = _without_those_set_aside(left, folder, work.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
@@ -276,12 +281,16 @@ def _check_planned(run: Run) -> None:
         raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
 
 
-def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run) -> list[Point]:
-    """Make the folder, record the rejected points once, and return those that are still to be measured."""
+def _prepare(
+    candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run, *, default_grid: bool
+) -> list[Point]:
+    """Make the folder, record the rejected points once, and return the points that are still to be measured."""
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
     known = last_records(folder)
     if run.resume:
         folders.check_same_command(folder, candidates[0].point, known.values())
+        if default_grid:
+            folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()))
     if run.resume and not known:
         say(f"{folder} holds no run yet; starting one.")
     elif run.resume and not any(c.point.key() in known for c in candidates):

@@ -303,7 +303,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
         probe = runs.machine(run)
         spec = make_serve_spec(given, probe)
         _say_about(spec, probe, run)
-        return runs.measure(spec, probe, run)
+        return runs.measure(spec, probe, run, default_grid=not given)
     if run.gpu is not None:
         raise UsageError(f"--step-times {path} says itself on which GPUs its steps were taken; leave --gpu out.")
     times = known_times(path)

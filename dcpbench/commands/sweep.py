@@ -73,4 +73,5 @@ def sweep(
     runs.check_run(run)
     from_file = read_options(run.config) if run.config else {}
     probe = runs.machine(run)
-    return runs.measure(make_spec(from_file | typed(layouts, load, how, emulation, measured), probe), probe, run)
+    given = from_file | typed(layouts, load, how, emulation, measured)
+    return runs.measure(make_spec(given, probe), probe, run, default_grid=not given)

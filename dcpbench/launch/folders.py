@@ -194,21 +194,46 @@ def settings_of(point: Point, settings: Settings, device: str) -> dict[str, obje
 
 
 def check_same_command(folder: Path, point: Point, records: Iterable[Record]) -> None:
-    """Raise OutputError where the folder holds a run of another command than that of `point`: sweep, or serve."""
+    """Raise OutputError if the folder holds a run of another command (sweep or serve) than the one that measures `point`."""
     job = _last_job(folder)
     known = list(records)
     before = job.points[0] if job else next((record.point for record in known), point)
     if before.workload == point.workload:
         return
     theirs, mine = (COMMANDS.get(p.workload, p.workload) for p in (before, point))
-    typed = [job.command] if job else [r.environment.command for r in known if r.environment]
-    again = next((command for command in typed if command.startswith("dcpbench ")), f"dcpbench {theirs} …")
-    words = again.split()
-    again += "" if {"-o", "--output"} & set(words) else f" -o {shlex.quote(str(folder))}"
-    again += "" if "--resume" in words else " --resume"
+    again = command_to_resume(folder, known) or f"dcpbench {theirs} … -o {shlex.quote(str(folder))} --resume"
     raise OutputError(
         f"--resume: {folder} holds a run of {theirs}, and this is {mine}; to go on with that run, type: {again}"
     )
+
+
+def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[Record]) -> None:
+    """Raise OutputError if a grid that no option describes is not the grid that the folder holds.
+
+    Without options a command measures its default grid. With --resume that would add points to a run of another grid.
+    """
+    known = {record.point.key() for record in records}
+    known |= {point.key() for job in _jobs(folder) for point in (*job.points, *job.pool_points)}
+    if not known or all(point.key() in known for point in points):
+        return
+    again = command_to_resume(folder, records)
+    type_this = f"type: {again}" if again else "repeat its options"
+    raise OutputError(
+        f"--resume: no options are given, and the default grid of this machine is not the grid of the run in {folder}. "
+        f"To go on with that run, {type_this}"
+    )
+
+
+def command_to_resume(folder: Path, records: Iterable[Record]) -> str:
+    """Return the command line that continues the run in `folder`; empty if neither its jobs nor its records name one."""
+    job = _last_job(folder)
+    typed = [job.command] if job else [r.environment.command for r in records if r.environment]
+    command = next((command for command in typed if command.startswith("dcpbench ")), "")
+    if not command:
+        return ""
+    words = shlex.split(command)
+    command += "" if {"-o", "--output"} & set(words) else f" -o {shlex.quote(str(folder))}"
+    return command + ("" if "--resume" in words else " --resume")
 
 
 def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
@@ -230,12 +255,15 @@ def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
     return f"--resume: in {folder} {said}; points measured from here on have the new value." if said else ""
 
 
-def _last_job(folder: Path) -> Job | None:
-    """Of those that can be read."""
+def _jobs(folder: Path) -> Iterator[Job]:
+    """Yield the readable jobs of a run, the newest first."""
     for path in sorted(folder.glob(JOB_FILES), key=lambda p: p.stat().st_mtime, reverse=True):
         with contextlib.suppress(DcpbenchError):
-            return read_job(path)
-    return None
+            yield read_job(path)
+
+
+def _last_job(folder: Path) -> Job | None:
+    return next(_jobs(folder), None)
 
 
 def _text(value: object) -> str:

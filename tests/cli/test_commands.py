@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -509,6 +510,25 @@ def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, m
     assert f"{tmp_path / 'new'} holds no run yet; starting one." in call(*typed, str(tmp_path / "new"))[2]
     RecordFile(tmp_path).append(fake_worker.record(msgspec.structs.replace(POINT, context=7)))
     assert f"None of these points is in {tmp_path}" in call(*typed, str(tmp_path))[2]
+
+
+def test_resume_without_options_does_not_add_the_default_grid_to_a_run(call, tmp_path: Path, monkeypatch) -> None:
+    """The run holds one point of context 100 at tp 1; the default grid of the CPU is tp 8 and 2, 8 requests."""
+    started: list[object] = []
+    monkeypatch.setattr("dcpbench.launch.launcher.run", lambda points, *_: started.append(points))
+    words = ["dcpbench", "sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path)]
+    job = Job(
+        kind="sweep", tag="tp1-0", folder=str(tmp_path), device="cpu", points=[POINT], settings=Settings(),
+        command=shlex.join(words),
+    )  # fmt: skip
+    job.path().write_bytes(msgspec.json.encode(job))
+    RecordFile(tmp_path).append(fake_worker.record(POINT))
+    code, _, err = call("sweep", "-o", str(tmp_path), "--resume")
+    assert code == 2
+    assert f"To go on with that run, type: {shlex.join(words)} --resume" in " ".join(err.split())
+    assert not started
+    assert len(read_records(tmp_path)) == 1
+    assert call(*words[1:], "--resume")[0] == 0
 
 
 @pytest.mark.parametrize(
