@@ -201,7 +201,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
                 tell=line,
             )
         )
-    return commands.scan([str(path) for path in found], gate.options(), out)
+    return commands.scan([str(path) for path in found], gate.options(), out, all_ranks=True)
 
 
 class Written(Group):

@@ -16,7 +16,7 @@ from dcpbench.servers.load import Call, Run
 from dcpbench.servers.prompts import PATHS, find_manner
 from dcpbench.show.text import counted
 from dcpbench.syncs.files import each_text_once
-from dcpbench.syncs.gating.gate import blind
+from dcpbench.syncs.gating.gate import blind, explain_missing
 from dcpbench.syncs.recorded import WORST_SITES, sync_sites
 from dcpbench.syncs.scan import scan
 
@@ -107,12 +107,14 @@ async def traced(
 def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
     """(host-blocking calls of a step, where they are) of the worst rank of a server's traces.
 
-    Raises WorkerError where they cannot say: without a GPU, damaged, or without marks of steps.
+    Raises WorkerError if they cannot answer: no GPU events, damaged, a rank's trace missing, or no steps marked. A front
+    end's trace is left out.
     """
     report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
-    if reasons := [reason for trace in report.traces if (reason := blind(trace))]:
+    reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    if reasons := [*reasons, *explain_missing(report.traces, all_ranks=True)]:
         raise WorkerError(reasons[0])
-    if not all(trace.steps for trace in report.traces):
+    if not all(trace.steps or trace.front_end for trace in report.traces):
         raise WorkerError(
             "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
         )

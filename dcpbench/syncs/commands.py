@@ -116,9 +116,9 @@ def conclude(report: Report, gate: Gate, out: Out) -> int:
     return report.verdict.exit_code
 
 
-def scan(traces: Sequence[str], options: GateOptions, out: Out) -> int:
-    """`dcpbench syncs scan`: returns the exit code."""
-    gate = settle(options, out)
+def scan(traces: Sequence[str], options: GateOptions, out: Out, *, all_ranks: bool = False) -> int:
+    """Scan traces, write the report and return the exit code; with `all_ranks` no rank's trace may be missing."""
+    gate = dataclasses.replace(settle(options, out), all_ranks=all_ranks)
     return conclude(_scan(traces, gate), gate, out)
 
 
@@ -132,7 +132,7 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     if report.verdict.reasons:
         sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in report.verdict.reasons)
         return 3
-    if not all(trace.steps for trace in report.traces):
+    if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
     made = baselines.make(filter(counts, report.sites))
     write(output, encode(made), force=force)

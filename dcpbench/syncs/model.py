@@ -49,6 +49,12 @@ class TraceSummary(msgspec.Struct, kw_only=True):
 
     path: str
     rank: int | None = None
+    world_size: int | None = None
+    """Number of ranks of the program, where the trace holds it."""
+    replica: str = ""
+    """Group in which `rank` counts, from the file's name, such as `DP 1`."""
+    front_end: bool = False
+    """The trace is that of a server's front end, which uses no GPU: it is named and left out of the verdict."""
     steps: int | None = None
     span_us: float | None = None
     """First to last event on host or GPU."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
+from dcpbench.syncs.ranks import is_front_end, parse_file_name
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
 from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
@@ -81,12 +82,17 @@ def _scan(
             progress(f"{path.name}: {events:,} events")
 
     columns = read_columns(reader.blocks(), reader.trouble, count)
-    summary, sites = analyse(columns, str(path), repository, rank=reader.rank, step_range=step_range)
+    summary, sites = analyse(columns, str(path), repository, step_range=step_range)
+    summary.rank, summary.world_size = reader.rank, reader.world_size
+    summary.replica = parse_file_name(path.name).replica
+    summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
+    if summary.front_end:
+        summary.coverage.notes = []
     return summary, sites, "" if summary.steps else ranges_in(columns)
 
 
 def analyse(
-    columns: Columns, name: str, repository: Repository, *, rank: int | None = None, step_range: str | None = None
+    columns: Columns, name: str, repository: Repository, *, step_range: str | None = None
 ) -> tuple[TraceSummary, list[Site]]:
     """Summary and sites of what was read of one trace."""
     blocking = find_blocking(columns)
@@ -99,7 +105,6 @@ def analyse(
     tables = [t for t in columns.tables.values() if len(t)]
     summary = TraceSummary(
         path=name,
-        rank=rank,
         steps=len(steps) or None,
         span_us=float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None,
         gpu_busy_us=busy if has_gpu else None,

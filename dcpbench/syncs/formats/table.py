@@ -179,8 +179,10 @@ def _coverage(report: Report) -> Iterator[RenderableType]:
 
 
 def _trace(trace: TraceSummary) -> Text:
-    """A trace, and what was seen in it."""
+    """Return the line about a trace: what was seen in it, or that it is a front end's."""
     seen = trace.coverage
+    if trace.front_end:
+        return Text(f"Left out {trace.path}: the trace of vLLM's front end, which uses no GPU.")
     facts = [] if trace.rank is None else [f"rank {trace.rank}"]
     if seen.detector == "scan":
         facts += [

@@ -16,6 +16,7 @@ from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
 from dcpbench.syncs.model import Finding, Verdict, order
+from dcpbench.syncs.ranks import find_missing
 from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.gating.baseline import Baseline, Entry
     from dcpbench.syncs.gating.config import Allow
     from dcpbench.syncs.model import Report, Site, TraceSummary
+    from dcpbench.syncs.ranks import MissingRanks
 
 SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""
@@ -33,6 +35,8 @@ DAMAGED = "ends early or is damaged, so that syncs may be missing: record it aga
 """Said of a trace that does not know more."""
 NAMED = 3
 """Sites that a message about a sum names."""
+MAX_RANKS_NAMED = 8
+"""Ranks that a message about missing traces lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,8 @@ class Gate:
     max_bubble_us: float | None = None
     step_range: str | None = None
     """Not the gate's: which range marks a step; kept here as it may come from pyproject.toml."""
+    all_ranks: bool = False
+    """Each rank of the program must have a trace, as a server's profiler writes all of them."""
 
 
 def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
@@ -60,6 +66,7 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
         findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
     for said in chain(
@@ -110,7 +117,7 @@ def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
 
 
 def blind(trace: TraceSummary) -> str:
-    """Why a trace cannot say `clean`, with what to type; empty where it can."""
+    """Return why a trace cannot answer, with what to type; empty where it can, or where it is that of a front end."""
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
@@ -121,7 +128,7 @@ def blind(trace: TraceSummary) -> str:
         )
     if not seen.complete:
         return f"{trace.path} {'. It '.join(seen.damage or [DAMAGED])}."
-    if seen.detector != "scan":
+    if seen.detector != "scan" or trace.front_end:
         return ""
     if seen.foreign:
         return (
@@ -134,6 +141,26 @@ def blind(trace: TraceSummary) -> str:
     if not seen.runtime_events:
         return f"{trace.path} holds no calls of the CUDA runtime: record with profile(activities=[CPU, CUDA])."
     return ""
+
+
+def explain_missing(traces: Sequence[TraceSummary], *, all_ranks: bool = False) -> list[str]:
+    """Return one sentence for each group of ranks without a trace, with what to type."""
+    if traces and all(trace.front_end for trace in traces):
+        return [
+            f"{traces[0].path} is the trace of vLLM's front end, which uses no GPU: give the traces of its ranks too."
+        ]
+    return [_explain_missing(missing) for missing in find_missing(traces, all_ranks=all_ranks)]
+
+
+def _explain_missing(missing: MissingRanks) -> str:
+    listed = [str(rank) for rank in missing.ranks[:MAX_RANKS_NAMED]]
+    more = len(missing.ranks) - len(listed)
+    ranks = f"rank{'s' if len(missing.ranks) > 1 else ''} {', '.join(listed)}{f' and {more} more' if more else ''}"
+    where = f" in {missing.replica}" if missing.replica else ""
+    return (
+        f"No trace of {ranks}{where} of {missing.of} was read, and it may hold waits that the others do not have: give the "
+        "traces of all ranks, or the file of one rank alone."
+    )
 
 
 def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
@@ -209,7 +236,7 @@ def _no_steps(report: Report, why: str) -> list[str]:
     return [
         f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME'. {HOW_TO_MARK}"
         for trace in report.traces
-        if not trace.steps
+        if not (trace.steps or trace.front_end)
     ]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from dcpbench.errors import TraceError
+from dcpbench.syncs.ranks import parse_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -108,8 +109,8 @@ _BACKSLASH = re.compile(
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _ODD_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 """Control characters that are no blanks."""
-_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})')
-_RANK_IN_NAME = re.compile(r"(?<![a-zA-Z])(?:rank|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})\b')
+_WORLD_SIZE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"world_size"\s*:\s*(\d{1,6})\b')
 
 
 def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]:
@@ -255,7 +256,8 @@ class TraceReader:
     """Events of one file, block by block.
 
     Attributes:
-        rank: From the trace's `distributedInfo`, else from a name such as `rank3.json`, else None.
+        rank: From the trace's `distributedInfo`, else from the file's name, else None.
+        world_size: From the trace's `distributedInfo`, else None.
         trouble: What could not be read, complete once the blocks have been.
     """
 
@@ -263,8 +265,8 @@ class TraceReader:
         self.path = path
         self.trouble = Trouble()
         self._in_object = False
-        found = _RANK_IN_NAME.findall(path.name)
-        self.rank: int | None = int(found[-1]) if found else None
+        self.rank = parse_file_name(path.name).rank
+        self.world_size: int | None = None
 
     def blocks(self) -> Iterator[list[Event]]:
         """Lists of events, in the file's order.
@@ -327,8 +329,7 @@ class TraceReader:
                 break
             key = _EVENTS.search(text)
             if key:
-                rank = _RANK.search(text[: key.start()])
-                self.rank = int(rank[1]) if rank else self.rank
+                self._read_rank(text[: key.start()])
                 self._in_object = True
                 return text[key.end() - 1 :]
             if len(head) > LARGEST_EVENT:
@@ -342,6 +343,11 @@ class TraceReader:
             or f'{self.path} is not a Kineto trace: no "traceEvents" in it. '
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
+
+    def _read_rank(self, head: bytearray) -> None:
+        rank, size = _RANK.search(head), _WORLD_SIZE.search(head)
+        self.rank = int(rank[1]) if rank else self.rank
+        self.world_size = int(size[1]) if size else None
 
     def _leave(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
         """Notes what stands behind the end of the trace. Its other keys are of no use, but for a second list of events.
