@@ -32,7 +32,13 @@ class Coverage(msgspec.Struct, kw_only=True):
     stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
     """Where Python frames come from. `frames`: read live, with the line of the call."""
     steps_from: str = ""
-    """Annotation that marks steps; empty where none was found."""
+    """What the names of the ranges that are steps have in common; empty where no steps were found."""
+    steps_by_phase: dict[str, int] = {}
+    """Number of steps of each phase, such as decode, where an engine's annotations give it."""
+    steps_share: float | None = None
+    """Share of the work that was launched in steps: of the GPU time or of the launches, the smaller one."""
+    steps_guessed: bool = False
+    """Steps are numbered ranges whose name does not say that they are steps."""
     unreadable_events: int = 0
     complete: bool = True
     """False where the file ends early, parts of it could not be read, or it contradicts itself."""
@@ -113,9 +119,14 @@ class Site(msgspec.Struct, kw_only=True):
     """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
     without GPU events, or where calls or GPU work have no durations."""
     count_per_step: float | None = None
-    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
+    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps. With
+    phases that of the phase which has most."""
+    count_per_phase: dict[str, float] = {}
+    """The same for each phase, such as decode, where there are several."""
+    outside: int = 0
+    """Occurrences in no step that are not warm-up, such as those behind the last step; in no count per step."""
     warmup_only: bool = False
-    """Seen in the first step, before it or after the last, but in none of at least two others."""
+    """Seen before the first step or in it, but in none of at least two others."""
     wait_us: float | None = None
     """Sum over all occurrences."""
     wait_median_us: float | None = None

@@ -24,7 +24,7 @@ def sync_sites(sites: Sequence[Site], where: Literal["eager", "replay", "serve",
     memory, so in a replayed step, or in a turn of the serving loop, it does.
     """
     aside = ALLOCATION.id if where == "eager" else ""
-    mine = [s for s in sites if not (s.own or s.may_block or s.warmup_only or s.rule == aside)]
+    mine = [s for s in sites if not (s.own or s.may_block or s.count_per_step == 0 or s.rule == aside)]
     return [
         SyncSite(
             found_in=where,

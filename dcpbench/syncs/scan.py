@@ -11,7 +11,7 @@ from dcpbench.errors import UsageError
 from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
 from dcpbench.syncs.ranks import is_front_end, parse_file_name
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
-from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
+from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
 from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
@@ -98,7 +98,8 @@ def analyse(
     blocking = find_blocking(columns)
     stacks: Stacks = "python_function" if len(columns.tables["python"]) else "call stack" if columns.stacks else "none"
     placed = _placed(columns, blocking, repository, stacks)
-    steps = find_steps(_ranges(columns, blocking.start[~placed.own]), step_range)
+    ranges, total = _find_ranges(columns, blocking.start[~placed.own])
+    steps = find_steps(ranges, total, step_range)
     found = _occurrences(columns, blocking, placed, steps)
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
@@ -111,32 +112,48 @@ def analyse(
         gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
     )
-    return summary, sites_of_trace(name, found, len(steps))
+    return summary, sites_of_trace(name, found, steps)
 
 
-def _ranges(columns: Columns, waits: Floats) -> list[Range]:
-    """Annotations, and whether one of these waits began in them, or work; in traces of 2021 steps are operators."""
+def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
+    """Return the annotations with the work that was launched in each, and all work; traces of 2021 have steps as operators.
+
+    An annotation is empty if no work was launched in it and none of `waits` began in it.
+    """
     ranges, ops = columns.tables["ranges"], columns.tables["ops"]
     step = columns.named(PROFILER_STEP.match)
     marks = [ranges]
     if step.any() and not step[ranges.name].any():
         marks.append(ops.take(step[ops.name]))
-    busy = np.sort(np.concatenate([waits, _work(columns, step)]))
+    launched, gpu_us = _find_work(columns, step)
+    waits, sums = np.sort(waits), np.concatenate([[0.0], np.cumsum(gpu_us)])
     found = []
     for table in marks:
-        empty = np.searchsorted(busy, table.start) == np.searchsorted(busy, table.end, "right")
-        rows = zip(table.name.tolist(), table.start, table.end, empty.tolist(), strict=True)
-        found += [Range(columns.names[name], *rest) for name, *rest in rows]
-    return found
+        first, behind = np.searchsorted(launched, table.start), np.searchsorted(launched, table.end, "right")
+        waited = np.searchsorted(waits, table.start) != np.searchsorted(waits, table.end, "right")
+        launches = behind - first
+        empty = (launches == 0) & ~waited
+        columns_of_rows = (table.name, table.start, table.end, empty, launches, sums[behind] - sums[first])
+        found += [
+            Range(columns.names[name], start, end, is_empty, Work(count, us))
+            for name, start, end, is_empty, count, us in zip(*(c.tolist() for c in columns_of_rows), strict=True)
+        ]
+    return found, Work(len(launched), float(sums[-1]))
 
 
-def _work(columns: Columns, step: NDArray[np.bool_]) -> Floats:
-    """When work was given to the GPU, or began there where no call is known; of a trace without a GPU, operators."""
+def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return when each piece of GPU work was launched, in order, and how long it took.
+
+    Where no call is known, it is when the work began. In a trace without a GPU operators stand for the work.
+    """
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
     if not len(gpu):
-        return ops.start[~step[ops.name]]
+        moments = np.sort(ops.start[~step[ops.name]])
+        return moments, np.zeros(len(moments))
     launch = match(calls.correlation, gpu.correlation)
-    return np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    order = np.argsort(moments, kind="stable")
+    return moments[order], (gpu.end - gpu.start)[order]
 
 
 class _Placed(NamedTuple):

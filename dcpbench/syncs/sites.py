@@ -14,13 +14,14 @@ from dcpbench.records.stats import percentile
 from dcpbench.syncs.frames import caller_of, relative_path
 from dcpbench.syncs.model import Example, Site
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.steps import per_step
+from dcpbench.syncs.steps import NO_STEPS, count_occurrences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.frames import Frame
+    from dcpbench.syncs.steps import Steps
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
@@ -65,7 +66,7 @@ class Sync:
     within: str = ""
     """The range without numbers, where there is no function to tell places apart."""
     step: int | None = None
-    """Index of the step, from 0."""
+    """Index of the step, from 0; None before the first one, the number of steps behind the last one."""
     ranges: tuple[str, ...] = ()
     """All `record_function` ranges around it, outermost first, steps included."""
     at: float | None = None
@@ -151,10 +152,13 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None) -> list[Site]:
-    """Sites of a program that was seen live or in a dry run, one for each fingerprint and line, as they first occurred.
+def sites_of(
+    syncs: Iterable[Sync], *, steps: Steps = NO_STEPS, trace: str = "", root: Path | None = None
+) -> list[Site]:
+    """Return the sites of a program that was seen live or in a dry run, one for each fingerprint and line.
 
-    `steps` ran, `trace` is the program's name, and files are made relative to `root`, or to the working directory.
+    They are in the order in which they first occurred. `trace` is the program's name; files are made relative to `root`,
+    or to the working directory.
     """
     groups: dict[object, list[Sync]] = {}
     for sync in syncs:
@@ -170,8 +174,11 @@ def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Pa
     return sites
 
 
-def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: int) -> list[Site]:
-    """Sites of one trace, one for each fingerprint, as they first occurred. Lines are mostly those of functions."""
+def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site]:
+    """Return the sites of one trace, one for each fingerprint, in the order in which they first occurred.
+
+    Their lines are mostly those of functions.
+    """
     known: dict[object, str] = {}
     groups: dict[object, list[Sync]] = {}
     for s in sorted(syncs, key=lambda s: s.at or 0.0):
@@ -182,9 +189,9 @@ def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: int) -> list[Site]:
     return [_site(group, group[0].file, steps, trace) for group in groups.values()]
 
 
-def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
+def _site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> Site:
     first = group[0]
-    mean, warmup = per_step([s.step for s in group], steps)
+    occurrences = count_occurrences([s.step for s in group], steps)
     waits = [s.wait for s in group if s.wait is not None]
     bubbles = [s.bubble for s in group if s.bubble is not None]
     waited = [s.waited for s in group if s.waited is not None]
@@ -201,23 +208,26 @@ def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
         threads=sorted({s.thread for s in group if s.thread}),
         count=len(group),
         waited=sum(waited) if waited else None,
-        count_per_step=mean,
-        warmup_only=warmup,
+        count_per_step=occurrences.per_step,
+        count_per_phase=occurrences.per_phase,
+        outside=occurrences.outside,
+        warmup_only=occurrences.warmup_only,
         wait_us=float(np.sum(waits)) if waits else None,
         wait_median_us=float(np.median(waits)) if waits else None,
         wait_p99_us=percentile(waits, 99) if waits else None,
         bubble_us=float(np.sum(bubbles)) if bubbles else None,
         bytes=sum(sizes) if sizes else None,
         explicit=all(s.explicit for s in group),
-        example=_example(trace, first),
-        worst=_example(trace, worst) if waits else None,
+        example=_example(trace, first, steps),
+        worst=_example(trace, worst, steps) if waits else None,
         traces=[trace] if trace else [],
     )
 
 
-def _example(trace: str, s: Sync) -> Example:
+def _example(trace: str, s: Sync, steps: Steps) -> Example:
     at = None if s.wait is None else s.at
-    return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=s.step, waited_for=s.waited_for)
+    step = None if s.step == len(steps) else s.step
+    return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=step, waited_for=s.waited_for)
 
 
 def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
@@ -245,6 +255,9 @@ def _add(a: Site, b: Site) -> Site:
         for name in names:
             known = [value for value in (getattr(a, name), getattr(b, name)) if value is not None]
             setattr(a, name, way(known) if known else None)
+    phases = a.count_per_phase | b.count_per_phase
+    a.count_per_phase = {p: max(a.count_per_phase.get(p, 0.0), b.count_per_phase.get(p, 0.0)) for p in phases}
+    a.outside = max(a.outside, b.outside)
     a.waited = None if a.waited is None or b.waited is None else a.waited + b.waited
     a.warmup_only &= b.warmup_only
     a.explicit &= b.explicit

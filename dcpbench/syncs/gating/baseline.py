@@ -34,6 +34,8 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     direction: str = ""
     range: str = ""
     count_per_step: float | None = None
+    count_per_phase: dict[str, float] = {}
+    outside: int = 0
     count: int | None = None
     """Only where there were no steps: it depends on how long was recorded."""
 
@@ -72,8 +74,18 @@ def entry(sites: Sequence[Site]) -> Entry:
         kind=first.kind,
         **texts,
         count_per_step=round(sum(steps), DIGITS) if steps else None,
+        count_per_phase=_add_phases(sites),
+        outside=sum(s.outside for s in sites),
         count=None if steps else sum(s.count for s in sites),
     )
+
+
+def _add_phases(sites: Iterable[Site]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for site in sites:
+        for phase, count in site.count_per_phase.items():
+            totals[phase] = totals.get(phase, 0.0) + count
+    return {phase: round(count, DIGITS) for phase, count in sorted(totals.items())}
 
 
 def read(path: Path) -> Baseline:

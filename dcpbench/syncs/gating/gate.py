@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import re
+import shlex
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -69,13 +71,14 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
-    for said in chain(
+    reasons += _explain_guesses(report)
+    for found in chain(
         _against_baseline(counted, report, gate), _per_step(counted, report, gate), _bubble(counted, gate)
     ):
-        if isinstance(said, Finding):
-            findings.append(said)
+        if isinstance(found, Finding):
+            findings.append(found)
         else:
-            reasons.append(said)
+            reasons.append(found)
     if gate.baseline:
         here = {s.fingerprint for s in report.sites}
         stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
@@ -163,6 +166,20 @@ def _explain_missing(missing: MissingRanks) -> str:
     )
 
 
+def _explain_guesses(report: Report) -> Iterator[str]:
+    """Yield a sentence for each trace in which guessed steps are the only reason to call waits warm-up."""
+    warm = [s for s in report.sites if s.warmup_only and not (s.own or s.may_block or s.allowed)]
+    for trace in report.traces:
+        sites = [s for s in warm if trace.path in s.traces]
+        if trace.coverage.steps_guessed and sites:
+            family = trace.coverage.steps_from
+            yield (
+                f"{trace.path} has waits at {text.counted(len(sites), 'site')} before or in the first of the ranges "
+                f"'{family}N' alone ({_where(sites[0])}): that they are warm-up follows only from taking these ranges for "
+                f"steps. If they are steps, give --step-range {shlex.quote(f'^{re.escape(family)}')}; else name those that are."
+            )
+
+
 def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
     """New sites, and sites that occur more often than they did; sentences on what cannot be compared."""
     if gate.baseline is None:
@@ -180,27 +197,60 @@ def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> It
 
 
 def _more(now: Entry, entry: Entry, count: int) -> str:
-    """What has grown, in words; empty where nothing has."""
+    """Return what has grown, in words; empty where nothing has."""
     if entry.count_per_step is not None and now.count_per_step is not None:
-        if now.count_per_step > entry.count_per_step + SLACK:
-            return f"{per_step(now.count_per_step)} per step here, {per_step(entry.count_per_step)} in the baseline"
-        return ""
+        grown = [
+            f"{per_step(count)} per {phase}step here, {per_step(before)} in the baseline"
+            for phase, count, before in _phases_to_compare(now, entry)
+            if count > before + SLACK
+        ]
+        if now.outside > entry.outside:
+            grown.append(f"{now.outside} outside the steps here, {entry.outside} in the baseline")
+        return ", ".join(grown)
     before = entry.count or 0
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
+def _phases_to_compare(now: Entry, entry: Entry) -> list[tuple[str, float, float]]:
+    """Return (phase and a blank, count per step here, count per step in the baseline) of each phase that both know."""
+    both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
+    if not both:
+        return [("", now.count_per_step or 0.0, entry.count_per_step or 0.0)]
+    return [(f"{phase} ", now.count_per_phase[phase], entry.count_per_phase[phase]) for phase in both]
+
+
 def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
-    """The sum over all sites against --max-per-step."""
+    """Compare the sum over all sites, in the phase that has most, with --max-per-step."""
     limit = gate.max_per_step
     if limit is None:
         return
     yield from _no_steps(report, "--max-per-step counts per step")
-    total = sum(s.count_per_step or 0.0 for s in counted)
-    if total <= limit + SLACK:
-        return
-    named = _most([(s.count_per_step or 0.0, s) for s in counted], per_step)
-    message = f"{per_step(total)} synchronisations per step, the limit is {per_step(limit)}: {named}"
-    yield Finding(reason="per-step", message=message)
+    phases = dict.fromkeys(phase for s in counted for phase in s.count_per_phase) or {"": None}
+    parts = {phase: [(_count_in_phase(s, phase), s) for s in counted] for phase in phases}
+    totals = {phase: sum(count for count, _ in part) for phase, part in parts.items()}
+    worst = max(totals, key=lambda phase: totals[phase])
+    if totals[worst] > limit + SLACK:
+        named = _most(parts[worst], per_step)
+        step = f"{worst} step" if worst else "step"
+        message = f"{per_step(totals[worst])} synchronisations per {step}, the limit is {per_step(limit)}: {named}"
+        yield Finding(reason="per-step", message=message)
+    yield from _explain_outside(counted)
+
+
+def _count_in_phase(site: Site, phase: str) -> float:
+    return site.count_per_phase.get(phase, 0.0) if site.count_per_phase else site.count_per_step or 0.0
+
+
+def _explain_outside(counted: Sequence[Site]) -> Iterator[str]:
+    """Yield a sentence about waits that no count per step holds, if there are any."""
+    outside = [s for s in counted if s.outside]
+    if outside:
+        waits = sum(s.outside for s in outside)
+        yield (
+            f"{text.counted(waits, 'wait')} at {text.counted(len(outside), 'site')} {'lies' if waits == 1 else 'lie'} in no "
+            f"step ({_where(outside[0])}) and so in no count per step, which --max-per-step limits: end the recording "
+            "with the last step, or allow them with --allow."
+        )
 
 
 def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:

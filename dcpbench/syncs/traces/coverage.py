@@ -56,6 +56,9 @@ def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
         ops=len(tables["ops"]),
         stacks=stacks,
         steps_from=steps.marked_by,
+        steps_by_phase=steps.count_phases(),
+        steps_share=steps.share,
+        steps_guessed=steps.guessed,
         unreadable_events=trouble.unreadable_events,
         complete=not lost,
         damage=lost,
@@ -108,13 +111,20 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     if not len(tables["ops"]):
         notes.append("No operators (cpu_op): kinds of synchronisation are known by their runtime call alone.")
     if not len(steps):
+        rejected = f"{explain_rejected(steps)} " if steps.rejected else ""
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {HOW_TO_MARK} {ranges_in(columns)}"
+            f"--step-range. {rejected}{HOW_TO_MARK} {ranges_in(columns)}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
+
+
+def explain_rejected(steps: Steps) -> str:
+    """Return a sentence about numbered ranges that are not taken for steps."""
+    names = ", ".join(f"'{name}N'" for name in steps.rejected[:NAMED])
+    return f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps."
 
 
 def ranges_in(columns: Columns) -> str:
