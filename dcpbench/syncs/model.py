@@ -38,7 +38,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     steps_share: float | None = None
     """Share of the work that was launched in steps: of the GPU time or of the launches, the smaller one."""
     steps_guessed: bool = False
-    """Steps are numbered ranges whose name does not say that they are steps."""
+    """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
     unreadable_events: int = 0
     complete: bool = True
     """False where the file ends early, parts of it could not be read, or it contradicts itself."""
@@ -57,8 +57,10 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     rank: int | None = None
     world_size: int | None = None
     """Number of ranks of the program, where the trace holds it."""
-    replica: str = ""
-    """Group in which `rank` counts, from the file's name, such as `DP 1`."""
+    dp_rank: int | None = None
+    """Data-parallel rank that the file's name gives; `rank` may count within it."""
+    pp_rank: int | None = None
+    """The same of the pipeline stage."""
     front_end: bool = False
     """The trace is that of a server's front end, which uses no GPU: it is named and left out of the verdict."""
     steps: int | None = None

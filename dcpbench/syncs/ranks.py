@@ -22,12 +22,18 @@ _PARALLEL = re.compile(r"(?<![a-zA-Z])(dp|pp|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGN
 _SGLANG = re.compile(r"-TP-\d+(?:-(?:DP|PP|EP)-\d+)*(?:-\w+)?\.trace\.json")
 
 
+class Group(NamedTuple):
+    """Part of a server in which ranks count from 0."""
+
+    dp: int | None = None  # data-parallel rank
+    pp: int | None = None  # pipeline-parallel rank
+
+
 class FileRank(NamedTuple):
     """Rank that a file name gives."""
 
     rank: int | None = None
-    replica: str = ""
-    """Group in which `rank` counts, such as `DP 1` or `DP 0, PP 1`; empty where the name gives none."""
+    group: Group = Group()
 
 
 def parse_file_name(name: str) -> FileRank:
@@ -35,14 +41,10 @@ def parse_file_name(name: str) -> FileRank:
     ranks = _RANK.findall(name)
     parallel = {key.lower(): int(value) for key, value in _PARALLEL.findall(name)}
     if ranks:
-        return FileRank(int(ranks[-1]), _name_groups(parallel, "dp"))
+        return FileRank(int(ranks[-1]), Group(parallel.get("dp")))
     if _SGLANG.search(name):
-        return FileRank(parallel["tp"], _name_groups(parallel, "dp", "pp"))
+        return FileRank(parallel["tp"], Group(parallel.get("dp"), parallel.get("pp")))
     return FileRank()
-
-
-def _name_groups(parallel: dict[str, int], *keys: str) -> str:
-    return ", ".join(f"{key.upper()} {parallel[key]}" for key in keys if key in parallel)
 
 
 def is_front_end(name: str) -> bool:
@@ -56,7 +58,7 @@ class MissingRanks(NamedTuple):
     ranks: tuple[int, ...]
     of: int
     """Number of ranks that the group has at least."""
-    replica: str = ""
+    group: Group = Group()
 
 
 def find_missing(traces: Sequence[TraceSummary], *, all_ranks: bool = False) -> list[MissingRanks]:
@@ -66,22 +68,26 @@ def find_missing(traces: Sequence[TraceSummary], *, all_ranks: bool = False) -> 
     front end's trace shows that a server wrote everything that is there.
     """
     workers = [trace for trace in traces if trace.rank is not None and not trace.front_end]
-    whole = all_ranks or any(trace.front_end for trace in traces)
-    if not whole and len({(trace.replica, trace.rank) for trace in workers}) < 2:  # noqa: PLR2004 -- a single rank
-        return []
-    groups: dict[str, set[int]] = {}
+    found: dict[Group, set[int]] = {}
     for trace in workers:
-        groups.setdefault(trace.replica, set()).add(trace.rank or 0)
-    found = set().union(*groups.values())
-    size = max([*(rank + 1 for rank in found), *(trace.world_size or 0 for trace in workers)], default=0)
-    if len(found) == sum(map(len, groups.values())):  # each rank is in one group: ranks count over all groups
-        groups = {"": found}
-    return [
-        MissingRanks(tuple(gaps), size, replica)
-        for replica, ranks in groups.items()
-        if (gaps := _find_gaps(ranks, size))
-    ]
+        found.setdefault(Group(trace.dp_rank, trace.pp_rank), set()).add(trace.rank or 0)
+    number = sum(map(len, found.values()))
+    if number < 2 and not all_ranks and not any(trace.front_end for trace in traces):  # noqa: PLR2004 -- one rank alone
+        return []
+    every = set().union(*found.values())
+    if len(every) == number:  # each rank is in one group: ranks count over all groups, as in SGLang's attention DP
+        found = {Group(): every}
+    size = max([*(rank + 1 for rank in every), *(trace.world_size or 0 for trace in workers)], default=0)
+    gaps = ((group, set(range(size)) - found.get(group, set())) for group in _fill_groups(found))
+    return [MissingRanks(tuple(sorted(ranks)), size, group) for group, ranks in gaps if ranks]
 
 
-def _find_gaps(ranks: Iterable[int], size: int) -> list[int]:
-    return sorted(set(range(size)).difference(ranks))
+def _fill_groups(found: Iterable[Group]) -> list[Group]:
+    """Return the groups from the first to the last, those without any trace as well."""
+    dps, pps = {group.dp for group in found}, {group.pp for group in found}
+    return [Group(dp, pp) for dp in _fill(dps) for pp in _fill(pps)]
+
+
+def _fill(ranks: set[int | None]) -> list[int | None]:
+    known = [rank for rank in ranks if rank is not None]
+    return [*([None] if None in ranks else []), *(range(max(known) + 1) if known else ())]

@@ -84,7 +84,7 @@ def _scan(
     columns = read_columns(reader.blocks(), reader.trouble, count)
     summary, sites = analyse(columns, str(path), repository, step_range=step_range)
     summary.rank, summary.world_size = reader.rank, reader.world_size
-    summary.replica = parse_file_name(path.name).replica
+    summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
     summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
     if summary.front_end:
         summary.coverage.notes = []

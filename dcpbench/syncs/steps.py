@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 PROFILER_STEP = re.compile(r"^(ProfilerStep[#*]?)(\d+)$")
 NUMBERED = re.compile(r"^(.*?\D|)(\d+)$")
 HOW_TO_MARK = (
-    'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}").'
+    'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}") and give '
+    "--step-range '^step '."
 )
 STEADY = 3  # steps from which the first counts as warm-up
 MIN_SHARE = 0.5  # share of the work that numbered ranges must exceed to be taken for steps
-_NAMED_STEP = re.compile(r"(?:^|[^a-z])step[^a-z]*$", re.IGNORECASE)  # `step `, `decode_step_`: what HOW_TO_MARK advises
 
 StepSource = Literal["", "profiler", "engine", "pattern", "numbered"]
 
@@ -71,10 +71,13 @@ class Steps:
     """Phase of each step, such as `decode`, where an engine's annotation gives it."""
     share: float | None = None
     """Share of the work that was launched in steps."""
-    guessed: bool = False
-    """Only a number at the end of their names makes them steps."""
     rejected: tuple[str, ...] = ()
     """Names of numbered ranges that cover too little of the work."""
+
+    @property
+    def guessed(self) -> bool:
+        """Only numbers at the end of their names make them steps."""
+        return self.source == "numbered"
 
     def __len__(self) -> int:
         return len(self.start)
@@ -185,8 +188,7 @@ def _guess_steps(ranges: Sequence[Range], total: Work) -> Steps:
     covering = [steps for steps in families if (steps.share or 0.0) > MIN_SHARE]
     if not covering:
         return dataclasses.replace(NO_STEPS, rejected=tuple(steps.marked_by for steps in families))
-    best = max(covering, key=lambda steps: steps.share or 0.0)
-    return dataclasses.replace(best, guessed=not _NAMED_STEP.search(best.marked_by))
+    return max(covering, key=lambda steps: steps.share or 0.0)
 
 
 def _find_families(ranges: Iterable[Range]) -> list[tuple[str, list[Range]]]:

@@ -11,11 +11,11 @@ import msgspec
 
 from dcpbench.points.sizes import size_text
 from dcpbench.show.numbers import MICROSECONDS, with_unit
-from dcpbench.show.text import printable
+from dcpbench.show.text import counted, printable
 from dcpbench.syncs.model import Report, order
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Site, Verdict
+    from dcpbench.syncs.model import Site, TraceSummary, Verdict
 
 Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
@@ -64,10 +64,56 @@ def per_step(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4g}"
 
 
-def times(site: Site) -> list[str]:
-    """Count per step; wait in all, its median and p99; bubble."""
+def format_per_step(site: Site, between: str = ", ") -> str:
+    """Return the count per step, by phase where phases are known: `1 decode, 0.25 mixed`."""
+    phases = [f"{per_step(count)} {phase}" for phase, count in site.count_per_phase.items() if count]
+    return between.join(phases) or per_step(site.count_per_step)
+
+
+def _format_rate(site: Site) -> str:
+    """Return the count per step as part of a sentence: `1 per decode step, 0.25 per mixed step`."""
+    phases = [f"{per_step(count)} per {phase} step" for phase, count in site.count_per_phase.items() if count]
+    return ", ".join(phases) or f"{per_step(site.count_per_step)} per step"
+
+
+def times(site: Site, between: str = ", ") -> list[str]:
+    """Return the count per step, the total wait, its median and p99, and the bubble."""
     waits = (site.wait_us, site.wait_median_us, site.wait_p99_us, site.bubble_us)
-    return [per_step(site.count_per_step), *map(microseconds, waits)]
+    return [format_per_step(site, between), *map(microseconds, waits)]
+
+
+def format_trace(trace: TraceSummary) -> str:
+    """Return one line about a trace: what was seen in it, and which ranges are its steps."""
+    seen = trace.coverage
+    if trace.front_end:
+        return f"Left out {trace.path}: the trace of vLLM's front end, which uses no GPU."
+    facts = [] if trace.rank is None else [f"rank {trace.rank}{f' of {trace.world_size}' if trace.world_size else ''}"]
+    facts += [seen.detector] if seen.detector != "scan" else []
+    facts += [format_steps(trace)] if trace.steps or seen.detector == "scan" else []
+    if seen.detector == "scan":
+        facts += [
+            f"{seen.gpu_events:,} GPU events",
+            f"{seen.runtime_events:,} runtime calls",
+            f"{seen.driver_events:,} driver calls",
+            f"{seen.sync_events:,} cuda_sync events",
+            f"stacks: {seen.stacks}",
+        ]
+    if trace.gpu_idle_us is not None:
+        facts.append(f"GPU idle {microseconds(trace.gpu_idle_us)} of {microseconds(trace.span_us)}")
+    if not seen.complete:
+        facts.append("INCOMPLETE")
+    return f"Seen in {trace.path}: {', '.join(facts)}"
+
+
+def format_steps(trace: TraceSummary) -> str:
+    """Return how many steps a trace has, which ranges they are, and how much of the work they cover."""
+    seen = trace.coverage
+    if not trace.steps:
+        return "no steps"
+    parts = [f"ranges '{seen.steps_from}'" + (", a guess by their numbers" if seen.steps_guessed else "")]
+    parts += [", ".join(f"{count:,} {phase}" for phase, count in seen.steps_by_phase.items())]
+    parts += [] if seen.steps_share is None else [f"{seen.steps_share:.0%} of the work"]
+    return f"{counted(trace.steps, 'step')} ({'; '.join(filter(None, parts))})"
 
 
 def notes(report: Report) -> Counter[str]:
@@ -91,8 +137,9 @@ def sentence(site: Site) -> str:
     """One line about a site, for annotations, alerts and logs."""
     where = f" ({place(site)})" if place(site) else ""
     what = site.op or site.call
-    much = f"{per_step(site.count_per_step)} per step, " if site.count_per_step is not None else ""
+    much = f"{_format_rate(site)}, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({waited_share(site)})" if waited_share(site) else "")
+    much += f", {site.outside:,} of them in no step" if site.outside else ""
     timed = site.wait_us is not None or site.bubble_us is not None
     cost = f", {bubble(site.bubble_us)}" if timed else ""
     called = f", called from {site.called_from}" if site.called_from else ""

@@ -12,7 +12,7 @@ from dcpbench.cli import app
 from dcpbench.errors import WorkerError
 from dcpbench.servers.profile import waits_in
 from dcpbench.syncs.gating.gate import Gate, judge
-from dcpbench.syncs.ranks import FileRank, find_missing, is_front_end, parse_file_name
+from dcpbench.syncs.ranks import FileRank, Group, find_missing, is_front_end, parse_file_name
 from dcpbench.syncs.scan import scan
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import Trace
@@ -67,11 +67,11 @@ class TestParseFileName:
     @pytest.mark.parametrize(
         ("name", "expected"),
         [
-            (worker_name(3, dp=1), FileRank(3, "DP 1")),
-            ("dp0_pp0_tp0_ep0_rank0.17.pt.trace.json", FileRank(0, "DP 0")),
+            (worker_name(3, dp=1), FileRank(3, Group(dp=1))),
+            ("dp0_pp0_tp0_ep0_rank0.17.pt.trace.json", FileRank(0, Group(dp=0))),
             ("1764354000.1-TP-5.trace.json.gz", FileRank(5)),
             ("1764354000.1-TP-5-DECODE.trace.json.gz", FileRank(5)),
-            ("1764354000.1-TP-2-DP-1-PP-3-EP-2-EXTEND.trace.json.gz", FileRank(2, "DP 1, PP 3")),
+            ("1764354000.1-TP-2-DP-1-PP-3-EP-2-EXTEND.trace.json.gz", FileRank(2, Group(1, 3))),
             ("trace_rank_12.json", FileRank(12)),
             ("llama-tp4.json", FileRank()),  # the size of a layout, not a rank
             ("tp2_ep8.json.gz", FileRank()),
@@ -88,9 +88,11 @@ class TestParseFileName:
         assert is_front_end(name) is is_one
 
 
-def summary(rank: int | None, replica: str = "", size: int | None = None, *, front_end: bool = False) -> TraceSummary:
-    trace = build.trace(f"{replica} {rank}.json")
-    trace.rank, trace.replica, trace.world_size, trace.front_end = rank, replica, size, front_end
+def summary(
+    rank: int | None, dp: int | None = None, size: int | None = None, *, front_end: bool = False
+) -> TraceSummary:
+    trace = build.trace(f"{dp} {rank}.json")
+    trace.rank, trace.dp_rank, trace.world_size, trace.front_end = rank, dp, size, front_end
     return trace
 
 
@@ -117,13 +119,18 @@ class TestFindMissing:
         assert find_missing([summary(None), summary(None)], all_ranks=True) == []
 
     def test_replicas_count_their_own_ranks(self) -> None:
-        traces = [summary(0, "DP 0"), summary(1, "DP 0"), summary(0, "DP 1")]
+        traces = [summary(0, 0), summary(1, 0), summary(0, 1)]
         (missing,) = find_missing(traces)
-        assert (missing.replica, missing.ranks) == ("DP 1", (1,))
+        assert (missing.group, missing.ranks) == (Group(dp=1), (1,))
+
+    def test_a_replica_without_any_trace_is_missing(self) -> None:
+        traces = [summary(rank, dp) for dp in (0, 2) for rank in (0, 1)]
+        (missing,) = find_missing(traces)
+        assert (missing.group, missing.ranks) == (Group(dp=1), (0, 1))
 
     def test_replicas_of_attention_share_one_count(self) -> None:
         """SGLang's DP attention: tensor-parallel ranks 0 and 1 serve DP 0, ranks 2 and 3 serve DP 1."""
-        traces = [summary(rank, f"DP {rank // 2}") for rank in range(4)]
+        traces = [summary(rank, rank // 2) for rank in range(4)]
         assert find_missing(traces) == []
         (missing,) = find_missing(traces[:1] + traces[2:])
         assert missing.ranks == (1,)

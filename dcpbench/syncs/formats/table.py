@@ -18,6 +18,7 @@ from dcpbench.syncs.words import (
     BOUND_NOTE,
     bubble,
     copied,
+    format_trace,
     marks,
     microseconds,
     notes,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from dcpbench.syncs.model import Report, Site, TraceSummary
+    from dcpbench.syncs.model import Report, Site
 
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""
@@ -63,7 +64,7 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
 
 def _sites(report: Report, root: Path, width: int) -> Iterator[RenderableType]:
     if not report.sites:
-        yield "No synchronisation was seen."
+        yield from () if report.verdict.reasons else ("No synchronisation was seen.",)
     elif width >= NARROW:
         yield _table(report, root, width)
     else:
@@ -87,7 +88,7 @@ def _table(report: Report, root: Path, width: int) -> Table:
             _where(site, root, width // 3),
             Text(_op(site)),
             f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count),
-            *times(site),
+            *times(site, "\n"),
             Text(copied(site, "\n")),
         )
     return table
@@ -169,37 +170,13 @@ def _lists(report: Report) -> Iterator[Text]:
 def _coverage(report: Report) -> Iterator[RenderableType]:
     """Always printed: a detector that saw nothing must not look like a program that does nothing."""
     yield ""
-    yield from map(_trace, report.traces)
+    yield from (Text(format_trace(trace)) for trace in report.traces)
     found = notes(report)
     if found:
         yield Text("What this cannot show:", style="bold")
     for note, count in found.items():
         some = f" ({count} of {len(report.traces)} traces)" if count < len(report.traces) else ""
         yield Text(f"  - {note}{some}")
-
-
-def _trace(trace: TraceSummary) -> Text:
-    """Return the line about a trace: what was seen in it, or that it is a front end's."""
-    seen = trace.coverage
-    if trace.front_end:
-        return Text(f"Left out {trace.path}: the trace of vLLM's front end, which uses no GPU.")
-    facts = [] if trace.rank is None else [f"rank {trace.rank}"]
-    if seen.detector == "scan":
-        facts += [
-            f"{counted(trace.steps, 'step')} ({seen.steps_from})" if trace.steps else "no steps",
-            f"{seen.gpu_events:,} GPU events",
-            f"{seen.runtime_events:,} runtime calls",
-            f"{seen.driver_events:,} driver calls",
-            f"{seen.sync_events:,} cuda_sync events",
-            f"stacks: {seen.stacks}",
-        ]
-    else:
-        facts += [seen.detector, *([counted(trace.steps, "step")] if trace.steps else [])]
-    if trace.gpu_idle_us is not None:
-        facts.append(f"GPU idle {microseconds(trace.gpu_idle_us)} of {microseconds(trace.span_us)}")
-    if not seen.complete:
-        facts.append("INCOMPLETE")
-    return Text(f"Seen in {trace.path}: {', '.join(facts)}")
 
 
 def _verdict(report: Report) -> Iterator[RenderableType]:
@@ -217,5 +194,6 @@ def summary(report: Report) -> str:
     if verdict.status == "findings":
         return f"{counted(len(verdict.findings), 'finding')}: exit code {verdict.exit_code}."
     if verdict.status == "cannot answer":
-        return f"This cannot be answered: exit code {verdict.exit_code}."
+        seen = "" if report.sites else " No synchronisation was seen in what was recorded."
+        return f"This cannot be answered: exit code {verdict.exit_code}.{seen}"
     return f"Clean, nothing beyond what may pass: exit code {verdict.exit_code}."

@@ -159,7 +159,8 @@ def _explain_missing(missing: MissingRanks) -> str:
     listed = [str(rank) for rank in missing.ranks[:MAX_RANKS_NAMED]]
     more = len(missing.ranks) - len(listed)
     ranks = f"rank{'s' if len(missing.ranks) > 1 else ''} {', '.join(listed)}{f' and {more} more' if more else ''}"
-    where = f" in {missing.replica}" if missing.replica else ""
+    labels = {"data-parallel rank": missing.group.dp, "pipeline stage": missing.group.pp}
+    where = "".join(f" in {name} {rank}" for name, rank in labels.items() if rank is not None)
     return (
         f"No trace of {ranks}{where} of {missing.of} was read, and it may hold waits that the others do not have: give the "
         "traces of all ranks, or the file of one rank alone."

@@ -129,6 +129,7 @@ class Columns:
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
         self.driver_calls = 0
+        self._begun = False
         self.devices: set[object] = set()
         """GPUs that had work."""
         self.foreign: set[str] = set()
@@ -138,7 +139,9 @@ class Columns:
         self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
 
     def add(self, events: list[Event]) -> None:
-        """Take what is needed of a block."""
+        """Take what is needed of a block. An empty first event is none: RPD, a profiler of ROCm, begins its files so."""
+        if not self._begun:
+            self._begun, events = True, events[events[:1] == [Event()] :]
         groups: defaultdict[str | None, list[Event]] = defaultdict(list)
         for event in events:
             groups[event.cat].append(event)
