@@ -16,9 +16,10 @@ from dcpbench.servers.load import Call, Run
 from dcpbench.servers.prompts import PATHS, find_manner
 from dcpbench.show.text import counted
 from dcpbench.syncs.files import each_text_once
-from dcpbench.syncs.gating.gate import blind, explain_missing
+from dcpbench.syncs.gating.gate import blind, counts, explain_missing
 from dcpbench.syncs.recorded import WORST_SITES, sync_sites
 from dcpbench.syncs.scan import scan
+from dcpbench.syncs.sites import find_worst_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,7 +106,9 @@ async def traced(
 
 
 def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
-    """(host-blocking calls of a step, where they are) of the worst rank of a server's traces.
+    """Return the host-blocking calls of a step and where they are, of the worst rank of a server's traces.
+
+    Where the engine's annotations tell prefill from decode, the number is that of the phase that waits most.
 
     Raises WorkerError if they cannot answer: no GPU events, damaged, a rank's trace missing, or no steps marked. A front
     end's trace is left out.
@@ -114,12 +117,13 @@ def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
     if reasons := [*reasons, *explain_missing(report.traces, all_ranks=True)]:
         raise WorkerError(reasons[0])
-    if not all(trace.steps or trace.front_end for trace in report.traces):
+    workers = [trace for trace in report.traces if not trace.front_end]
+    if not all(trace.steps and not trace.coverage.steps_guessed for trace in workers):
         raise WorkerError(
             "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
         )
-    sites = sync_sites(report.sites, "engine")
-    return sum(site.per_step for site in sites), sites[:WORST_SITES]
+    _, per_step = find_worst_phase([site for site in report.sites if counts(site)])
+    return per_step, sync_sites(report.sites, "engine")[:WORST_SITES]
 
 
 async def _switch(client: Client, path: str) -> None:

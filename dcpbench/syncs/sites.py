@@ -230,6 +230,18 @@ def _example(trace: str, s: Sync, steps: Steps) -> Example:
     return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=step, waited_for=s.waited_for)
 
 
+def count_in_phase(site: Site, phase: str) -> float:
+    """Return a site's count per step of a phase; over all steps where phases are unknown."""
+    return site.count_per_phase.get(phase, 0.0) if site.count_per_phase else site.count_per_step or 0.0
+
+
+def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
+    """Return the phase whose steps wait most often and how often one waits; an empty name where phases are unknown."""
+    phases = dict.fromkeys(phase for site in sites for phase in site.count_per_phase) or [""]
+    totals = {phase: sum(count_in_phase(site, phase) for site in sites) for phase in phases}
+    return max(totals.items(), key=lambda total: total[1])
+
+
 def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
     """Sites of several traces as one list: the same place on several ranks is one site.
 

@@ -168,18 +168,20 @@ def find_steps(ranges: Sequence[Range], total: Work, pattern: str | None = None)
 
 def _find_engine_steps(ranges: Sequence[Range], total: Work) -> Steps | None:
     """Return the steps of the engine that has most of them; those in which nothing happened are left out."""
-    found = [(engine, _match_engine(engine, ranges)) for engine in ENGINES]
-    engine, matched = max(found, key=lambda e: len(e[1]))
+    names = {r.name for r in ranges}
+    phases = {engine.marked_by: _find_phases(engine, names) for engine in ENGINES}
+    found = {marked_by: [r for r in ranges if r.name in of_name] for marked_by, of_name in phases.items()}
+    marked_by = max(found, key=lambda engine: len(found[engine]))
+    matched = [r for r in found[marked_by] if not r.empty] or found[marked_by]
     if not matched:
         return None
-    matched = [m for m in matched if not m[0].empty] or matched
-    phases = {r.start: phase for r, phase in matched}
-    steps = _make_steps(engine.marked_by, [r for r, _ in matched], "engine", total)
-    return dataclasses.replace(steps, phases=tuple(phases[start] for start in steps.start.tolist()))
+    steps = _make_steps(marked_by, matched, "engine", total)
+    by_start = {r.start: phases[marked_by][r.name] for r in matched}
+    return dataclasses.replace(steps, phases=tuple(by_start[start] for start in steps.start.tolist()))
 
 
-def _match_engine(engine: Engine, ranges: Sequence[Range]) -> list[tuple[Range, str]]:
-    return [(r, engine.find_phase(match)) for r in ranges if (match := engine.pattern.match(r.name))]
+def _find_phases(engine: Engine, names: Iterable[str]) -> dict[str, str]:
+    return {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
 
 
 def _guess_steps(ranges: Sequence[Range], total: Work) -> Steps:
@@ -236,7 +238,8 @@ def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occu
 
     With at least three steps of a phase its first one is warm-up, as caches fill and kernels are loaded in it, and so is
     everything before the first step. What lies behind the last step is outside; but engines annotate the forward pass
-    alone and sample behind it, so up to as many occurrences as another step has belong to the last one.
+    alone and sample behind it. So up to as many occurrences as another step has belong to the last one, and where it
+    has fewer, the recording ended within it and it is not counted.
     """
     if not len(steps):
         return Occurrences()
@@ -247,6 +250,8 @@ def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occu
     tail = min(found[len(steps)], max(0, most - found[last]))
     outside = found[len(steps)] - tail + (0 if has_warm_up else found[None])
     found[last] += tail
+    if steps.source == "engine" and found[last] < most:
+        steady = {phase: [s for s in members if s < last] or members for phase, members in steady.items()}
     per_phase = {phase: sum(found[s] for s in members) / len(members) for phase, members in steady.items()}
     return Occurrences(
         per_step=max(per_phase.values()),

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from dcpbench.errors import WorkerError
+from dcpbench.servers.profile import waits_in
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.gating import baseline
 from dcpbench.syncs.gating.gate import Gate, counts, judge
@@ -390,6 +392,25 @@ class TestPhases:
         assert report.sites[0].count_per_phase == {"prefill": 1.0, "decode": 1.0}
         assert report.sites[0].outside == 0
         assert verdict(report, tmp_path, max_per_step=1.0).exit_code == 0
+
+    def test_a_server_waits_as_often_as_in_the_phase_that_waits_most(self, tmp_path: Path) -> None:
+        """Three waits in a prefill and none in decode are three in a step, not 3 of 13."""
+        trace = vllm_waits_in_prefill_alone().write(tmp_path / "rank0.json")
+        assert waits_in([trace])[0] == 3.0
+
+    def test_a_server_without_marks_of_steps_gives_no_count(self, tmp_path: Path) -> None:
+        """Numbered ranges with most of the work are a guess."""
+        trace = transformers_waits_between_tokens().write(tmp_path / "rank0.json")
+        with pytest.raises(WorkerError, match="mark no steps"):
+            waits_in([trace])
+
+    def test_a_recording_that_ends_before_the_last_sampling_has_the_same_counts(self, tmp_path: Path) -> None:
+        program = vllm_samples_behind_the_forward_pass()
+        with program.range("execute_context_0(0)_generation_2(2)"):
+            program.work(20)
+        report = scan([program.write(tmp_path / "trace.json")], root=tmp_path)
+        assert report.traces[0].coverage.steps_by_phase == {"decode": 13, "prefill": 1}
+        assert report.sites[0].count_per_phase == {"prefill": 1.0, "decode": 1.0}
 
 
 NUMBERED_RANGES = """

@@ -19,6 +19,7 @@ from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
 from dcpbench.syncs.model import Finding, Verdict, order
 from dcpbench.syncs.ranks import find_missing
+from dcpbench.syncs.sites import count_in_phase, find_worst_phase
 from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
 
@@ -226,20 +227,13 @@ def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[F
     if limit is None:
         return
     yield from _no_steps(report, "--max-per-step counts per step")
-    phases = dict.fromkeys(phase for s in counted for phase in s.count_per_phase) or {"": None}
-    parts = {phase: [(_count_in_phase(s, phase), s) for s in counted] for phase in phases}
-    totals = {phase: sum(count for count, _ in part) for phase, part in parts.items()}
-    worst = max(totals, key=lambda phase: totals[phase])
-    if totals[worst] > limit + SLACK:
-        named = _most(parts[worst], per_step)
-        step = f"{worst} step" if worst else "step"
-        message = f"{per_step(totals[worst])} synchronisations per {step}, the limit is {per_step(limit)}: {named}"
+    phase, total = find_worst_phase(counted)
+    if total > limit + SLACK:
+        named = _most([(count_in_phase(s, phase), s) for s in counted], per_step)
+        step = f"{phase} step" if phase else "step"
+        message = f"{per_step(total)} synchronisations per {step}, the limit is {per_step(limit)}: {named}"
         yield Finding(reason="per-step", message=message)
     yield from _explain_outside(counted)
-
-
-def _count_in_phase(site: Site, phase: str) -> float:
-    return site.count_per_phase.get(phase, 0.0) if site.count_per_phase else site.count_per_step or 0.0
 
 
 def _explain_outside(counted: Sequence[Site]) -> Iterator[str]:
