@@ -1,4 +1,4 @@
-"""`dcpbench syncs …`: their options. What the commands do lies in syncs/, whose parts end in the same way."""
+"""Command line of `dcpbench syncs …`. The commands themselves are in syncs/ and share one conclusion."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +39,7 @@ FORCE = OUTPUT("Write over a file that is there. Default: no.", default=False)
 
 
 class Gate(Group):
-    """What is read beside traces, and what may pass."""
+    """Repository and steps that are read, and what may pass."""
 
     root: Path | None = READ(
         "Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync comments are read "
@@ -189,7 +189,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     check_known("endpoint", served.endpoint, ENDPOINTS)
     check_seconds("--wait", served.wait, 120)
     out = commands.Out(**vars(report))
-    commands.settle(gate.options(), out)  # mistakes are told before a server is profiled
+    commands.settle(gate.options(), out)  # mistakes are reported before a server is profiled
     target = Target.at(served.url, key=api_key(served.api_key_env))
     with ProgressLine() as line:
         found = asyncio.run(

@@ -1,4 +1,4 @@
-"""Traces of a server at work: its own profiler is started and stopped by HTTP, and its ranks' files are waited for. No torch."""
+"""Traces of a running server: start and stop its profiler over HTTP and wait for the files of its ranks. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOW = (
 
 
 def traces_in(folder: Path) -> dict[Path, int]:
-    """Files below a folder that may be traces, each with its size."""
+    """Return the files below a folder that may be traces, each with its size."""
     return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name.endswith(KINDS)}
 
 
@@ -56,7 +56,7 @@ async def profile(
     wait_s: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Traces that the server wrote into `folder`, which it and this process both see, while it served a small load.
+    """Return the traces that the server wrote into `folder`, which both processes see, while it served a small load.
 
     Raises UsageError for a folder that is not there, WorkerError where the server does not profile or no trace comes.
     """
@@ -88,7 +88,7 @@ async def traced(
     wait_s: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Traces of a server that served these calls, behind one as warm-up. Raises WorkerError where none comes."""
+    """Return the traces of a server that served these calls after one as warm-up. Raises WorkerError if none comes."""
     before = await asyncio.to_thread(traces_in, folder)
     run = Run(client, calls, concurrency)
     await Run(client, calls[:1], 1).run()
@@ -138,7 +138,7 @@ async def _switch(client: Client, path: str) -> None:
 
 
 async def _written(folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]) -> list[Path]:
-    """New files, once none has grown for SETTLED_S."""
+    """Return the new files once none has grown for SETTLED_S."""
     began = last = time.monotonic()
     known: dict[Path, int] = {}
     while time.monotonic() - began < wait_s or (known and time.monotonic() - last < SETTLED_S):

@@ -45,7 +45,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     damage: list[str] = []
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
     foreign: list[str] = []
-    """What accelerators left whose waits are not known: categories of events, or names of calls."""
+    """Traces of accelerators with unknown waits: categories of events, or names of calls."""
     notes: list[str] = []
     """What this detector, or this trace, cannot show; one sentence each."""
 
@@ -140,16 +140,16 @@ class Site(msgspec.Struct, kw_only=True):
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False
-    """It could wait and did not, or a detector without times cannot tell; in no total and no reason to fail.
+    """It could wait and did not, or a detector without times cannot decide it; in no total and no reason to fail.
     Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
     """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""
     cause: str = ""
-    """What probably makes the site, where other calls of the trace tell; a sentence."""
+    """Probable cause of the site, if other calls of the trace show it; a sentence."""
     own: bool = False
     """The profiler's or detector's own; in no total."""
     allowed: str = ""
-    """Why it may synchronise; empty where nobody said so. Set by regions of `allow`, and by the gate."""
+    """Reason for which it may synchronise; empty without permission. Set by regions of `allow` and by the gate."""
     example: Example | None = None
     """The first occurrence."""
     worst: Example | None = None

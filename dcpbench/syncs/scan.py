@@ -1,4 +1,4 @@
-"""Traces into a report: read, find what blocks, attribute, price, group."""
+"""Turn traces into a report: read, find blocking calls, attribute them to code, price them, group them into sites."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUMBERS = re.compile(r"\d+")
 def scan(
     paths: Sequence[Path], *, root: Path, step_range: str | None = None, progress: Callable[[str], None] | None = None
 ) -> Report:
-    """Everything that traces show of host-blocking synchronisation; the verdict is the gate's.
+    """Report all host-blocking synchronisation in traces; the verdict is left to the gate.
 
     Args:
         paths: Trace files, one per rank or more.
@@ -71,7 +71,7 @@ def scan(
 def _scan(
     path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
 ) -> tuple[TraceSummary, list[Site], str]:
-    """Summary and sites of one trace; where it has no steps, what ranges it has, in words."""
+    """Return the summary and the sites of one trace and, if it has no steps, a sentence about its ranges."""
     reader = TraceReader(path)
     events = 0
 
@@ -94,7 +94,7 @@ def _scan(
 def analyse(
     columns: Columns, name: str, repository: Repository, *, step_range: str | None = None
 ) -> tuple[TraceSummary, list[Site]]:
-    """Summary and sites of what was read of one trace."""
+    """Return the summary and the sites of a trace that was read."""
     blocking = find_blocking(columns)
     stacks: Stacks = "python_function" if len(columns.tables["python"]) else "call stack" if columns.stacks else "none"
     placed = _placed(columns, blocking, repository, stacks)
@@ -157,7 +157,7 @@ def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Float
 
 
 class _Placed(NamedTuple):
-    """Where each blocking call lies in the program."""
+    """Place of each blocking call in the program."""
 
     op_chains: list[Ints]
     lines: list[Line]
@@ -176,7 +176,7 @@ def _placed(columns: Columns, blocking: Blocking, repository: Repository, stacks
 
 
 def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: Steps) -> list[Sync]:
-    """Every blocking call with everything that is known of it."""
+    """Return each blocking call with all that the trace holds about it."""
     ops, gpu, ranges = (columns.tables[name] for name in ("ops", "gpu", "ranges"))
     # On a thread that has no annotation at all, those open on any other count.
     alone = ~np.isin(blocking.thread, ranges.thread)
@@ -229,7 +229,7 @@ def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: S
 
 
 def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
-    """Operators by `External id` where none contains the call in time: the runtime may name its thread otherwise."""
+    """Fill in operators by `External id` where none contains the call: the runtime may name its thread otherwise."""
     ops = columns.tables["ops"]
     missing = [i for i, chain in enumerate(found) if not len(chain)]
     if not missing or not len(ops):
@@ -241,7 +241,7 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 
 
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
-    """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
+    """Mark the profiler's own waits: device synchronisations in no operator, before the first or after the last work."""
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
     step = columns.named(PROFILER_STEP.match)
     launched = match(calls.correlation, gpu.correlation)
@@ -260,7 +260,7 @@ def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -
 
 
 def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
-    """Annotations, without steps that end behind everything else: the profiler stopped in them, and closed them so."""
+    """Return annotations without steps that end behind everything else, which the profiler closed as it stopped."""
     ranges = columns.tables["ranges"]
     if not len(ranges):
         return ranges

@@ -1,4 +1,4 @@
-"""One synchronisation, as any detector sees it, and sites: the places in code that many of them come from."""
+"""Synchronisations, as every detector describes them, and sites: the places in code that cause them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CONTEXT = 2
 _SHARED = "rule op function line called_from cause range direction call may_block allowed own"
 """What all occurrences of a site have in common."""
 LINES = 10
-"""Lines that are shown in full; of more, the number is told."""
+"""Lines that are shown in full; of further ones the number is shown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
     """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know.
 
-    Fields that a Site has, too, are said there.
+    Fields that a Site has as well are described there.
     """
 
     rule: str
@@ -64,7 +64,7 @@ class Sync:
     own: bool = False
     range: str = ""
     within: str = ""
-    """The range without numbers, where there is no function to tell places apart."""
+    """The range without numbers, if there is no function to distinguish places."""
     step: int | None = None
     """Index of the step, from 0; None before the first one, the number of steps behind the last one."""
     ranges: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Sync:
 
     @property
     def file(self) -> str:
-        """File of the user's frame: absolute, of a trace as it lies in the repository; empty where there is none."""
+        """File of the user's frame: absolute, from a trace relative to the repository; empty without a frame."""
         return self.user.file if self.user else ""
 
     @property
@@ -100,7 +100,7 @@ class Sync:
         return self.user.function if self.user else ""
 
     def message(self) -> str:
-        """One sentence with the line, what happens there and the usual fix."""
+        """Format one sentence with the line, what happens there and the usual fix."""
         rule = BY_ID[self.rule]
         where = f"{relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
         api = f" in {self.api}" if self.api and self.api != self.op else ""
@@ -115,7 +115,7 @@ class Sync:
 
 
 def text_of(syncs: Sequence[Sync]) -> str:
-    """The lines that synchronised, in order of their first time, each once with its count; empty without any."""
+    """Format the lines that synchronised, each once with its count, in the order of their first occurrence."""
     groups: dict[tuple[str, int | None, str, str], list[Sync]] = {}
     for sync in syncs:
         groups.setdefault((sync.file, sync.line, sync.rule, sync.op), []).append(sync)
@@ -134,7 +134,7 @@ def _block(sync: Sync, count: int) -> str:
 
 
 def _source(sync: Sync) -> list[str]:
-    """The line with its neighbours; nothing where the source cannot be read."""
+    """Return the line with its neighbours; nothing if the source cannot be read."""
     if sync.line is None or not linecache.getline(sync.file, sync.line):
         return []
     numbers = range(max(1, sync.line - CONTEXT), sync.line + CONTEXT + 1)
@@ -236,18 +236,18 @@ def count_in_phase(site: Site, phase: str) -> float:
 
 
 def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
-    """Return the phase whose steps wait most often and how often one waits; an empty name where phases are unknown."""
+    """Return the phase that waits most often, and how often a step of it waits; its name is empty where phases are unknown."""
     phases = dict.fromkeys(phase for site in sites for phase in site.count_per_phase) or [""]
     totals = {phase: sum(count_in_phase(site, phase) for site in sites) for phase in phases}
     return max(totals.items(), key=lambda total: total[1])
 
 
 def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
-    """Sites of several traces as one list: the same place on several ranks is one site.
+    """Merge the sites of several traces: the same place on several ranks is one site.
 
     Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
     slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
-    one's. Where one trace does not know what waited, nobody knows it of both.
+    one's. If it is unknown for one trace what waited, it is unknown for both.
     """
     merged: dict[tuple[str, bool, bool], Site] = {}
     for sites in per_trace:
@@ -258,7 +258,7 @@ def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
 
 
 def _add(a: Site, b: Site) -> Site:
-    """One site of the same place in two traces."""
+    """Add a site of another trace to the same site of this one."""
     a.count += b.count
     for way, names in (
         (sum, ("wait_us", "bubble_us", "bytes")),

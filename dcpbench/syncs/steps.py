@@ -194,7 +194,7 @@ def _guess_steps(ranges: Sequence[Range], total: Work) -> Steps:
 
 
 def _find_families(ranges: Iterable[Range]) -> list[tuple[str, list[Range]]]:
-    """Return ranges whose names differ in the number at their end alone, where each number occurs once."""
+    """Return ranges with names that differ only in the number at their end, if each number occurs once."""
     families: dict[str, dict[str, list[Range]]] = {}
     for r in ranges:
         numbered = NUMBERED.match(r.name)

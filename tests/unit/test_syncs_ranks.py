@@ -1,4 +1,4 @@
-"""Ranks: which one a trace belongs to, which one has no trace, and the front end's trace that vLLM writes beside them."""
+"""Ranks: which one a trace belongs to, which one has no trace, and the trace of vLLM's front end."""
 
 from __future__ import annotations
 

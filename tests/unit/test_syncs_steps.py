@@ -26,7 +26,7 @@ def ranges(*names: str, length: float = 10) -> list[Range]:
 
 
 def find_steps(found: list[Range], pattern: str | None = None, *, outside: int = 0) -> Steps:
-    """Steps among annotations that hold one launch each, beside some launches outside of all of them."""
+    """Find steps among annotations that hold one launch each, with some launches outside all of them."""
     worked = [r._replace(work=Work(1, 50.0)) for r in found]
     return find_steps_of(worked, Work(len(found) + outside, 50.0 * (len(found) + outside)), pattern)
 
@@ -102,9 +102,9 @@ def test_what_is_advised_where_no_steps_are_marked_marks_them(tmp_path: Path) ->
     trace = Trace().work()
     trace.item(100, 200)
     report = trace.scan(tmp_path)
-    (told,) = [note for note in report.traces[0].coverage.notes if "No steps are marked" in note]
-    assert "where profile() has schedule=" in told
-    name = re.findall(r'record_function\(f"(.*)"\)', told)[0]
+    (note,) = [note for note in report.traces[0].coverage.notes if "No steps are marked" in note]
+    assert "where profile() has schedule=" in note
+    name = re.findall(r'record_function\(f"(.*)"\)', note)[0]
     for n in range(2):
         trace.range(name.format(n=n), 1000 * n, 1000 * n + 900)
         for launch in (300, 400, 500):
@@ -181,7 +181,7 @@ class TestSites:
     def test_a_last_profiler_step_counts_where_work_was_launched_or_waited_for(
         self, last: str, steps: int, tmp_path: Path
     ) -> None:
-        """Two reads in each of two steps: 4 over 2; with a third step, whose first is warm-up, 2 over 2."""
+        """Two reads in each of two steps: 4 over 2; with a third step the first one is warm-up, and it is 2 over 2."""
         trace = Trace().work()
         for step in range(3):
             trace.range(f"ProfilerStep#{step}", 1000 * step, 1000 * step + 900)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
-"""Said of a trace that does not know more."""
+"""Reason for a trace that gives none itself."""
 NAMED = 3
 """Sites that a message about a sum names."""
 MAX_RANKS_NAMED = 8
@@ -44,7 +44,7 @@ MAX_RANKS_NAMED = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What may pass, once options and pyproject.toml are read."""
+    """Limits and permissions, once options and pyproject.toml are read."""
 
     root: Path
     """Repository in which comments are looked for."""
@@ -59,7 +59,7 @@ class Gate:
 
 
 def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
-    """What the gate says about a report, whose own verdict is not read; sets `allowed` of its sites.
+    """Return the verdict on a report and set `allowed` of its sites; the report's own verdict is not read.
 
     Entries expire by `today`, which is today in UTC where it is not given.
     """
@@ -93,12 +93,12 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
 
 
 def counts(site: Site) -> bool:
-    """Whether a site can be a finding."""
+    """Return whether a site can be a finding."""
     return not (site.own or site.may_block or site.warmup_only or site.allowed)
 
 
 def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
-    """Set `allowed` of each site that is and was not by a region; returns sentences about stale permissions."""
+    """Set `allowed` of each site that has permission and return sentences about stale permissions."""
     sites = [s for s in report.sites if not s.own]
     stale = []
     for entry in gate.allow:
@@ -183,7 +183,7 @@ def _explain_guesses(report: Report) -> Iterator[str]:
 
 
 def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
-    """New sites, and sites that occur more often than they did; sentences on what cannot be compared."""
+    """Yield new sites, sites that occur more often than in the baseline, and sentences on what cannot be compared."""
     if gate.baseline is None:
         return
     entries = {e.fingerprint: e for e in gate.baseline.sites}
@@ -249,7 +249,7 @@ def _explain_outside(counted: Sequence[Site]) -> Iterator[str]:
 
 
 def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
-    """The sum over all sites against --max-bubble-us."""
+    """Compare the sum over all sites with --max-bubble-us."""
     limit = gate.max_bubble_us
     if limit is None:
         return
@@ -264,12 +264,12 @@ def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
         yield f"The bubble of {site} is not known, so --max-bubble-us cannot be checked: scan a whole trace."
 
 
-def _most(parts: Iterable[tuple[float, Site]], told: Callable[[float], str]) -> str:
-    """The sites that have most of a sum, and what all others have together."""
+def _most(parts: Iterable[tuple[float, Site]], format_part: Callable[[float], str]) -> str:
+    """Name the sites that contribute most to a sum, and the total of all others."""
     some = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
-    named = [f"{told(much)} in {_where(site)}" for much, site in some[:NAMED]]
+    named = [f"{format_part(much)} in {_where(site)}" for much, site in some[:NAMED]]
     if rest := [much for much, _ in some[NAMED:]]:
-        named.append(f"{told(sum(rest))} in {text.counted(len(rest), 'more site')}")
+        named.append(f"{format_part(sum(rest))} in {text.counted(len(rest), 'more site')}")
     return ", ".join(named)
 
 
@@ -291,7 +291,7 @@ def _gone(entry: Entry) -> str:
 
 
 def check_limits(max_per_step: float | None, max_bubble_us: float | None) -> None:
-    """Raises UsageError for limits that are no numbers."""
+    """Raise UsageError for limits that are no numbers."""
     for name, value in (("--max-per-step", max_per_step), ("--max-bubble-us", max_bubble_us)):
         if value is not None and not value >= 0:
             raise UsageError(f"{name} {value} is no limit: give a number from 0.")
