@@ -1,4 +1,4 @@
-"""`dcpbench syncs …`: their options. What the commands do lies in syncs/, whose parts end in the same way."""
+"""Command line of `dcpbench syncs …`. The commands themselves are in syncs/ and share one conclusion."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +16,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Find hidden CUDA synchronisation: where the host waits for the GPU, on which line, and what it costs."
+    help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs. In traces torch.profiler "
+    "records the first line of a function only, so scan, serve and run name the function; dry-run names the line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
-    "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, or it ends early).",
+    "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early).",
 )
 
 READ = panel("What is read")
@@ -38,7 +39,7 @@ FORCE = OUTPUT("Write over a file that is there. Default: no.", default=False)
 
 
 class Gate(Group):
-    """What is read beside traces, and what may pass."""
+    """Repository and steps that are read, and what may pass."""
 
     root: Path | None = READ(
         "Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync comments are read "
@@ -47,7 +48,8 @@ class Gate(Group):
     )
     step_range: str | None = READ(
         "Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() "
-        "makes where profile() has schedule=, else numbered ranges such as step 0, step 1.",
+        "makes where profile() has schedule=, else the annotations of vLLM and SGLang, else numbered ranges such as "
+        "step 0, step 1 that cover most of the work.",
         metavar="REGEX",
     )
     baseline: Path | None = GATE(
@@ -124,10 +126,12 @@ class Recorded(Group):
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler where the host waits for the GPU.
 
-    Without --baseline, --max-per-step and --max-bubble-us any site is a finding that is not allowed, not the profiler's
-    own, not in the first step alone, and did wait. Defaults of these options, and a list of what is allowed, may
-    stand in pyproject.toml under \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or
-    function.
+    Without --baseline, --max-per-step and --max-bubble-us each site is a finding, unless it is allowed, is the profiler's
+    own, lies before the first step or in it alone, or is a call that need not wait. A call that found the GPU idle is a
+    finding too: "0 of 1 waited" means that there was nothing to wait for this time.
+
+    Defaults of these options, and a list of what is allowed, may stand in pyproject.toml under
+    \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or function.
 
     Exit codes: 0 clean · 1 findings · 2 options or input that cannot be used · 3 the trace cannot answer.
 
@@ -185,7 +189,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     check_known("endpoint", served.endpoint, ENDPOINTS)
     check_seconds("--wait", served.wait, 120)
     out = commands.Out(**vars(report))
-    commands.settle(gate.options(), out)  # mistakes are told before a server is profiled
+    commands.settle(gate.options(), out)  # mistakes are reported before a server is profiled
     target = Target.at(served.url, key=api_key(served.api_key_env))
     with ProgressLine() as line:
         found = asyncio.run(
@@ -201,7 +205,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
                 tell=line,
             )
         )
-    return commands.scan([str(path) for path in found], gate.options(), out)
+    return commands.scan([str(path) for path in found], gate.options(), out, all_ranks=True)
 
 
 class Written(Group):

@@ -1,4 +1,4 @@
-"""Traces of a server at work: its own profiler is started and stopped by HTTP, and its ranks' files are waited for. No torch."""
+"""Traces of a running server: start and stop its profiler over HTTP and wait for the files of its ranks. No torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from dcpbench.servers.load import Call, Run
 from dcpbench.servers.prompts import PATHS, find_manner
 from dcpbench.show.text import counted
 from dcpbench.syncs.files import each_text_once
-from dcpbench.syncs.gating.gate import blind
+from dcpbench.syncs.gating.gate import blind, counts, explain_missing
 from dcpbench.syncs.recorded import WORST_SITES, sync_sites
 from dcpbench.syncs.scan import scan
+from dcpbench.syncs.sites import find_worst_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ HOW = (
 
 
 def traces_in(folder: Path) -> dict[Path, int]:
-    """Files below a folder that may be traces, each with its size."""
+    """Return the files below a folder that may be traces, each with its size."""
     return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name.endswith(KINDS)}
 
 
@@ -55,7 +56,7 @@ async def profile(
     wait_s: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Traces that the server wrote into `folder`, which it and this process both see, while it served a small load.
+    """Return the traces that the server wrote into `folder`, which both processes see, while it served a small load.
 
     Raises UsageError for a folder that is not there, WorkerError where the server does not profile or no trace comes.
     """
@@ -87,7 +88,7 @@ async def traced(
     wait_s: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Traces of a server that served these calls, behind one as warm-up. Raises WorkerError where none comes."""
+    """Return the traces of a server that served these calls after one as warm-up. Raises WorkerError if none comes."""
     before = await asyncio.to_thread(traces_in, folder)
     run = Run(client, calls, concurrency)
     await Run(client, calls[:1], 1).run()
@@ -105,19 +106,24 @@ async def traced(
 
 
 def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
-    """(host-blocking calls of a step, where they are) of the worst rank of a server's traces.
+    """Return the host-blocking calls of a step and where they are, of the worst rank of a server's traces.
 
-    Raises WorkerError where they cannot say: without a GPU, damaged, or without marks of steps.
+    Where the engine's annotations tell prefill from decode, the number is that of the phase that waits most.
+
+    Raises WorkerError if they cannot answer: no GPU events, damaged, a rank's trace missing, or no steps marked. A front
+    end's trace is left out.
     """
     report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
-    if reasons := [reason for trace in report.traces if (reason := blind(trace))]:
+    reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    if reasons := [*reasons, *explain_missing(report.traces, all_ranks=True)]:
         raise WorkerError(reasons[0])
-    if not all(trace.steps for trace in report.traces):
+    workers = [trace for trace in report.traces if not trace.front_end]
+    if not all(trace.steps and not trace.coverage.steps_guessed for trace in workers):
         raise WorkerError(
             "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
         )
-    sites = sync_sites(report.sites, "engine")
-    return sum(site.per_step for site in sites), sites[:WORST_SITES]
+    _, per_step = find_worst_phase([site for site in report.sites if counts(site)])
+    return per_step, sync_sites(report.sites, "engine")[:WORST_SITES]
 
 
 async def _switch(client: Client, path: str) -> None:
@@ -132,7 +138,7 @@ async def _switch(client: Client, path: str) -> None:
 
 
 async def _written(folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]) -> list[Path]:
-    """New files, once none has grown for SETTLED_S."""
+    """Return the new files once none has grown for SETTLED_S."""
     began = last = time.monotonic()
     known: dict[Path, int] = {}
     while time.monotonic() - began < wait_s or (known and time.monotonic() - last < SETTLED_S):

@@ -1,4 +1,4 @@
-"""What `dcpbench syncs scan` and `baseline` do, and how every command of `syncs` ends."""
+"""Commands `dcpbench syncs scan` and `baseline`, and the conclusion that all commands of `syncs` share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHOWN = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateOptions:
-    """Options of the gate as they were typed; pyproject.toml fills in what was not."""
+    """Options of the gate as given on the command line; pyproject.toml supplies the others."""
 
     baseline: Path | None = None
     max_per_step: float | None = None
@@ -50,7 +50,7 @@ class GateOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Out:
-    """Where the report goes, and as what."""
+    """Format and destination of the report."""
 
     form: str = "table"
     output: Path | None = None
@@ -76,7 +76,7 @@ def settle(options: GateOptions, out: Out) -> Gate:
 
 
 def _unlimited(options: GateOptions) -> tuple[Gate, Config]:
-    """What is allowed, what marks a step, and the settings of pyproject.toml that say more."""
+    """Return a gate with permissions and the range of steps but no limits, and the settings of pyproject.toml."""
     if any(not pattern.strip() for pattern in options.allow):
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
     if options.root is not None and not options.root.is_dir():
@@ -110,20 +110,20 @@ def conclude(report: Report, gate: Gate, out: Out) -> int:
     else:
         write(out.output, text, force=out.force)
     if out.output is not None or out.form != "table":
-        _tell(report)
+        _write_verdict(report)
     if out.output is not None:
         _print(f"Wrote {printable(str(out.output))}\n")
     return report.verdict.exit_code
 
 
-def scan(traces: Sequence[str], options: GateOptions, out: Out) -> int:
-    """`dcpbench syncs scan`: returns the exit code."""
-    gate = settle(options, out)
+def scan(traces: Sequence[str], options: GateOptions, out: Out, *, all_ranks: bool = False) -> int:
+    """Scan traces, write the report and return the exit code; with `all_ranks` no rank's trace may be missing."""
+    gate = dataclasses.replace(settle(options, out), all_ranks=all_ranks)
     return conclude(_scan(traces, gate), gate, out)
 
 
 def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *, force: bool) -> int:
-    """`dcpbench syncs baseline`: writes the file and returns 0, or 3 and writes none where the trace cannot answer."""
+    """Write the baseline and return 0; return 3 and write nothing if the trace cannot answer."""
     gate, config = _unlimited(options)
     output = output or config.baseline or Path(BASELINE)
     check_output(output, force=force)
@@ -132,7 +132,7 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     if report.verdict.reasons:
         sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in report.verdict.reasons)
         return 3
-    if not all(trace.steps for trace in report.traces):
+    if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
     made = baselines.make(filter(counts, report.sites))
     write(output, encode(made), force=force)
@@ -150,18 +150,18 @@ def _scan(traces: Sequence[str], gate: Gate) -> Report:
 
 
 def _skipped(path: Path) -> None:
-    """Says so, as whoever takes it for a trace would believe a clean report."""
+    """Report a file that is left out: whoever takes it for a trace would believe a clean report."""
     sys.stderr.write(f"note: {printable(str(path))} holds no events of a trace and is left out.\n")
 
 
 def _repeated(path: Path, first: Path) -> None:
-    """Says so, as a count for two ranks is expected to be that of two."""
+    """Report a trace that is there twice: a count over two ranks is expected to be that of two."""
     this, that = printable(str(path)), printable(str(first))
     sys.stderr.write(f"note: {this} holds the same trace as {that} and is counted once.\n")
 
 
-def _tell(report: Report) -> None:
-    """The verdict on stderr, where the report itself is a file or for a machine."""
+def _write_verdict(report: Report) -> None:
+    """Write the verdict to stderr if the report itself goes to a file or to a program."""
     from dcpbench.syncs.formats.table import summary
 
     verdict = report.verdict
@@ -173,7 +173,7 @@ def _tell(report: Report) -> None:
 
 
 def _print(text: str, *, as_json: bool = False) -> None:
-    """To stdout, whatever its encoding: a C locale must not end in a traceback, nor a full disk."""
+    """Write to stdout in any encoding: neither a C locale nor a full disk may end in a traceback."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         if as_json:

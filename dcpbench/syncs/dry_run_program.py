@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -104,13 +105,22 @@ def parse(command: Sequence[str]) -> tuple[str, list[str], Job]:
     elif first.endswith(".py"):
         python = sys.executable
     else:
-        raise UsageError(f"{printable(words[0])} is no Python program; write: {EXAMPLE}")
+        raise UsageError(f"{printable(words[0])} is no Python program; write: {_suggest(words)}")
     flags: list[str] = []
     while words and words[0].startswith("-") and words[0] not in {"-", "-m", "-c"}:
         taken = 2 if words[0] in {"-W", "-X"} else 1
         flags += words[:taken]
         words = words[taken:]
     return python, flags, _job(words, name)
+
+
+def _suggest(words: Sequence[str]) -> str:
+    """Return what to type for a command that is not Python: `python -m pytest tests` for `pytest tests`."""
+    module = importlib.util.find_spec(words[0]) if words[0].isidentifier() else None
+    folders = module.submodule_search_locations if module else None
+    if any((Path(folder) / "__main__.py").is_file() for folder in folders or ()):
+        return f"dcpbench syncs dry-run -- python -m {printable(shlex.join(words))}"
+    return EXAMPLE
 
 
 def instead_of(command: Sequence[str]) -> str:

@@ -32,14 +32,20 @@ class Coverage(msgspec.Struct, kw_only=True):
     stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
     """Where Python frames come from. `frames`: read live, with the line of the call."""
     steps_from: str = ""
-    """Annotation that marks steps; empty where none was found."""
+    """What the names of the ranges that are steps have in common; empty where no steps were found."""
+    steps_by_phase: dict[str, int] = {}
+    """Number of steps of each phase, such as decode, where an engine's annotations give it."""
+    steps_share: float | None = None
+    """Share of the work that was launched in steps: of the GPU time or of the launches, the smaller one."""
+    steps_guessed: bool = False
+    """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
     unreadable_events: int = 0
     complete: bool = True
     """False where the file ends early, parts of it could not be read, or it contradicts itself."""
     damage: list[str] = []
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
     foreign: list[str] = []
-    """What accelerators left whose waits are not known: categories of events, or names of calls."""
+    """Traces of accelerators with unknown waits: categories of events, or names of calls."""
     notes: list[str] = []
     """What this detector, or this trace, cannot show; one sentence each."""
 
@@ -49,6 +55,14 @@ class TraceSummary(msgspec.Struct, kw_only=True):
 
     path: str
     rank: int | None = None
+    world_size: int | None = None
+    """Number of ranks of the program, where the trace holds it."""
+    dp_rank: int | None = None
+    """Data-parallel rank that the file's name gives; `rank` may count within it."""
+    pp_rank: int | None = None
+    """The same of the pipeline stage."""
+    front_end: bool = False
+    """The trace is that of a server's front end, which uses no GPU: it is named and left out of the verdict."""
     steps: int | None = None
     span_us: float | None = None
     """First to last event on host or GPU."""
@@ -107,9 +121,14 @@ class Site(msgspec.Struct, kw_only=True):
     """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
     without GPU events, or where calls or GPU work have no durations."""
     count_per_step: float | None = None
-    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
+    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps. With
+    phases that of the phase which has most."""
+    count_per_phase: dict[str, float] = {}
+    """The same for each phase, such as decode, where there are several."""
+    outside: int = 0
+    """Occurrences in no step that are not warm-up, such as those behind the last step; in no count per step."""
     warmup_only: bool = False
-    """Seen in the first step, before it or after the last, but in none of at least two others."""
+    """Seen before the first step or in it, but in none of at least two others."""
     wait_us: float | None = None
     """Sum over all occurrences."""
     wait_median_us: float | None = None
@@ -121,16 +140,16 @@ class Site(msgspec.Struct, kw_only=True):
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False
-    """It could wait and did not, or a detector without times cannot tell; in no total and no reason to fail.
+    """It could wait and did not, or a detector without times cannot decide it; in no total and no reason to fail.
     Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
     """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""
     cause: str = ""
-    """What probably makes the site, where other calls of the trace tell; a sentence."""
+    """Probable cause of the site, if other calls of the trace show it; a sentence."""
     own: bool = False
     """The profiler's or detector's own; in no total."""
     allowed: str = ""
-    """Why it may synchronise; empty where nobody said so. Set by regions of `allow`, and by the gate."""
+    """Reason for which it may synchronise; empty without permission. Set by regions of `allow` and by the gate."""
     example: Example | None = None
     """The first occurrence."""
     worst: Example | None = None

@@ -1,4 +1,4 @@
-"""Where the host waited, as the record of a point holds it."""
+"""Sites of host-blocking calls as the record of a point holds them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORST_SITES = 8
 
 
 def sync_sites(sites: Sequence[Site], where: Literal["eager", "replay", "serve", "engine"]) -> list[SyncSite]:
-    """Sites of a steady step, worst first, as a record holds them.
+    """Return the sites of a steady step, worst first, as a record holds them.
 
     What frees memory does not count in an eager step, where the caching allocator grows and shrinks; a graph has its
     memory, so in a replayed step, or in a turn of the serving loop, it does.
     """
     aside = ALLOCATION.id if where == "eager" else ""
-    mine = [s for s in sites if not (s.own or s.may_block or s.warmup_only or s.rule == aside)]
+    mine = [s for s in sites if not (s.own or s.may_block or s.count_per_step == 0 or s.rule == aside)]
     return [
         SyncSite(
             found_in=where,

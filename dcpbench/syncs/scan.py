@@ -1,4 +1,4 @@
-"""Traces into a report: read, find what blocks, attribute, price, group."""
+"""Turn traces into a report: read, find blocking calls, attribute them to code, price them, group them into sites."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
+from dcpbench.syncs.ranks import is_front_end, parse_file_name
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
-from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
+from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
 from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
@@ -40,7 +41,7 @@ _NUMBERS = re.compile(r"\d+")
 def scan(
     paths: Sequence[Path], *, root: Path, step_range: str | None = None, progress: Callable[[str], None] | None = None
 ) -> Report:
-    """Everything that traces show of host-blocking synchronisation; the verdict is the gate's.
+    """Report all host-blocking synchronisation in traces; the verdict is left to the gate.
 
     Args:
         paths: Trace files, one per rank or more.
@@ -70,7 +71,7 @@ def scan(
 def _scan(
     path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
 ) -> tuple[TraceSummary, list[Site], str]:
-    """Summary and sites of one trace; where it has no steps, what ranges it has, in words."""
+    """Return the summary and the sites of one trace and, if it has no steps, a sentence about its ranges."""
     reader = TraceReader(path)
     events = 0
 
@@ -81,61 +82,82 @@ def _scan(
             progress(f"{path.name}: {events:,} events")
 
     columns = read_columns(reader.blocks(), reader.trouble, count)
-    summary, sites = analyse(columns, str(path), repository, rank=reader.rank, step_range=step_range)
+    summary, sites = analyse(columns, str(path), repository, step_range=step_range)
+    summary.rank, summary.world_size = reader.rank, reader.world_size
+    summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
+    summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
+    if summary.front_end:
+        summary.coverage.notes = []
     return summary, sites, "" if summary.steps else ranges_in(columns)
 
 
 def analyse(
-    columns: Columns, name: str, repository: Repository, *, rank: int | None = None, step_range: str | None = None
+    columns: Columns, name: str, repository: Repository, *, step_range: str | None = None
 ) -> tuple[TraceSummary, list[Site]]:
-    """Summary and sites of what was read of one trace."""
+    """Return the summary and the sites of a trace that was read."""
     blocking = find_blocking(columns)
     stacks: Stacks = "python_function" if len(columns.tables["python"]) else "call stack" if columns.stacks else "none"
     placed = _placed(columns, blocking, repository, stacks)
-    steps = find_steps(_ranges(columns, blocking.start[~placed.own]), step_range)
+    ranges, total = _find_ranges(columns, blocking.start[~placed.own])
+    steps = find_steps(ranges, total, step_range)
     found = _occurrences(columns, blocking, placed, steps)
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
     tables = [t for t in columns.tables.values() if len(t)]
     summary = TraceSummary(
         path=name,
-        rank=rank,
         steps=len(steps) or None,
         span_us=float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None,
         gpu_busy_us=busy if has_gpu else None,
         gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
     )
-    return summary, sites_of_trace(name, found, len(steps))
+    return summary, sites_of_trace(name, found, steps)
 
 
-def _ranges(columns: Columns, waits: Floats) -> list[Range]:
-    """Annotations, and whether one of these waits began in them, or work; in traces of 2021 steps are operators."""
+def _find_ranges(columns: Columns, waits: Floats) -> tuple[list[Range], Work]:
+    """Return the annotations with the work that was launched in each, and all work; traces of 2021 have steps as operators.
+
+    An annotation is empty if no work was launched in it and none of `waits` began in it.
+    """
     ranges, ops = columns.tables["ranges"], columns.tables["ops"]
     step = columns.named(PROFILER_STEP.match)
     marks = [ranges]
     if step.any() and not step[ranges.name].any():
         marks.append(ops.take(step[ops.name]))
-    busy = np.sort(np.concatenate([waits, _work(columns, step)]))
+    launched, gpu_us = _find_work(columns, step)
+    waits, sums = np.sort(waits), np.concatenate([[0.0], np.cumsum(gpu_us)])
     found = []
     for table in marks:
-        empty = np.searchsorted(busy, table.start) == np.searchsorted(busy, table.end, "right")
-        rows = zip(table.name.tolist(), table.start, table.end, empty.tolist(), strict=True)
-        found += [Range(columns.names[name], *rest) for name, *rest in rows]
-    return found
+        first, behind = np.searchsorted(launched, table.start), np.searchsorted(launched, table.end, "right")
+        waited = np.searchsorted(waits, table.start) != np.searchsorted(waits, table.end, "right")
+        launches = behind - first
+        empty = (launches == 0) & ~waited
+        columns_of_rows = (table.name, table.start, table.end, empty, launches, sums[behind] - sums[first])
+        found += [
+            Range(columns.names[name], start, end, is_empty, Work(count, us))
+            for name, start, end, is_empty, count, us in zip(*(c.tolist() for c in columns_of_rows), strict=True)
+        ]
+    return found, Work(len(launched), float(sums[-1]))
 
 
-def _work(columns: Columns, step: NDArray[np.bool_]) -> Floats:
-    """When work was given to the GPU, or began there where no call is known; of a trace without a GPU, operators."""
+def _find_work(columns: Columns, step: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return when each piece of GPU work was launched, in order, and how long it took.
+
+    Where no call is known, it is when the work began. In a trace without a GPU operators stand for the work.
+    """
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
     if not len(gpu):
-        return ops.start[~step[ops.name]]
+        moments = np.sort(ops.start[~step[ops.name]])
+        return moments, np.zeros(len(moments))
     launch = match(calls.correlation, gpu.correlation)
-    return np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    moments = np.where(launch >= 0, calls.start[launch], gpu.start) if len(calls) else gpu.start
+    order = np.argsort(moments, kind="stable")
+    return moments[order], (gpu.end - gpu.start)[order]
 
 
 class _Placed(NamedTuple):
-    """Where each blocking call lies in the program."""
+    """Place of each blocking call in the program."""
 
     op_chains: list[Ints]
     lines: list[Line]
@@ -154,7 +176,7 @@ def _placed(columns: Columns, blocking: Blocking, repository: Repository, stacks
 
 
 def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: Steps) -> list[Sync]:
-    """Every blocking call with everything that is known of it."""
+    """Return each blocking call with all that the trace holds about it."""
     ops, gpu, ranges = (columns.tables[name] for name in ("ops", "gpu", "ranges"))
     # On a thread that has no annotation at all, those open on any other count.
     alone = ~np.isin(blocking.thread, ranges.thread)
@@ -207,7 +229,7 @@ def _occurrences(columns: Columns, blocking: Blocking, placed: _Placed, steps: S
 
 
 def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
-    """Operators by `External id` where none contains the call in time: the runtime may name its thread otherwise."""
+    """Fill in operators by `External id` where none contains the call: the runtime may name its thread otherwise."""
     ops = columns.tables["ops"]
     missing = [i for i, chain in enumerate(found) if not len(chain)]
     if not missing or not len(ops):
@@ -219,7 +241,7 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 
 
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
-    """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
+    """Mark the profiler's own waits: device synchronisations in no operator, before the first or after the last work."""
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
     step = columns.named(PROFILER_STEP.match)
     launched = match(calls.correlation, gpu.correlation)
@@ -238,7 +260,7 @@ def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -
 
 
 def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
-    """Annotations, without steps that end behind everything else: the profiler stopped in them, and closed them so."""
+    """Return annotations without steps that end behind everything else, which the profiler closed as it stopped."""
     ranges = columns.tables["ranges"]
     if not len(ranges):
         return ranges

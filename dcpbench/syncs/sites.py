@@ -1,4 +1,4 @@
-"""One synchronisation, as any detector sees it, and sites: the places in code that many of them come from."""
+"""Synchronisations, as every detector describes them, and sites: the places in code that cause them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from dcpbench.records.stats import percentile
 from dcpbench.syncs.frames import caller_of, relative_path
 from dcpbench.syncs.model import Example, Site
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.steps import per_step
+from dcpbench.syncs.steps import NO_STEPS, count_occurrences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.frames import Frame
+    from dcpbench.syncs.steps import Steps
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
@@ -29,14 +30,14 @@ CONTEXT = 2
 _SHARED = "rule op function line called_from cause range direction call may_block allowed own"
 """What all occurrences of a site have in common."""
 LINES = 10
-"""Lines that are shown in full; of more, the number is told."""
+"""Lines that are shown in full; of further ones the number is shown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
     """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know.
 
-    Fields that a Site has, too, are said there.
+    Fields that a Site has as well are described there.
     """
 
     rule: str
@@ -63,9 +64,9 @@ class Sync:
     own: bool = False
     range: str = ""
     within: str = ""
-    """The range without numbers, where there is no function to tell places apart."""
+    """The range without numbers, if there is no function to distinguish places."""
     step: int | None = None
-    """Index of the step, from 0."""
+    """Index of the step, from 0; None before the first one, the number of steps behind the last one."""
     ranges: tuple[str, ...] = ()
     """All `record_function` ranges around it, outermost first, steps included."""
     at: float | None = None
@@ -85,7 +86,7 @@ class Sync:
 
     @property
     def file(self) -> str:
-        """File of the user's frame: absolute, of a trace as it lies in the repository; empty where there is none."""
+        """File of the user's frame: absolute, from a trace relative to the repository; empty without a frame."""
         return self.user.file if self.user else ""
 
     @property
@@ -99,7 +100,7 @@ class Sync:
         return self.user.function if self.user else ""
 
     def message(self) -> str:
-        """One sentence with the line, what happens there and the usual fix."""
+        """Format one sentence with the line, what happens there and the usual fix."""
         rule = BY_ID[self.rule]
         where = f"{relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
         api = f" in {self.api}" if self.api and self.api != self.op else ""
@@ -114,7 +115,7 @@ class Sync:
 
 
 def text_of(syncs: Sequence[Sync]) -> str:
-    """The lines that synchronised, in order of their first time, each once with its count; empty without any."""
+    """Format the lines that synchronised, each once with its count, in the order of their first occurrence."""
     groups: dict[tuple[str, int | None, str, str], list[Sync]] = {}
     for sync in syncs:
         groups.setdefault((sync.file, sync.line, sync.rule, sync.op), []).append(sync)
@@ -133,7 +134,7 @@ def _block(sync: Sync, count: int) -> str:
 
 
 def _source(sync: Sync) -> list[str]:
-    """The line with its neighbours; nothing where the source cannot be read."""
+    """Return the line with its neighbours; nothing if the source cannot be read."""
     if sync.line is None or not linecache.getline(sync.file, sync.line):
         return []
     numbers = range(max(1, sync.line - CONTEXT), sync.line + CONTEXT + 1)
@@ -151,10 +152,13 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None) -> list[Site]:
-    """Sites of a program that was seen live or in a dry run, one for each fingerprint and line, as they first occurred.
+def sites_of(
+    syncs: Iterable[Sync], *, steps: Steps = NO_STEPS, trace: str = "", root: Path | None = None
+) -> list[Site]:
+    """Return the sites of a program that was seen live or in a dry run, one for each fingerprint and line.
 
-    `steps` ran, `trace` is the program's name, and files are made relative to `root`, or to the working directory.
+    They are in the order in which they first occurred. `trace` is the program's name; files are made relative to `root`,
+    or to the working directory.
     """
     groups: dict[object, list[Sync]] = {}
     for sync in syncs:
@@ -170,8 +174,11 @@ def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Pa
     return sites
 
 
-def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: int) -> list[Site]:
-    """Sites of one trace, one for each fingerprint, as they first occurred. Lines are mostly those of functions."""
+def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site]:
+    """Return the sites of one trace, one for each fingerprint, in the order in which they first occurred.
+
+    Their lines are mostly those of functions.
+    """
     known: dict[object, str] = {}
     groups: dict[object, list[Sync]] = {}
     for s in sorted(syncs, key=lambda s: s.at or 0.0):
@@ -182,9 +189,9 @@ def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: int) -> list[Site]:
     return [_site(group, group[0].file, steps, trace) for group in groups.values()]
 
 
-def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
+def _site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> Site:
     first = group[0]
-    mean, warmup = per_step([s.step for s in group], steps)
+    occurrences = count_occurrences([s.step for s in group], steps)
     waits = [s.wait for s in group if s.wait is not None]
     bubbles = [s.bubble for s in group if s.bubble is not None]
     waited = [s.waited for s in group if s.waited is not None]
@@ -201,31 +208,46 @@ def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
         threads=sorted({s.thread for s in group if s.thread}),
         count=len(group),
         waited=sum(waited) if waited else None,
-        count_per_step=mean,
-        warmup_only=warmup,
+        count_per_step=occurrences.per_step,
+        count_per_phase=occurrences.per_phase,
+        outside=occurrences.outside,
+        warmup_only=occurrences.warmup_only,
         wait_us=float(np.sum(waits)) if waits else None,
         wait_median_us=float(np.median(waits)) if waits else None,
         wait_p99_us=percentile(waits, 99) if waits else None,
         bubble_us=float(np.sum(bubbles)) if bubbles else None,
         bytes=sum(sizes) if sizes else None,
         explicit=all(s.explicit for s in group),
-        example=_example(trace, first),
-        worst=_example(trace, worst) if waits else None,
+        example=_example(trace, first, steps),
+        worst=_example(trace, worst, steps) if waits else None,
         traces=[trace] if trace else [],
     )
 
 
-def _example(trace: str, s: Sync) -> Example:
+def _example(trace: str, s: Sync, steps: Steps) -> Example:
     at = None if s.wait is None else s.at
-    return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=s.step, waited_for=s.waited_for)
+    step = None if s.step == len(steps) else s.step
+    return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=step, waited_for=s.waited_for)
+
+
+def count_in_phase(site: Site, phase: str) -> float:
+    """Return a site's count per step of a phase; over all steps where phases are unknown."""
+    return site.count_per_phase.get(phase, 0.0) if site.count_per_phase else site.count_per_step or 0.0
+
+
+def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
+    """Return the phase that waits most often, and how often a step of it waits; its name is empty where phases are unknown."""
+    phases = dict.fromkeys(phase for site in sites for phase in site.count_per_phase) or [""]
+    totals = {phase: sum(count_in_phase(site, phase) for site in sites) for phase in phases}
+    return max(totals.items(), key=lambda total: total[1])
 
 
 def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
-    """Sites of several traces as one list: the same place on several ranks is one site.
+    """Merge the sites of several traces: the same place on several ranks is one site.
 
     Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
     slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
-    one's. Where one trace does not know what waited, nobody knows it of both.
+    one's. If it is unknown for one trace what waited, it is unknown for both.
     """
     merged: dict[tuple[str, bool, bool], Site] = {}
     for sites in per_trace:
@@ -236,7 +258,7 @@ def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
 
 
 def _add(a: Site, b: Site) -> Site:
-    """One site of the same place in two traces."""
+    """Add a site of another trace to the same site of this one."""
     a.count += b.count
     for way, names in (
         (sum, ("wait_us", "bubble_us", "bytes")),
@@ -245,6 +267,9 @@ def _add(a: Site, b: Site) -> Site:
         for name in names:
             known = [value for value in (getattr(a, name), getattr(b, name)) if value is not None]
             setattr(a, name, way(known) if known else None)
+    phases = a.count_per_phase | b.count_per_phase
+    a.count_per_phase = {p: max(a.count_per_phase.get(p, 0.0), b.count_per_phase.get(p, 0.0)) for p in phases}
+    a.outside = max(a.outside, b.outside)
     a.waited = None if a.waited is None or b.waited is None else a.waited + b.waited
     a.warmup_only &= b.warmup_only
     a.explicit &= b.explicit

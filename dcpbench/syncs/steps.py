@@ -1,24 +1,46 @@
-"""Which annotations mark the steps of a program, and in which step a moment lies."""
+"""Steps of a program: which annotations mark them, in which step a moment lies, and how often a site occurs per step.
+
+Steps are ranges that a name declares (`ProfilerStep#N`, an engine's own annotations, `--step-range`), or numbered ranges
+that cover most of the work, which is a guess.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Any
 
     from numpy.typing import NDArray
 
 PROFILER_STEP = re.compile(r"^(ProfilerStep[#*]?)(\d+)$")
 NUMBERED = re.compile(r"^(.*?\D|)(\d+)$")
 HOW_TO_MARK = (
-    'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}").'
+    'prof.step() marks steps only where profile() has schedule=; or wrap each step in record_function(f"step {n}") and give '
+    "--step-range '^step '."
 )
-STEADY = 3
-"""Steps from which the first counts as warm-up."""
+STEADY = 3  # steps from which the first counts as warm-up
+MIN_SHARE = 0.5  # share of the work that numbered ranges must exceed to be taken for steps
+
+StepSource = Literal["", "profiler", "engine", "pattern", "numbered"]
+
+
+class Work(NamedTuple):
+    """GPU work that was launched within some time."""
+
+    launches: int = 0
+    gpu_us: float = 0.0
+
+    def compute_share(self, total: Work) -> float | None:
+        """Return the share of `total`, the smaller one by number and by GPU time; None without any work."""
+        shares = [part / whole for part, whole in zip(self, total, strict=True) if whole]
+        return min(1.0, *shares) if shares else None
 
 
 class Range(NamedTuple):
@@ -28,74 +50,212 @@ class Range(NamedTuple):
     start: float
     end: float
     empty: bool = False
-    """Nothing was given to the GPU in it, and nothing waited."""
+    """Nothing was launched in it, and nothing waited."""
+    work: Work = Work()
+    """What was launched in it."""
 
 
-class Steps(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Steps:
     """Steps in order of time."""
 
     marked_by: str
-    """What their names have in common, such as `ProfilerStep#`; empty where there are none."""
+    """What their names have in common, such as `ProfilerStep#`; empty without steps."""
     start: NDArray[np.float64]
     end: float
     """End of the last one, or start of one that is left out behind it."""
+    source: StepSource = ""
+    names: frozenset[str] = frozenset()
+    """Names of the ranges that are steps."""
+    phases: tuple[str, ...] = ()
+    """Phase of each step, such as `decode`, where an engine's annotation gives it."""
+    share: float | None = None
+    """Share of the work that was launched in steps."""
+    rejected: tuple[str, ...] = ()
+    """Names of numbered ranges that cover too little of the work."""
+
+    @property
+    def guessed(self) -> bool:
+        """Only numbers at the end of their names make them steps."""
+        return self.source == "numbered"
 
     def __len__(self) -> int:
         return len(self.start)
 
     def of(self, moments: Sequence[float] | NDArray[Any]) -> list[int | None]:
-        """Index of the step of each moment: what lies between two steps belongs to the earlier, what lies before the
-        first or after the last to none.
+        """Return the index of the step of each moment.
+
+        A moment between two steps belongs to the earlier one. A moment before the first step has None, a moment behind
+        the last one the number of steps.
         """
         at = np.searchsorted(self.start, moments, "right") - 1
-        return [None if i < 0 or m > self.end else int(i) for i, m in zip(at, moments, strict=True)]
+        behind = len(self.start)
+        return [None if i < 0 else behind if m > self.end else int(i) for i, m in zip(at, moments, strict=True)]
+
+    def count_phases(self) -> dict[str, int]:
+        """Return the number of steps of each phase, the most frequent first; empty where phases are unknown."""
+        return dict(Counter(phase for phase in self.phases if phase).most_common())
+
+    def find_steady(self) -> dict[str, list[int]]:
+        """Return the steps of each phase without the first one, where there are at least three."""
+        members: dict[str, list[int]] = {}
+        for step, phase in enumerate(self.phases or ("",) * len(self)):
+            members.setdefault(phase, []).append(step)
+        return {phase: found[1:] if len(found) >= STEADY else found for phase, found in members.items()}
 
 
-def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
-    """Steps among annotations.
+NO_STEPS = Steps("", np.zeros(0), 0.0)
 
-    `ProfilerStep#N` of torch.profiler, else names that differ in a number at their end alone, each number once: of
-    several such families the one that covers most time, as layers lie in steps and not steps in layers.
-    Where a regular expression is given, the annotations of the trace that it matches are the steps, and no others.
-    The last `ProfilerStep#N` is none where it is empty: the last `prof.step()` opened it, and the profiler's end closed it.
+
+class Engine(NamedTuple):
+    """Annotations that an engine puts around each forward pass."""
+
+    marked_by: str
+    pattern: re.Pattern[str]
+    find_phase: Callable[[re.Match[str]], str]
+
+
+def _find_phase_by_counts(match: re.Match[str]) -> str:
+    prefill, decode = int(match["prefill"]), int(match["decode"])
+    return "mixed" if prefill and decode else "prefill" if prefill else "decode"
+
+
+_SGLANG_PHASES = {
+    **dict.fromkeys(("EXTEND", "SPLIT_PREFILL", "DLLM_EXTEND"), "prefill"),
+    **dict.fromkeys(("DECODE", "VERIFY", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "DRAFT_LOOP"), "decode"),
+    "MIXED": "mixed",
+    "IDLE": "idle",
+}
+
+ENGINES = (
+    Engine(  # vLLM, annotate_profile of vllm/v1/worker/gpu_worker.py
+        "execute_context_N_generation_M",
+        re.compile(r"^execute_(?:\d+_)?context_(?P<prefill>\d+)\(.*\)_generation_(?P<decode>\d+)\(.*\)$"),
+        _find_phase_by_counts,
+    ),
+    Engine(  # the same function of vLLM before 0.15
+        "execute_new_N_cached_M",
+        re.compile(r"^execute_new_(?P<prefill>\d+)_cached_(?P<decode>\d+)$"),
+        _find_phase_by_counts,
+    ),
+    Engine(  # SGLang, build_step_span_name of sglang/srt/utils/profile_utils.py
+        "step[MODE bs=N]",
+        re.compile(rf"^(?:step\[)?(?P<mode>{'|'.join(_SGLANG_PHASES)})\b.*\bbs=\d+"),
+        lambda match: _SGLANG_PHASES[match["mode"]],
+    ),
+)
+
+
+def find_steps(ranges: Sequence[Range], total: Work, pattern: str | None = None) -> Steps:
+    """Find the steps among annotations.
+
+    In this order: the ranges that `pattern` matches, if it is given; `ProfilerStep#N` of torch.profiler; the annotations
+    of an engine; the numbered ranges that cover most of the work. Of numbered ranges each number occurs once: layers lie
+    in each step and so occur in all of them.
+
+    Args:
+        ranges: Annotations of the program.
+        total: Work of the whole program, of which guessed steps must cover more than half.
+        pattern: Regular expression of the names of steps.
     """
     if pattern is not None:
-        return _steps(pattern, [r for r in ranges if re.search(pattern, r.name)])
+        return _make_steps(pattern, [r for r in ranges if re.search(pattern, r.name)], "pattern", total)
     profiler = {r.name: r for r in reversed(ranges) if PROFILER_STEP.match(r.name)}
     if profiler:
-        return _steps("ProfilerStep#", list(profiler.values()))
+        return _make_steps("ProfilerStep#", list(profiler.values()), "profiler", total)
+    return _find_engine_steps(ranges, total) or _guess_steps(ranges, total)
+
+
+def _find_engine_steps(ranges: Sequence[Range], total: Work) -> Steps | None:
+    """Return the steps of the engine that has most of them; those in which nothing happened are left out."""
+    names = {r.name for r in ranges}
+    phases = {engine.marked_by: _find_phases(engine, names) for engine in ENGINES}
+    found = {marked_by: [r for r in ranges if r.name in of_name] for marked_by, of_name in phases.items()}
+    marked_by = max(found, key=lambda engine: len(found[engine]))
+    matched = [r for r in found[marked_by] if not r.empty] or found[marked_by]
+    if not matched:
+        return None
+    steps = _make_steps(marked_by, matched, "engine", total)
+    by_start = {r.start: phases[marked_by][r.name] for r in matched}
+    return dataclasses.replace(steps, phases=tuple(by_start[start] for start in steps.start.tolist()))
+
+
+def _find_phases(engine: Engine, names: Iterable[str]) -> dict[str, str]:
+    return {name: engine.find_phase(match) for name in names if (match := engine.pattern.match(name))}
+
+
+def _guess_steps(ranges: Sequence[Range], total: Work) -> Steps:
+    """Return the numbered ranges that cover most of the work, if they cover more than half of it."""
+    families = [_make_steps(name, members, "numbered", total) for name, members in _find_families(ranges)]
+    covering = [steps for steps in families if (steps.share or 0.0) > MIN_SHARE]
+    if not covering:
+        return dataclasses.replace(NO_STEPS, rejected=tuple(steps.marked_by for steps in families))
+    return max(covering, key=lambda steps: steps.share or 0.0)
+
+
+def _find_families(ranges: Iterable[Range]) -> list[tuple[str, list[Range]]]:
+    """Return ranges with names that differ only in the number at their end, if each number occurs once."""
     families: dict[str, dict[str, list[Range]]] = {}
     for r in ranges:
         numbered = NUMBERED.match(r.name)
         if numbered:
             families.setdefault(numbered[1], {}).setdefault(numbered[2], []).append(r)
-    candidates = [
-        (sum(r[0].end - r[0].start for r in members.values()), name, [r[0] for r in members.values()])
+    return [
+        (name, [r[0] for r in members.values()])
         for name, members in families.items()
         if len(members) > 1 and all(len(r) == 1 for r in members.values())
     ]
-    _, name, members = max(candidates, key=lambda c: c[0], default=(0.0, "", []))
-    return _steps(name, members)
 
 
-def _steps(marked_by: str, ranges: list[Range]) -> Steps:
+def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: Work) -> Steps:
     if not ranges:
-        return Steps("", np.zeros(0), 0.0)
+        return NO_STEPS
     last, end = max(ranges, key=lambda r: r.start), max(r.end for r in ranges)
     others = [r for r in ranges if r.name != last.name]
-    if others and last.empty and PROFILER_STEP.match(last.name):
+    if others and last.empty and PROFILER_STEP.match(last.name):  # the last prof.step() opened it
         ranges, end = others, last.start
-    return Steps(marked_by, np.unique([r.start for r in ranges]), end)
+    work = Work(sum(r.work.launches for r in ranges), sum(r.work.gpu_us for r in ranges))
+    names = frozenset(r.name for r in [*ranges, last])
+    starts = np.unique([r.start for r in ranges])
+    return Steps(marked_by, starts, end, source, names, share=work.compute_share(total))
 
 
-def per_step(steps_of_site: Sequence[int | None], steps: int) -> tuple[float | None, bool]:
-    """(mean count over the steps of steady state, whether none of it is steady state).
+class Occurrences(NamedTuple):
+    """How the occurrences of one site lie in the steps."""
 
-    With at least three steps the first is warm-up, as caches fill and kernels are loaded in it, and so is what comes
-    before it; what comes after the last is no step's either.
+    per_step: float | None = None
+    """Mean over the steps of steady state, of the phase that has most; None without steps."""
+    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed
+    """The same for each phase, where there are several."""
+    warmup_only: bool = False
+    """Each lies before the first step, or in a first one that is warm-up."""
+    outside: int = 0
+    """Number in no step that are not warm-up, such as those behind the last step."""
+
+
+def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occurrences:
+    """Count the occurrences of a site by step, given the step of each as `Steps.of` returns it.
+
+    With at least three steps of a phase its first one is warm-up, as caches fill and kernels are loaded in it, and so is
+    everything before the first step. What lies behind the last step is outside; but engines annotate the forward pass
+    alone and sample behind it. So up to as many occurrences as another step has belong to the last one, and where it
+    has fewer, the recording ended within it and it is not counted.
     """
-    if steps == 0:
-        return None, False
-    first = 1 if steps >= STEADY else 0
-    steady = sum(1 for s in steps_of_site if s is not None and s >= first)
-    return steady / (steps - first), bool(first) and steady == 0
+    if not len(steps):
+        return Occurrences()
+    last, steady = len(steps) - 1, steps.find_steady()
+    has_warm_up = sum(map(len, steady.values())) < len(steps)
+    found = Counter(steps_of_site)
+    most = max((found[s] for members in steady.values() for s in members if s < last), default=0)
+    tail = min(found[len(steps)], max(0, most - found[last]))
+    outside = found[len(steps)] - tail + (0 if has_warm_up else found[None])
+    found[last] += tail
+    if steps.source == "engine" and found[last] < most:
+        steady = {phase: [s for s in members if s < last] or members for phase, members in steady.items()}
+    per_phase = {phase: sum(found[s] for s in members) / len(members) for phase, members in steady.items()}
+    return Occurrences(
+        per_step=max(per_phase.values()),
+        per_phase=per_phase if len(per_phase) > 1 else {},
+        warmup_only=has_warm_up and not outside and not any(per_phase.values()),
+        outside=outside,
+    )

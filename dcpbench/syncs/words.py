@@ -1,4 +1,4 @@
-"""Sites in words: names without control characters, times and sizes with units, and how a site stands in a verdict."""
+"""Format sites and traces as text: printable names, times and sizes with units, and how a site stands in a verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 
 from dcpbench.points.sizes import size_text
 from dcpbench.show.numbers import MICROSECONDS, with_unit
-from dcpbench.show.text import printable
+from dcpbench.show.text import counted, printable
 from dcpbench.syncs.model import Report, order
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.model import Site, Verdict
+    from dcpbench.syncs.model import Site, TraceSummary, Verdict
 
 Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
@@ -30,7 +30,7 @@ BOUND_NOTE = (
 
 
 def cleaned(report: Report) -> Report:
-    """A copy of the report with every text made printable, and the sites worst first.
+    """Return a copy of the report with all texts printable and the sites sorted worst first.
 
     Names come from other people's programs: a kernel may be called anything.
     """
@@ -50,49 +50,96 @@ def _cleaned(value: Any) -> Any:  # noqa: ANN401 -- whatever JSON holds
 
 
 def microseconds(value: float | None) -> str:
-    """A time given in microseconds, with the unit that reads best; a dash where nobody knows it."""
+    """Format a time in microseconds with a fitting unit; a dash if it is unknown."""
     return NOTHING if value is None else with_unit(value, MICROSECONDS)
 
 
 def bubble(value: float | None) -> str:
-    """`bubble at most 5 µs`, or that nobody knows it."""
+    """Format `bubble at most 5 µs`, or that the bubble is unknown."""
     return "bubble not known" if value is None else f"bubble at most {microseconds(value)}"
 
 
 def per_step(value: float | None) -> str:
-    """Count per step: 2, 0.25; a dash without steps."""
+    """Format a count per step, such as 2 or 0.25; a dash without steps."""
     return NOTHING if value is None else f"{value:.4g}"
 
 
-def times(site: Site) -> list[str]:
-    """Count per step; wait in all, its median and p99; bubble."""
+def format_per_step(site: Site, between: str = ", ") -> str:
+    """Return the count per step, by phase where phases are known: `1 decode, 0.25 mixed`."""
+    phases = [f"{per_step(count)} {phase}" for phase, count in site.count_per_phase.items() if count]
+    return between.join(phases) or per_step(site.count_per_step)
+
+
+def _format_rate(site: Site) -> str:
+    """Return the count per step as part of a sentence: `1 per decode step, 0.25 per mixed step`."""
+    phases = [f"{per_step(count)} per {phase} step" for phase, count in site.count_per_phase.items() if count]
+    return ", ".join(phases) or f"{per_step(site.count_per_step)} per step"
+
+
+def times(site: Site, between: str = ", ") -> list[str]:
+    """Return the count per step, the total wait, its median and p99, and the bubble."""
     waits = (site.wait_us, site.wait_median_us, site.wait_p99_us, site.bubble_us)
-    return [per_step(site.count_per_step), *map(microseconds, waits)]
+    return [format_per_step(site, between), *map(microseconds, waits)]
+
+
+def format_trace(trace: TraceSummary) -> str:
+    """Return one line about a trace: what was seen in it, and which ranges are its steps."""
+    seen = trace.coverage
+    if trace.front_end:
+        return f"Left out {trace.path}: the trace of vLLM's front end, which uses no GPU."
+    facts = [] if trace.rank is None else [f"rank {trace.rank}{f' of {trace.world_size}' if trace.world_size else ''}"]
+    facts += [seen.detector] if seen.detector != "scan" else []
+    facts += [format_steps(trace)] if trace.steps or seen.detector == "scan" else []
+    if seen.detector == "scan":
+        facts += [
+            f"{seen.gpu_events:,} GPU events",
+            f"{seen.runtime_events:,} runtime calls",
+            f"{seen.driver_events:,} driver calls",
+            f"{seen.sync_events:,} cuda_sync events",
+            f"stacks: {seen.stacks}",
+        ]
+    if trace.gpu_idle_us is not None:
+        facts.append(f"GPU idle {microseconds(trace.gpu_idle_us)} of {microseconds(trace.span_us)}")
+    if not seen.complete:
+        facts.append("INCOMPLETE")
+    return f"Seen in {trace.path}: {', '.join(facts)}"
+
+
+def format_steps(trace: TraceSummary) -> str:
+    """Return how many steps a trace has, which ranges they are, and how much of the work they cover."""
+    seen = trace.coverage
+    if not trace.steps:
+        return "no steps"
+    parts = [f"ranges '{seen.steps_from}'" + (", a guess by their numbers" if seen.steps_guessed else "")]
+    parts += [", ".join(f"{count:,} {phase}" for phase, count in seen.steps_by_phase.items())]
+    parts += [] if seen.steps_share is None else [f"{seen.steps_share:.0%} of the work"]
+    return f"{counted(trace.steps, 'step')} ({'; '.join(filter(None, parts))})"
 
 
 def notes(report: Report) -> Counter[str]:
-    """What the traces cannot show, and how many of them."""
+    """Count the notes on what the traces cannot show, by number of traces."""
     return Counter(note for trace in report.traces for note in trace.coverage.notes)
 
 
 def place(site: Site) -> str:
-    """`file:line`, as far as both are known."""
+    """Format `file:line` as far as both are known."""
     if not site.file:
         return ""
     return f"{site.file}:{site.line}" if site.line is not None else site.file
 
 
 def subject(site: Site) -> str:
-    """What a person would call the site: its function, else the range, the operator or the blocking call."""
+    """Return the name of a site: its function, else the range, the operator or the blocking call."""
     return site.function or site.range or site.op or site.call or site.kind
 
 
 def sentence(site: Site) -> str:
-    """One line about a site, for annotations, alerts and logs."""
+    """Format one line about a site, for annotations, alerts and logs."""
     where = f" ({place(site)})" if place(site) else ""
     what = site.op or site.call
-    much = f"{per_step(site.count_per_step)} per step, " if site.count_per_step is not None else ""
+    much = f"{_format_rate(site)}, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({waited_share(site)})" if waited_share(site) else "")
+    much += f", {site.outside:,} of them in no step" if site.outside else ""
     timed = site.wait_us is not None or site.bubble_us is not None
     cost = f", {bubble(site.bubble_us)}" if timed else ""
     called = f", called from {site.called_from}" if site.called_from else ""
@@ -100,24 +147,24 @@ def sentence(site: Site) -> str:
 
 
 def advice(site: Site, fix: str) -> str:
-    """The cause, where the trace tells, and the usual way out."""
+    """Format the cause, if the trace shows it, and the usual fix."""
     return f"{site.cause} {fix}" if site.cause else fix
 
 
 def waited_share(site: Site) -> str:
-    """`550 of 1,360 waited`, where some found nothing to wait for; empty where all did wait, or nobody knows."""
+    """Format `550 of 1,360 waited` if some found nothing to wait for; empty if all waited, or if it is unknown."""
     if site.waited is None or site.waited >= site.count:
         return ""
     return f"{site.waited:,} of {site.count:,} waited"
 
 
 def copied(site: Site, between: str = " ") -> str:
-    """Where a copy went and how much it was, as far as both are known: `DtoH 4.0 KiB`."""
+    """Format the direction and the size of a copy as far as both are known: `DtoH 4.0 KiB`."""
     return between.join(filter(None, (site.direction, "" if site.bytes is None else size_text(site.bytes))))
 
 
 def marks(site: Site, verdict: Verdict) -> list[str]:
-    """Short words beside a site: own, explicit, may block, allowed, warm-up, new, more."""
+    """Return short labels of a site: own, explicit, may block, allowed, warm-up, new, more."""
     new = {f.reason for f in verdict.findings if f.fingerprint == site.fingerprint}
     finding = standing(site, verdict) == "finding"
     named = (
@@ -133,7 +180,7 @@ def marks(site: Site, verdict: Verdict) -> list[str]:
 
 
 def standing(site: Site, verdict: Verdict) -> Standing:
-    """How a judged report sees the site."""
+    """Return how a site stands in a judged report."""
     if site.own:
         return "own"
     if site.allowed:
@@ -147,14 +194,14 @@ def standing(site: Site, verdict: Verdict) -> Standing:
     return "counted" if any(not f.fingerprint for f in verdict.findings) else "known"
 
 
-def told(site: Site, verdict: Verdict) -> str:
-    """What the gate says of the site, or else what there is to say of it."""
+def format_message(site: Site, verdict: Verdict) -> str:
+    """Return the gate's message about the site, or else a sentence about it."""
     compared = (f.message for f in verdict.findings if f.fingerprint == site.fingerprint and f.reason != "sync")
     return next(compared, sentence(site)) if standing(site, verdict) == "finding" else sentence(site)
 
 
 def modules(site: Site) -> list[str]:
-    """Dotted names of the site's function, longest first: `a.b.f`, `b.f`, `f`; without a file the function alone."""
+    """Return the dotted names of the site's function, longest first: `a.b.f`, `b.f`, `f`; without a file `f` alone."""
     if not site.function:
         return []
     path = PurePosixPath(site.file.replace("\\", "/"))

@@ -273,6 +273,17 @@ class TestNoTrace:
         report = trace.scan(tmp_path)
         assert exit_code(report, tmp_path) == 3
 
+    def test_an_empty_first_event_is_none(self, tmp_path: Path) -> None:
+        """RPD, a profiler of ROCm, begins its files so; in another place an event was lost."""
+        trace = Trace().work()
+        trace.kernel(100, 110, 120)
+        whole, empty = trace.events, {}
+        for events, complete in (([empty, *whole], True), ([*whole[:1], empty, *whole[1:]], False)):
+            trace.events = events
+            report = trace.scan(tmp_path)
+            assert report.traces[0].coverage.complete is complete
+            assert exit_code(report, tmp_path) == (0 if complete else 3)
+
     def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="is no file"):
             scan([tmp_path], root=tmp_path)

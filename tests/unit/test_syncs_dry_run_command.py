@@ -108,6 +108,10 @@ class TestParse:
         with pytest.raises(UsageError, match=message):
             parse(command)
 
+    def test_a_program_that_is_a_module_is_answered_with_the_command_for_it(self) -> None:
+        with pytest.raises(UsageError, match=r"write: dcpbench syncs dry-run -- python -m pytest tests -k 'a b'$"):
+            parse(["pytest", "tests", "-k", "a b"])
+
     def test_the_program_sees_no_gpu_and_interprets_triton(self) -> None:
         env = environment()
         assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")

@@ -123,6 +123,36 @@ class TestTable:
         ):
             assert part in text
 
+    def test_that_nothing_was_seen_is_the_answer_of_a_clean_report_only(self) -> None:
+        """A trace without GPU events shows no wait, and that says nothing."""
+        lines = show(judged(build.report(traces=[build.trace(gpu_events=0)])), "table").splitlines()
+        assert lines[-1] == ("This cannot be answered: exit code 3. No synchronisation was seen in what was recorded.")
+        assert not [line for line in lines[:-1] if "No synchronisation" in line]
+
+    def test_it_names_the_ranges_that_are_steps(self) -> None:
+        trace = build.trace(steps=44, steps_from="execute_new_N_cached_M", steps_share=0.987)
+        trace.coverage.steps_by_phase = {"decode": 40, "prefill": 4}
+        trace.rank, trace.world_size = 1, 8
+        text = " ".join(show(judged(build.report(traces=[trace])), "table").split())
+        assert (
+            "rank 1 of 8, 44 steps (ranges 'execute_new_N_cached_M'; 40 decode, 4 prefill; 99% of the work), 100 GPU events"
+            in text
+        )
+
+    def test_it_says_that_steps_are_a_guess(self) -> None:
+        trace = build.trace(steps_from="stage ", steps_guessed=True, steps_share=0.6)
+        for form in ("table", "markdown"):
+            text = " ".join(show(judged(build.report(traces=[trace])), form).split())
+            assert "10 steps (ranges 'stage ', a guess by their numbers; 60% of the work)" in text
+
+    def test_it_gives_the_count_per_step_of_each_phase(self) -> None:
+        site = build.site(count_per_step=2.0, count_per_phase={"prefill": 2.0, "decode": 0.5, "mixed": 0.0}, outside=3)
+        report = judged(build.report(site))
+        assert "2 per prefill step, 0.5 per decode step, 10 in all, 3 of them in no step" in " ".join(
+            show(report, "table").split()
+        )
+        assert "2 prefill, 0.5 decode" in show(report, "markdown")
+
     def test_the_worst_site_comes_first(self) -> None:
         """Bubbles of 9 ms, 300 µs and 50 µs, whatever order the report has."""
         report = judged(build.all_kinds())

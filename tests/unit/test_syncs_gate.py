@@ -58,6 +58,11 @@ class TestWithoutLimits:
         limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.make([])}
         assert verdict(report, **limits).exit_code == 0
 
+    def test_one_that_found_nothing_to_wait_for_counts_as_well(self) -> None:
+        """With more work queued it waits."""
+        (finding,) = verdict(build.report(build.site(count=1, waited=0))).findings
+        assert "(0 of 1 waited)" in finding.message
+
     def test_an_explicit_one_counts_like_any_other(self) -> None:
         assert verdict(build.report(build.site(explicit=True))).exit_code == 1
 

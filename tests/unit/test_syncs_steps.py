@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.scan import scan
 from dcpbench.syncs.sites import fingerprint
-from dcpbench.syncs.steps import Range, find_steps, per_step
+from dcpbench.syncs.steps import Range, Steps, Work, count_occurrences
+from dcpbench.syncs.steps import find_steps as find_steps_of
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
 from tests.unit.trace_builder import HOST, Trace, mine, only
 
@@ -21,6 +23,12 @@ ROOT = Path(__file__).parents[2]
 def ranges(*names: str, length: float = 10) -> list[Range]:
     """Annotations one after the other, 10 µs apart."""
     return [Range(name, 20.0 * i, 20.0 * i + length) for i, name in enumerate(names)]
+
+
+def find_steps(found: list[Range], pattern: str | None = None, *, outside: int = 0) -> Steps:
+    """Find steps among annotations that hold one launch each, with some launches outside all of them."""
+    worked = [r._replace(work=Work(1, 50.0)) for r in found]
+    return find_steps_of(worked, Work(len(found) + outside, 50.0 * (len(found) + outside)), pattern)
 
 
 class TestFindSteps:
@@ -44,7 +52,8 @@ class TestFindSteps:
         """Each step holds both layers, so that a layer's number is not its own."""
         steps = [Range(f"step {i}", 100.0 * i, 100.0 * i + 90) for i in range(3)]
         layers = [Range(f"layer {j}", 100.0 * i + 10 * j, 100.0 * i + 10 * j + 5) for i in range(3) for j in range(2)]
-        assert find_steps([*layers, *steps]).marked_by == "step "
+        found = [*(r._replace(work=Work(1)) for r in layers), *(r._replace(work=Work(2)) for r in steps)]
+        assert find_steps_of(found, Work(6)).marked_by == "step "
 
     def test_a_pattern_marks_steps_that_share_a_name(self) -> None:
         steps = find_steps(ranges("warm", "decode", "decode", "ProfilerStep#1"), "^decode$")
@@ -57,7 +66,7 @@ class TestFindSteps:
         found[2:] = [r._replace(empty=True) for r in found[2:]]
         steps = find_steps(found, pattern)
         assert steps.start.tolist() == [0, 20]
-        assert steps.of([35, 61]) == [1, None]
+        assert steps.of([35, 61]) == [1, 2]
 
     def test_only_the_last_profiler_step_is_left_out_and_not_all_of_them(self) -> None:
         empty = [r._replace(empty=True) for r in ranges("ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2")]
@@ -72,9 +81,9 @@ class TestFindSteps:
         assert len(find_steps(ranges(*names))) == 0
 
     def test_a_moment_between_two_steps_belongs_to_the_earlier(self) -> None:
-        """Steps 0 to 10 and 20 to 30: 15 follows the first, -1 and 31 lie in none."""
+        """Steps 0 to 10 and 20 to 30: 15 follows the first, -1 lies before it, and 31 behind the last of two."""
         steps = find_steps(ranges("s1", "s2"))
-        assert steps.of([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, None]
+        assert steps.of([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup", "ignore:CUDA is not available")
@@ -93,31 +102,60 @@ def test_what_is_advised_where_no_steps_are_marked_marks_them(tmp_path: Path) ->
     trace = Trace().work()
     trace.item(100, 200)
     report = trace.scan(tmp_path)
-    (told,) = [note for note in report.traces[0].coverage.notes if "No steps are marked" in note]
-    assert "where profile() has schedule=" in told
-    name = re.findall(r'record_function\(f"(.*)"\)', told)[0]
+    (note,) = [note for note in report.traces[0].coverage.notes if "No steps are marked" in note]
+    assert "where profile() has schedule=" in note
+    name = re.findall(r'record_function\(f"(.*)"\)', note)[0]
     for n in range(2):
         trace.range(name.format(n=n), 1000 * n, 1000 * n + 900)
+        for launch in (300, 400, 500):
+            trace.kernel(1000 * n + launch, 1000 * n + launch + 10, 1000 * n + launch + 90)
     assert trace.scan(tmp_path).traces[0].steps == 2
 
 
-class TestPerStep:
+def steps_of(phases: str) -> Steps:
+    """Steps one after the other; `phases` has one letter for each of them, `-` where it is unknown."""
+    names = {"p": "prefill", "m": "mixed", "d": "decode", "-": ""}
+    start = np.arange(len(phases), dtype=float)
+    return Steps("step ", start, float(len(phases)), phases=tuple(names[letter] for letter in phases))
+
+
+class TestCountOccurrences:
     @pytest.mark.parametrize(
-        ("steps_of_site", "steps", "expected"),
+        ("steps_of_site", "steps", "per_step", "warmup_only", "outside"),
         [
-            ([0, 0, 0, 1, 2], 3, (1.0, False)),  # three in warm-up, then one each
-            ([0, 0], 3, (0.0, True)),
-            ([None, 0], 3, (0.0, True)),  # before the first step is warm-up, too
-            ([0, 0, 1], 2, (1.5, False)),  # two steps are too few to leave one out
-            ([2], 3, (0.5, False)),
-            ([None], 2, (0.0, False)),
-            ([None, None], 0, (None, False)),
+            ([0, 0, 0, 1, 2], 3, 1.0, False, 0),  # three in warm-up, then one each
+            ([0, 0], 3, 0.0, True, 0),
+            ([None, 0], 3, 0.0, True, 0),  # before the first step is warm-up, too
+            ([0, 0, 1], 2, 1.5, False, 0),  # two steps are too few to leave one out
+            ([2], 3, 0.5, False, 0),
+            ([None], 2, 0.0, False, 1),  # and to call anything warm-up
+            ([None, None], 0, None, False, 0),
+            ([3, 3], 3, 0.0, False, 2),  # behind the last of three steps
+            ([None, 0, 3], 3, 0.0, False, 1),
+            ([0, 1, 3], 3, 1.0, False, 0),  # sampling behind each forward pass, also behind the last one
+            ([0, 1, 2, 3], 3, 1.0, False, 1),  # the last step has its own already
+            ([1, 3, 3, 3], 3, 1.0, False, 2),
+            ([2, 4, 6, 8], 9, 0.5, False, 0),  # in every other step
         ],
     )
-    def test_the_first_of_three_steps_is_warm_up(
-        self, steps_of_site: list[int | None], steps: int, expected: tuple[float | None, bool]
+    def test_warm_up_is_what_comes_first_alone(
+        self, steps_of_site: list[int | None], steps: int, per_step: float | None, *, warmup_only: bool, outside: int
     ) -> None:
-        assert per_step(steps_of_site, steps) == expected
+        found = count_occurrences(steps_of_site, steps_of("-" * steps))
+        assert (found.per_step, found.warmup_only, found.outside) == (per_step, warmup_only, outside)
+        assert found.per_phase == {}
+
+    def test_phases_are_counted_apart(self) -> None:
+        """One wait in the only prefill, two in each of three decode steps after the first of four."""
+        found = count_occurrences([0, 2, 2, 3, 3, 4, 4], steps_of("pdddd"))
+        assert found.per_phase == {"prefill": 1.0, "decode": 2.0}
+        assert (found.per_step, found.warmup_only) == (2.0, False)
+
+    def test_a_prefill_that_comes_first_is_no_warm_up(self) -> None:
+        assert not count_occurrences([0], steps_of("pdddd")).warmup_only
+
+    def test_the_first_of_three_decode_steps_is_warm_up(self) -> None:
+        assert count_occurrences([1], steps_of("pdddd")).warmup_only
 
 
 class TestSites:
@@ -143,7 +181,7 @@ class TestSites:
     def test_a_last_profiler_step_counts_where_work_was_launched_or_waited_for(
         self, last: str, steps: int, tmp_path: Path
     ) -> None:
-        """Two reads in each of two steps: 4 over 2; with a third step, whose first is warm-up, 2 over 2."""
+        """Two reads in each of two steps: 4 over 2; with a third step the first one is warm-up, and it is 2 over 2."""
         trace = Trace().work()
         for step in range(3):
             trace.range(f"ProfilerStep#{step}", 1000 * step, 1000 * step + 900)

@@ -40,7 +40,7 @@ from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
 from dcpbench.syncs.sites import Sync, sites_of
-from dcpbench.syncs.steps import find_steps
+from dcpbench.syncs.steps import Work, find_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -82,17 +82,20 @@ class DryRun:
         `step_range` is a regular expression of the ranges that mark steps, by default as for a trace; files are made
         relative to `root`, or the working directory.
         """
-        steps = find_steps(self.ranges, step_range)
+        steps = find_steps(self.ranges, Work(self.ops), step_range)
         placed = [_placed(sync, steps) for sync in self.syncs]
         coverage = Coverage(
             detector="dry-run",
             ops=self.ops,
             stacks="frames",
             steps_from=steps.marked_by,
+            steps_by_phase=steps.count_phases(),
+            steps_share=steps.share,
+            steps_guessed=steps.guessed,
             notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
-        return report_of([summary], sites_of(placed, steps=len(steps), trace=program, root=root))
+        return report_of([summary], sites_of(placed, steps=steps, trace=program, root=root))
 
     def seen(self) -> int:
         """Operators on device tensors and waits so far; tells whether something happened in a range."""
@@ -359,12 +362,8 @@ def _modes(run: DryRun) -> Iterator[None]:
 def _placed(sync: Sync, steps: Steps) -> Sync:
     """Says which step and which other range a wait is in."""
     step = steps.of([sync.at])[0] if sync.at is not None and len(steps) else None
-    inner = next((name for name in reversed(sync.ranges) if not _is_step(name, steps)), "")
+    inner = next((name for name in reversed(sync.ranges) if name not in steps.names), "")
     return dataclasses.replace(sync, step=step, range=inner)
-
-
-def _is_step(name: str, steps: Steps) -> bool:
-    return bool(steps.marked_by) and name.startswith(steps.marked_by) and name[len(steps.marked_by) :].isdigit()
 
 
 def _name(function: Any) -> str:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from dcpbench.syncs import rules
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, rebuild, swap
 from dcpbench.syncs.frames import walk
-from dcpbench.syncs.steps import Range
+from dcpbench.syncs.steps import Range, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def _ranges(patches: Patches, run: DryRun) -> None:
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
         run.local.ranges.append(self.name)
-        self.dry_run_start, self.dry_run_seen = time.perf_counter(), run.seen()
+        self.dry_run_start, self.dry_run_seen, self.dry_run_ops = time.perf_counter(), run.seen(), run.ops
         return enter(self)
 
     @functools.wraps(leave)
@@ -53,7 +53,8 @@ def _ranges(patches: Patches, run: DryRun) -> None:
         if self.name in run.local.ranges:
             run.local.ranges.remove(self.name)
             empty = run.seen() == self.dry_run_seen
-            run.ranges.append(Range(self.name, self.dry_run_start, time.perf_counter(), empty))
+            work = Work(run.ops - self.dry_run_ops)
+            run.ranges.append(Range(self.name, self.dry_run_start, time.perf_counter(), empty, work))
         return leave(self, *error)
 
     patches.put(kind, __enter__=entered, __exit__=left)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import MOST, annotation, annotation_lines
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import LEVELS, advice, marks, notes, standing, told
+from dcpbench.syncs.words import LEVELS, advice, format_message, marks, notes, standing
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -52,7 +52,7 @@ def _by_level(report: Report) -> dict[str, list[Site]]:
 
 def _site(level: str, site: Site, report: Report) -> str:
     rule = BY_ID.get(site.rule)
-    message = told(site, report.verdict)
+    message = format_message(site, report.verdict)
     if site.allowed:
         message += f". Allowed: {site.allowed}"
     elif rule and level != "notice":

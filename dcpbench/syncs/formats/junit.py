@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench.show.ci import junit, junit_case, junit_result
 from dcpbench.syncs.gating.gate import blind
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import modules, sentence, standing, subject, told
+from dcpbench.syncs.words import format_message, modules, sentence, standing, subject
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -50,7 +50,7 @@ def _site(site: Site, report: Report) -> Element:
     if rule:
         text += f"\nWhy: {rule.why}" + (f"\nCause: {site.cause}" if site.cause else "") + f"\nFix: {rule.fix}"
     if stands == "finding":
-        junit_result(case, "failure", told(site, report.verdict), text, of=f"{site.rule} {site.kind}")
+        junit_result(case, "failure", format_message(site, report.verdict), text, of=f"{site.rule} {site.kind}")
     elif stands == "allowed":
         junit_result(case, "skipped", f"allowed: {site.allowed}")
     else:

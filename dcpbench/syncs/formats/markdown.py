@@ -1,4 +1,4 @@
-"""Markdown: for a step summary, a comment on a change, or a document."""
+"""Markdown report: for a step summary, a comment on a change, or a document."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dcpbench.syncs.words import (
     NOTHING,
     bubble,
     copied,
+    format_trace,
     marks,
     microseconds,
     notes,
@@ -25,8 +26,7 @@ from dcpbench.syncs.words import (
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
 
-MOST = 500
-"""Sites in the table: a step summary may have 1 MiB, and nobody reads further."""
+MAX_SITES = 500  # in the table: a step summary may have 1 MiB
 HEAD = ("", "Rule", "Where", "Operator", "Count", "Per step", "Wait total", "median", "p99", "Bubble ≤", "Copy")
 SIGNS = {"finding": "❌", "counted": "⚠️", "known": "•", "allowed": "✅", "warm-up": "🔥", "may block": "◌", "own": "⚙️"}
 LEGEND = (
@@ -36,13 +36,14 @@ LEGEND = (
 
 
 def render(report: Report) -> str:
-    """Verdict, findings, sites, why and how to fix, totals and coverage."""
+    """Render verdict, findings, sites, fixes, totals and coverage."""
     allowed = [f"{markdown_code(subject(site))}: {markdown(site.allowed)}" for site in report.sites if site.allowed]
     parts = [
         _verdict(report),
         _sites(report),
         _rules(report),
         _totals(report),
+        bullets((markdown(format_trace(trace)) for trace in report.traces), "Traces"),
         bullets(allowed, "Allowed"),
         bullets((markdown(t) for t in report.verdict.stale), "Of no use any more"),
         bullets(map(markdown, notes(report)), "What this cannot show"),
@@ -65,10 +66,14 @@ def _verdict(report: Report) -> str:
 def _sites(report: Report) -> str:
     if not report.sites:
         return "No site was seen."
-    rows = [HEAD, ("---", "---", "---", "---", *["---:"] * 6, "---"), *(_row(s, report) for s in report.sites[:MOST])]
+    rows = [
+        HEAD,
+        ("---", "---", "---", "---", *["---:"] * 6, "---"),
+        *(_row(s, report) for s in report.sites[:MAX_SITES]),
+    ]
     lines = list(map(row, rows))
-    if len(report.sites) > MOST:
-        lines += ["", f"{len(report.sites) - MOST} more sites are left out here; `--format json` has them."]
+    if len(report.sites) > MAX_SITES:
+        lines += ["", f"{len(report.sites) - MAX_SITES} more sites are left out here; `--format json` has them."]
     return "\n".join([*lines, "", f"{LEGEND}. {BOUND_NOTE}"])
 
 

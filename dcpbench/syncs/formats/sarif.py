@@ -11,7 +11,7 @@ import msgspec
 
 from dcpbench import __version__
 from dcpbench.syncs.rules import BY_ID, RULES
-from dcpbench.syncs.words import LEVELS, advice, modules, notes, place, standing, told
+from dcpbench.syncs.words import LEVELS, advice, format_message, modules, notes, place, standing
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -65,7 +65,7 @@ def _rule(rule: Rule) -> Json:
 
 def _result(site: Site, report: Report) -> Json:
     stands = standing(site, report.verdict)
-    text = told(site, report.verdict)
+    text = format_message(site, report.verdict)
     rule = BY_ID.get(site.rule)
     result: Json = {
         "ruleId": site.rule,
@@ -116,13 +116,17 @@ def _properties(site: Site) -> Json:
 def _invocation(report: Report) -> Json:
     """Whether the analysis could answer, and what it could not see."""
     verdict = report.verdict
-    told = [("error" if verdict.status == "cannot answer" else "warning", reason) for reason in verdict.reasons]
-    told += [("error", f.message) for f in verdict.findings if not f.fingerprint]
-    told += [("warning", text) for text in verdict.stale] + [("note", note) for note in notes(report)]
+    notifications = [
+        ("error" if verdict.status == "cannot answer" else "warning", reason) for reason in verdict.reasons
+    ]
+    notifications += [("error", f.message) for f in verdict.findings if not f.fingerprint]
+    notifications += [("warning", text) for text in verdict.stale] + [("note", note) for note in notes(report)]
     return {
         "executionSuccessful": verdict.status != "cannot answer",
         "exitCode": verdict.exit_code,
-        "toolExecutionNotifications": [{"level": level, "message": {"text": message(text)}} for level, text in told],
+        "toolExecutionNotifications": [
+            {"level": level, "message": {"text": message(text)}} for level, text in notifications
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""The table for people: worst site first, why and how to fix it, totals, and what the trace cannot show."""
+"""Table for terminals: worst site first, why and how to fix it, totals, and what the trace cannot show."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dcpbench.syncs.words import (
     BOUND_NOTE,
     bubble,
     copied,
+    format_trace,
     marks,
     microseconds,
     notes,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from dcpbench.syncs.model import Report, Site, TraceSummary
+    from dcpbench.syncs.model import Report, Site
 
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""
@@ -44,7 +45,7 @@ STATUS = {"clean": "green", "findings": "red bold", "cannot answer": "yellow bol
 
 
 def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
-    """The report as lines of at most `width` columns.
+    """Render the report as lines of at most `width` columns.
 
     Args:
         report: Judged and cleaned.
@@ -63,7 +64,7 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
 
 def _sites(report: Report, root: Path, width: int) -> Iterator[RenderableType]:
     if not report.sites:
-        yield "No synchronisation was seen."
+        yield from () if report.verdict.reasons else ("No synchronisation was seen.",)
     elif width >= NARROW:
         yield _table(report, root, width)
     else:
@@ -87,7 +88,7 @@ def _table(report: Report, root: Path, width: int) -> Table:
             _where(site, root, width // 3),
             Text(_op(site)),
             f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count),
-            *times(site),
+            *times(site, "\n"),
             Text(copied(site, "\n")),
         )
     return table
@@ -98,7 +99,7 @@ def _style(site: Site, report: Report) -> str:
 
 
 def _where(site: Site, root: Path, room: int) -> Text:
-    """The function, and below it the place as a link."""
+    """Format the function and, below it, the place as a link."""
     text = Text(subject(site), style="bold")
     if place(site):
         text.append("\n")
@@ -117,7 +118,7 @@ def _link(site: Site, root: Path, room: int) -> Text:
 
 
 def _block(site: Site, report: Report, root: Path, room: int) -> Iterator[Text]:
-    """A site on a narrow terminal."""
+    """Format a site for a narrow terminal."""
     words = marks(site, report.verdict)
     head = Text(f"{site.rule} {site.kind}", style=_style(site, report) + " bold")
     yield head.append(f" [{', '.join(words)}]" if words else "")
@@ -136,12 +137,12 @@ def _block(site: Site, report: Report, root: Path, room: int) -> Iterator[Text]:
 
 
 def _op(site: Site) -> str:
-    """The operator without torch's own name space, or the blocking call."""
+    """Return the operator without torch's namespace, or the blocking call."""
     return site.op.removeprefix("aten::") or site.call
 
 
 def _rules(report: Report) -> Iterator[RenderableType]:
-    """Each kind that occurs: why it waits, the usual way out, and the cause where the trace shows one."""
+    """Yield each kind that occurs: why it waits, the usual fix, and the cause if the trace shows one."""
     for rule_id in dict.fromkeys(site.rule for site in report.sites if not site.own):
         rule = BY_ID.get(rule_id)
         if rule:
@@ -161,15 +162,15 @@ def _totals(report: Report) -> Iterator[str]:
 
 
 def _lists(report: Report) -> Iterator[Text]:
-    """What is allowed and why, and which permissions are of no use."""
+    """Yield what is allowed and why, and which permissions are of no use."""
     yield from (Text(f"allowed: {subject(site)}: {site.allowed}") for site in report.sites if site.allowed)
     yield from (Text(f"of no use: {text}", style="yellow") for text in report.verdict.stale)
 
 
 def _coverage(report: Report) -> Iterator[RenderableType]:
-    """Always printed: a detector that saw nothing must not look like a program that does nothing."""
+    """Yield what was seen, always: a detector that saw nothing must not look like a program that does nothing."""
     yield ""
-    yield from map(_trace, report.traces)
+    yield from (Text(format_trace(trace)) for trace in report.traces)
     found = notes(report)
     if found:
         yield Text("What this cannot show:", style="bold")
@@ -178,30 +179,8 @@ def _coverage(report: Report) -> Iterator[RenderableType]:
         yield Text(f"  - {note}{some}")
 
 
-def _trace(trace: TraceSummary) -> Text:
-    """A trace, and what was seen in it."""
-    seen = trace.coverage
-    facts = [] if trace.rank is None else [f"rank {trace.rank}"]
-    if seen.detector == "scan":
-        facts += [
-            f"{counted(trace.steps, 'step')} ({seen.steps_from})" if trace.steps else "no steps",
-            f"{seen.gpu_events:,} GPU events",
-            f"{seen.runtime_events:,} runtime calls",
-            f"{seen.driver_events:,} driver calls",
-            f"{seen.sync_events:,} cuda_sync events",
-            f"stacks: {seen.stacks}",
-        ]
-    else:
-        facts += [seen.detector, *([counted(trace.steps, "step")] if trace.steps else [])]
-    if trace.gpu_idle_us is not None:
-        facts.append(f"GPU idle {microseconds(trace.gpu_idle_us)} of {microseconds(trace.span_us)}")
-    if not seen.complete:
-        facts.append("INCOMPLETE")
-    return Text(f"Seen in {trace.path}: {', '.join(facts)}")
-
-
 def _verdict(report: Report) -> Iterator[RenderableType]:
-    """Last, as it is what one looks for."""
+    """Yield the verdict; it comes last, where readers look for it."""
     verdict = report.verdict
     yield ""
     yield from (Text(f"- {finding.message}", style=STYLES["finding"]) for finding in verdict.findings)
@@ -210,10 +189,11 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
 
 
 def summary(report: Report) -> str:
-    """The verdict in one line."""
+    """Format the verdict in one line."""
     verdict = report.verdict
     if verdict.status == "findings":
         return f"{counted(len(verdict.findings), 'finding')}: exit code {verdict.exit_code}."
     if verdict.status == "cannot answer":
-        return f"This cannot be answered: exit code {verdict.exit_code}."
+        seen = "" if report.sites else " No synchronisation was seen in what was recorded."
+        return f"This cannot be answered: exit code {verdict.exit_code}.{seen}"
     return f"Clean, nothing beyond what may pass: exit code {verdict.exit_code}."

@@ -1,4 +1,4 @@
-"""The baseline: which sites a project has today and how often per step, as a file that is committed and diffs well."""
+"""Baseline file: the sites that a project has today and how often they occur per step, sorted so that it diffs well."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIGITS = 4
 
 
 class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One site that is known. Only `fingerprint` and the counts are compared; the rest is for people."""
+    """Known site. Only `fingerprint` and the counts are compared; the rest is for readers."""
 
     fingerprint: str
     rule: str
@@ -34,12 +34,14 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     direction: str = ""
     range: str = ""
     count_per_step: float | None = None
+    count_per_phase: dict[str, float] = {}
+    outside: int = 0
     count: int | None = None
     """Only where there were no steps: it depends on how long was recorded."""
 
 
 class Baseline(msgspec.Struct, kw_only=True):
-    """The file."""
+    """Contents of the file."""
 
     baseline_version: int
     """Has no default: a report also holds `sites`, and would let all of them pass."""
@@ -47,14 +49,14 @@ class Baseline(msgspec.Struct, kw_only=True):
 
 
 def make(sites: Iterable[Site]) -> Baseline:
-    """Baseline of the sites that count; those with the same fingerprint are one entry."""
+    """Return the baseline of sites that count; sites with the same fingerprint are one entry."""
     entries = [entry(group) for group in by_fingerprint(sites).values()]
     entries.sort(key=lambda e: (e.file, e.function, e.rule, e.op, e.fingerprint))
     return Baseline(baseline_version=VERSION, sites=entries)
 
 
 def by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
-    """Sites that share a fingerprint, as lines of one function may."""
+    """Group sites by fingerprint, which lines of one function may share."""
     same: dict[str, list[Site]] = {}
     for site in sites:
         same.setdefault(site.fingerprint, []).append(site)
@@ -62,7 +64,7 @@ def by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
 
 
 def entry(sites: Sequence[Site]) -> Entry:
-    """What a baseline says of sites that share a fingerprint."""
+    """Return the baseline entry of sites that share a fingerprint."""
     first = sites[0]
     steps = [s.count_per_step for s in sites if s.count_per_step is not None]
     texts = {name: printable(getattr(first, name)) for name in ("file", "function", "op", "direction", "range")}
@@ -72,8 +74,18 @@ def entry(sites: Sequence[Site]) -> Entry:
         kind=first.kind,
         **texts,
         count_per_step=round(sum(steps), DIGITS) if steps else None,
+        count_per_phase=_add_phases(sites),
+        outside=sum(s.outside for s in sites),
         count=None if steps else sum(s.count for s in sites),
     )
+
+
+def _add_phases(sites: Iterable[Site]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for site in sites:
+        for phase, count in site.count_per_phase.items():
+            totals[phase] = totals.get(phase, 0.0) + count
+    return {phase: round(count, DIGITS) for phase, count in sorted(totals.items())}
 
 
 def read(path: Path) -> Baseline:

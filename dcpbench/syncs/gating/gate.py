@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import re
+import shlex
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
 from dcpbench.syncs.model import Finding, Verdict, order
+from dcpbench.syncs.ranks import find_missing
+from dcpbench.syncs.sites import count_in_phase, find_worst_phase
 from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
 
@@ -26,18 +30,21 @@ if TYPE_CHECKING:
     from dcpbench.syncs.gating.baseline import Baseline, Entry
     from dcpbench.syncs.gating.config import Allow
     from dcpbench.syncs.model import Report, Site, TraceSummary
+    from dcpbench.syncs.ranks import MissingRanks
 
 SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
-"""Said of a trace that does not know more."""
+"""Reason for a trace that gives none itself."""
 NAMED = 3
 """Sites that a message about a sum names."""
+MAX_RANKS_NAMED = 8
+"""Ranks that a message about missing traces lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What may pass, once options and pyproject.toml are read."""
+    """Limits and permissions, once options and pyproject.toml are read."""
 
     root: Path
     """Repository in which comments are looked for."""
@@ -47,10 +54,12 @@ class Gate:
     max_bubble_us: float | None = None
     step_range: str | None = None
     """Not the gate's: which range marks a step; kept here as it may come from pyproject.toml."""
+    all_ranks: bool = False
+    """Each rank of the program must have a trace, as a server's profiler writes all of them."""
 
 
 def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
-    """What the gate says about a report, whose own verdict is not read; sets `allowed` of its sites.
+    """Return the verdict on a report and set `allowed` of its sites; the report's own verdict is not read.
 
     Entries expire by `today`, which is today in UTC where it is not given.
     """
@@ -60,15 +69,17 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
         findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
-    for said in chain(
+    reasons += _explain_guesses(report)
+    for found in chain(
         _against_baseline(counted, report, gate), _per_step(counted, report, gate), _bubble(counted, gate)
     ):
-        if isinstance(said, Finding):
-            findings.append(said)
+        if isinstance(found, Finding):
+            findings.append(found)
         else:
-            reasons.append(said)
+            reasons.append(found)
     if gate.baseline:
         here = {s.fingerprint for s in report.sites}
         stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
@@ -82,12 +93,12 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
 
 
 def counts(site: Site) -> bool:
-    """Whether a site can be a finding."""
+    """Return whether a site can be a finding."""
     return not (site.own or site.may_block or site.warmup_only or site.allowed)
 
 
 def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
-    """Set `allowed` of each site that is and was not by a region; returns sentences about stale permissions."""
+    """Set `allowed` of each site that has permission and return sentences about stale permissions."""
     sites = [s for s in report.sites if not s.own]
     stale = []
     for entry in gate.allow:
@@ -110,7 +121,7 @@ def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
 
 
 def blind(trace: TraceSummary) -> str:
-    """Why a trace cannot say `clean`, with what to type; empty where it can."""
+    """Return why a trace cannot answer, with what to type; empty where it can, or where it is that of a front end."""
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
@@ -121,7 +132,7 @@ def blind(trace: TraceSummary) -> str:
         )
     if not seen.complete:
         return f"{trace.path} {'. It '.join(seen.damage or [DAMAGED])}."
-    if seen.detector != "scan":
+    if seen.detector != "scan" or trace.front_end:
         return ""
     if seen.foreign:
         return (
@@ -136,8 +147,43 @@ def blind(trace: TraceSummary) -> str:
     return ""
 
 
+def explain_missing(traces: Sequence[TraceSummary], *, all_ranks: bool = False) -> list[str]:
+    """Return one sentence for each group of ranks without a trace, with what to type."""
+    if traces and all(trace.front_end for trace in traces):
+        return [
+            f"{traces[0].path} is the trace of vLLM's front end, which uses no GPU: give the traces of its ranks too."
+        ]
+    return [_explain_missing(missing) for missing in find_missing(traces, all_ranks=all_ranks)]
+
+
+def _explain_missing(missing: MissingRanks) -> str:
+    listed = [str(rank) for rank in missing.ranks[:MAX_RANKS_NAMED]]
+    more = len(missing.ranks) - len(listed)
+    ranks = f"rank{'s' if len(missing.ranks) > 1 else ''} {', '.join(listed)}{f' and {more} more' if more else ''}"
+    labels = {"data-parallel rank": missing.group.dp, "pipeline stage": missing.group.pp}
+    where = "".join(f" in {name} {rank}" for name, rank in labels.items() if rank is not None)
+    return (
+        f"No trace of {ranks}{where} of {missing.of} was read, and it may hold waits that the others do not have: give the "
+        "traces of all ranks, or the file of one rank alone."
+    )
+
+
+def _explain_guesses(report: Report) -> Iterator[str]:
+    """Yield a sentence for each trace in which guessed steps are the only reason to call waits warm-up."""
+    warm = [s for s in report.sites if s.warmup_only and not (s.own or s.may_block or s.allowed)]
+    for trace in report.traces:
+        sites = [s for s in warm if trace.path in s.traces]
+        if trace.coverage.steps_guessed and sites:
+            family = trace.coverage.steps_from
+            yield (
+                f"{trace.path} has waits at {text.counted(len(sites), 'site')} before or in the first of the ranges "
+                f"'{family}N' alone ({_where(sites[0])}): that they are warm-up follows only from taking these ranges for "
+                f"steps. If they are steps, give --step-range {shlex.quote(f'^{re.escape(family)}')}; else name those that are."
+            )
+
+
 def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
-    """New sites, and sites that occur more often than they did; sentences on what cannot be compared."""
+    """Yield new sites, sites that occur more often than in the baseline, and sentences on what cannot be compared."""
     if gate.baseline is None:
         return
     entries = {e.fingerprint: e for e in gate.baseline.sites}
@@ -153,31 +199,57 @@ def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> It
 
 
 def _more(now: Entry, entry: Entry, count: int) -> str:
-    """What has grown, in words; empty where nothing has."""
+    """Return what has grown, in words; empty where nothing has."""
     if entry.count_per_step is not None and now.count_per_step is not None:
-        if now.count_per_step > entry.count_per_step + SLACK:
-            return f"{per_step(now.count_per_step)} per step here, {per_step(entry.count_per_step)} in the baseline"
-        return ""
+        grown = [
+            f"{per_step(count)} per {phase}step here, {per_step(before)} in the baseline"
+            for phase, count, before in _phases_to_compare(now, entry)
+            if count > before + SLACK
+        ]
+        if now.outside > entry.outside:
+            grown.append(f"{now.outside} outside the steps here, {entry.outside} in the baseline")
+        return ", ".join(grown)
     before = entry.count or 0
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
+def _phases_to_compare(now: Entry, entry: Entry) -> list[tuple[str, float, float]]:
+    """Return (phase and a blank, count per step here, count per step in the baseline) of each phase that both know."""
+    both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
+    if not both:
+        return [("", now.count_per_step or 0.0, entry.count_per_step or 0.0)]
+    return [(f"{phase} ", now.count_per_phase[phase], entry.count_per_phase[phase]) for phase in both]
+
+
 def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
-    """The sum over all sites against --max-per-step."""
+    """Compare the sum over all sites, in the phase that has most, with --max-per-step."""
     limit = gate.max_per_step
     if limit is None:
         return
     yield from _no_steps(report, "--max-per-step counts per step")
-    total = sum(s.count_per_step or 0.0 for s in counted)
-    if total <= limit + SLACK:
-        return
-    named = _most([(s.count_per_step or 0.0, s) for s in counted], per_step)
-    message = f"{per_step(total)} synchronisations per step, the limit is {per_step(limit)}: {named}"
-    yield Finding(reason="per-step", message=message)
+    phase, total = find_worst_phase(counted)
+    if total > limit + SLACK:
+        named = _most([(count_in_phase(s, phase), s) for s in counted], per_step)
+        step = f"{phase} step" if phase else "step"
+        message = f"{per_step(total)} synchronisations per {step}, the limit is {per_step(limit)}: {named}"
+        yield Finding(reason="per-step", message=message)
+    yield from _explain_outside(counted)
+
+
+def _explain_outside(counted: Sequence[Site]) -> Iterator[str]:
+    """Yield a sentence about waits that no count per step holds, if there are any."""
+    outside = [s for s in counted if s.outside]
+    if outside:
+        waits = sum(s.outside for s in outside)
+        yield (
+            f"{text.counted(waits, 'wait')} at {text.counted(len(outside), 'site')} {'lies' if waits == 1 else 'lie'} in no "
+            f"step ({_where(outside[0])}) and so in no count per step, which --max-per-step limits: end the recording "
+            "with the last step, or allow them with --allow."
+        )
 
 
 def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
-    """The sum over all sites against --max-bubble-us."""
+    """Compare the sum over all sites with --max-bubble-us."""
     limit = gate.max_bubble_us
     if limit is None:
         return
@@ -192,12 +264,12 @@ def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
         yield f"The bubble of {site} is not known, so --max-bubble-us cannot be checked: scan a whole trace."
 
 
-def _most(parts: Iterable[tuple[float, Site]], told: Callable[[float], str]) -> str:
-    """The sites that have most of a sum, and what all others have together."""
+def _most(parts: Iterable[tuple[float, Site]], format_part: Callable[[float], str]) -> str:
+    """Name the sites that contribute most to a sum, and the total of all others."""
     some = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
-    named = [f"{told(much)} in {_where(site)}" for much, site in some[:NAMED]]
+    named = [f"{format_part(much)} in {_where(site)}" for much, site in some[:NAMED]]
     if rest := [much for much, _ in some[NAMED:]]:
-        named.append(f"{told(sum(rest))} in {text.counted(len(rest), 'more site')}")
+        named.append(f"{format_part(sum(rest))} in {text.counted(len(rest), 'more site')}")
     return ", ".join(named)
 
 
@@ -209,7 +281,7 @@ def _no_steps(report: Report, why: str) -> list[str]:
     return [
         f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME'. {HOW_TO_MARK}"
         for trace in report.traces
-        if not trace.steps
+        if not (trace.steps or trace.front_end)
     ]
 
 
@@ -219,7 +291,7 @@ def _gone(entry: Entry) -> str:
 
 
 def check_limits(max_per_step: float | None, max_bubble_us: float | None) -> None:
-    """Raises UsageError for limits that are no numbers."""
+    """Raise UsageError for limits that are no numbers."""
     for name, value in (("--max-per-step", max_per_step), ("--max-bubble-us", max_bubble_us)):
         if value is not None and not value >= 0:
             raise UsageError(f"{name} {value} is no limit: give a number from 0.")

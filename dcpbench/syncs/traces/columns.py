@@ -1,4 +1,4 @@
-"""A trace as columns: one NumPy array per field and kind of event, names as numbers. 30 to 50 bytes an event."""
+"""Columns of a trace: one NumPy array per field and kind of event, with names as numbers. 30 to 50 bytes per event."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CATEGORIES = {
 CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
 TIMED = ("calls", "gpu", "syncs")
-"""Kinds of events whose durations prices are made of."""
+"""Kinds of events with durations from which prices are computed."""
 CAUSES = ("calls", "gpu", "syncs", "ranges")
 """Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
 ACCELERATORS = re.compile(
@@ -49,7 +49,7 @@ _NO_ARGS = Args()
 
 
 class Ids(dict[Any, int]):
-    """Numbers for things, in the order in which they are first seen."""
+    """Numbers of things, in the order in which they are first seen."""
 
     def __missing__(self, key: object) -> int:
         number = self[key] = len(self)
@@ -57,7 +57,7 @@ class Ids(dict[Any, int]):
 
 
 class Threads(dict[tuple[object, object], int]):
-    """Numbers for (pid, tid); text that says a number is that number, as traces of 2021 have both."""
+    """Numbers of (pid, tid); a string of digits is the same as its number, as traces of 2021 hold both."""
 
     def __init__(self) -> None:
         self.numbers = Ids()
@@ -69,7 +69,7 @@ class Threads(dict[tuple[object, object], int]):
 
 
 class CallStacks(Ids):
-    """Numbers for call stacks; none for one without a frame."""
+    """Numbers of call stacks; NONE for a stack without frames."""
 
     def __missing__(self, key: object) -> int:
         return super().__missing__(key) if str(key).strip("; ") else NONE
@@ -97,7 +97,7 @@ class Table:
         return len(self.start)
 
     def take(self, which: NDArray[Any]) -> Table:
-        """The rows that a mask or an index array picks."""
+        """Return the rows that a mask or an index array selects."""
         columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return Table(**{name: c[which] if len(c) else c for name, c in columns.items()})
 
@@ -114,7 +114,7 @@ FIELDS = {
 
 
 class Columns:
-    """All of a trace that scanning needs, once `add` has seen every block and `close` was called."""
+    """All that a scan needs of a trace, after `add` has seen every block and `close` was called."""
 
     tables: dict[str, Table]
     names: list[str]
@@ -129,6 +129,7 @@ class Columns:
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
         self.driver_calls = 0
+        self._begun = False
         self.devices: set[object] = set()
         """GPUs that had work."""
         self.foreign: set[str] = set()
@@ -138,7 +139,9 @@ class Columns:
         self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
 
     def add(self, events: list[Event]) -> None:
-        """Take what is needed of a block."""
+        """Take what is needed of a block. An empty first event is none: RPD, a profiler of ROCm, begins its files so."""
+        if not self._begun:
+            self._begun, events = True, events[events[:1] == [Event()] :]
         groups: defaultdict[str | None, list[Event]] = defaultdict(list)
         for event in events:
             groups[event.cat].append(event)
@@ -157,7 +160,7 @@ class Columns:
                 self.trouble.unreadable_events += len(group)
 
     def _label(self, events: Iterable[Event]) -> None:
-        """Thread names, from metadata events. Calls and GPU work, which have ids, and steps have lost a category."""
+        """Read thread names from metadata events, and count calls, GPU work and steps that have lost their category."""
         for e in events:
             if e.ph == "M":
                 if e.name == "thread_name" and e.args is not None:
@@ -206,7 +209,7 @@ class Columns:
         return column
 
     def _odd_number(self, value: object) -> int:
-        """An id that is not a 64-bit integer: text that says one, or a number of its own below -1."""
+        """Return an id that is not a 64-bit integer: the number in a string, or a new number below -1."""
         if value is None:
             return NONE
         try:
@@ -216,30 +219,30 @@ class Columns:
         return number if NONE <= number < 1 << 62 else -2 - self._odd_id[value]
 
     def named(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
-        """For each name by its number whether it passes."""
+        """Return for each name, by its number, whether it passes the test."""
         return np.array([bool(test(name)) for name in self.names], bool)
 
     def close(self) -> Columns:
-        """These columns, with everything that was added."""
+        """Return these columns after all blocks were added."""
         self.names, self.stacks = list(self._name), list(self._stack)
         self.thread_names = [self._thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
         self.tables, self.repeated = _once({kind: _join(parts) for kind, parts in self._parts.items()})
         return self
 
     def _thread_name(self, number: int, tid: object) -> str:
-        """`thread 4242 (python3)`; kineto's own label repeats the number."""
+        """Format `thread 4242 (python3)`; kineto's own label repeats the number."""
         label = self._labels.get(number, "").removeprefix("thread ").strip()
         return f"thread {label}" if str(tid) in label else f"thread {tid}" + (f" ({label})" if label else "")
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_damaged(category: str) -> bool:
-    """Whether it would be a category that is read, were one bit of it another."""
+    """Return whether a category is one bit away from one that is read."""
     return any(one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
 
 
 def _odd_time(value: object) -> float:
-    """A time that is not a number: text that says one, or none."""
+    """Parse a time that is not a number: a string of digits, or else NaN."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -247,7 +250,7 @@ def _odd_time(value: object) -> float:
 
 
 def _numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[NDArray[Any], bool]:
-    """(array, whether every value was a number of that kind)."""
+    """Return an array and whether every value was a number of that kind."""
     try:
         column: NDArray[Any] = np.array(raw, kind)
     except (TypeError, ValueError, OverflowError):
@@ -257,7 +260,7 @@ def _numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[
 
 
 def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
-    """One table of the parts of all blocks."""
+    """Join the parts of all blocks into one table."""
     fields = [f.name for f in dataclasses.fields(Table)]
     empty = np.zeros(0, np.int64)
     if not parts:
@@ -268,9 +271,9 @@ def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
 
 
 def _once(tables: dict[str, Table]) -> tuple[dict[str, Table], int]:
-    """(tables without events that stand there a second time, the number of these).
+    """Return the tables without repeated events, and the number of these.
 
-    Where no call and no GPU work does, nobody wrote events twice, and the larger tables are left as they are.
+    If no call and no GPU work is repeated, no event is, and the larger tables are left as they are.
     """
     first = {kind: _repeats(tables[kind]) for kind in CAUSES}
     if not any(len(rows) for rows in first.values()):
@@ -282,7 +285,7 @@ def _once(tables: dict[str, Table]) -> tuple[dict[str, Table], int]:
 
 
 def _repeats(table: Table) -> NDArray[Any]:
-    """Rows that are the same as an earlier one in every column."""
+    """Return the rows that equal an earlier one in every column."""
     order = np.argsort(table.start, kind="stable")
     start = table.start[order]
     together = np.flatnonzero(start[1:] == start[:-1])
@@ -300,7 +303,7 @@ def _repeats(table: Table) -> NDArray[Any]:
 def read_columns(
     blocks: Iterable[list[Event]], trouble: Trouble, progress: Callable[[int], None] | None = None
 ) -> Columns:
-    """Columns of all blocks. The collector is off meanwhile: events hold no cycles, and it would look at each again."""
+    """Read all blocks, with the garbage collector off: events hold no cycles, and it would visit each of them again."""
     columns = Columns(trouble)
     on = gc.isenabled()
     gc.disable()

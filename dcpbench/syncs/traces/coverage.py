@@ -1,4 +1,4 @@
-"""What a trace cannot show, in sentences, and what of it is lost or cannot be true, so that it must not be called clean."""
+"""Coverage of a trace: what it cannot show, and what in it is lost or contradictory, so that it is never clean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS = 3
 RANGES = 5
 """Ranges that are listed where none marks a step."""
 LINKED_SHARE = 0.75
-"""Share of the GPU events whose call must be known. What was queued before the profiler began has none: up to an eighth
+"""Share of the GPU events that must have a known call. What was queued before the profiler began has none: up to an eighth
 in public traces."""
 NAMED = 3
 """Examples that a sentence names."""
@@ -43,7 +43,7 @@ _STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
 
 def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
-    """What is in a trace, and what therefore cannot be seen."""
+    """Return what is in a trace and what therefore cannot be seen."""
     tables, trouble = columns.tables, columns.trouble
     calls = len(tables["calls"])
     lost, foreign = damages(columns), _foreign(columns)
@@ -56,6 +56,9 @@ def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
         ops=len(tables["ops"]),
         stacks=stacks,
         steps_from=steps.marked_by,
+        steps_by_phase=steps.count_phases(),
+        steps_share=steps.share,
+        steps_guessed=steps.guessed,
         unreadable_events=trouble.unreadable_events,
         complete=not lost,
         damage=lost,
@@ -65,7 +68,7 @@ def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
 
 
 def _foreign(columns: Columns) -> list[str]:
-    """What another accelerator left where no runtime that is known had work: categories of events, or calls."""
+    """Return event categories or calls of an unknown accelerator; nothing if a known runtime did the work."""
     calls = [columns.names[n] for n in np.unique(columns.tables["calls"].name).tolist()]
     known = any(name.startswith(RUNTIMES) for name in calls)
     if known and len(columns.tables["gpu"]):
@@ -74,7 +77,7 @@ def _foreign(columns: Columns) -> list[str]:
 
 
 def _read(columns: Columns) -> list[str]:
-    """What was read otherwise than it stands there, without loss."""
+    """Return notes on what was repaired or left out without loss."""
     notes = []
     if columns.trouble.not_numbers:
         notes.append("The file holds NaN or infinity, which JSON does not have; they were read as no number.")
@@ -91,10 +94,10 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
             f"Work of another accelerator ({', '.join(sorted(columns.foreign))}): its waits are not known to scan."
         )
     elif not len(tables["gpu"]):
-        notes.append("No GPU events: without them nothing can be said. Profile with ProfilerActivity.CUDA.")
+        notes.append("No GPU events: without them there is no answer. Profile with ProfilerActivity.CUDA.")
     if not len(tables["calls"]) and not columns.foreign:
         notes.append(
-            "No calls of the CUDA or HIP runtime: without them nothing can be said. Profile with ProfilerActivity.CUDA."
+            "No calls of the CUDA or HIP runtime: without them there is no answer. Profile with ProfilerActivity.CUDA."
         )
     if not len(tables["syncs"]):
         notes.append(
@@ -108,17 +111,24 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     if not len(tables["ops"]):
         notes.append("No operators (cpu_op): kinds of synchronisation are known by their runtime call alone.")
     if not len(steps):
+        rejected = f"{explain_rejected(steps)} " if steps.rejected else ""
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {HOW_TO_MARK} {ranges_in(columns)}"
+            f"--step-range. {rejected}{HOW_TO_MARK} {ranges_in(columns)}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
 
 
+def explain_rejected(steps: Steps) -> str:
+    """Return a sentence about numbered ranges that are not taken for steps."""
+    names = ", ".join(f"'{name}N'" for name in steps.rejected[:NAMED])
+    return f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps."
+
+
 def ranges_in(columns: Columns) -> str:
-    """The annotations that could be steps, the most frequent first."""
+    """Format the annotations that could be steps, the most frequent first."""
     found = Counter(columns.names[n] for n in columns.tables["ranges"].name.tolist())
     if not found:
         return "There are no ranges in this trace."
@@ -127,35 +137,35 @@ def ranges_in(columns: Columns) -> str:
 
 
 def damages(columns: Columns) -> list[str]:
-    """Clauses that go on from the name of the trace; each says what to type."""
+    """Return why a trace is not complete: clauses that follow its name, each with what to type."""
     trouble = columns.trouble
-    said = []
+    lost = []
     if trouble.truncated:
-        said.append("ends early, so that syncs may be missing: record it again, with fewer steps")
+        lost.append("ends early, so that syncs may be missing: record it again, with fewer steps")
     if trouble.unreadable_events:
         events = counted(trouble.unreadable_events, "event")
-        said.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
+        lost.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
     if trouble.untimed_events:
         events = counted(trouble.untimed_events, "event")
-        said.append(
+        lost.append(
             f"holds {events} of calls or GPU work without a duration that can be, so that bubbles are not known: "
             "record it again"
         )
     if trouble.repaired:
-        said.append(
+        lost.append(
             f"holds text that is not JSON and was repaired ({_listed(trouble.repaired)}), so that calls may not be "
             "known by their names: record it again"
         )
     if trouble.behind:
-        said.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a file of its own")
+        lost.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a file of its own")
     read = [columns.tables[kind].name for kind in ("calls", "gpu", "syncs", "ranges")]
     wrong = sorted(filter(_is_damaged, (columns.names[n] for n in np.unique(np.concatenate(read)).tolist())))
     if wrong:
-        said.append(
+        lost.append(
             f"holds names that are one bit away from names that would be read ({_listed(wrong)}): it was damaged, so "
             "record or copy it again"
         )
-    return [*said, *_unlinked(columns)]
+    return [*lost, *_unlinked(columns)]
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -165,7 +175,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_damaged(name: str) -> bool:
-    """Whether a name that says nothing would be one that does, were a single bit another."""
+    """Return whether a name is one bit away from a name that would be read."""
     if kind_of(name) or name in SYNC_EVENTS:
         return False
     step = _STEP.fullmatch(name)
@@ -178,7 +188,7 @@ def _is_damaged(name: str) -> bool:
 
 
 def one_bit_off(word: str, known: Iterable[str]) -> bool:
-    """Whether a word and one of those that are known differ in exactly one bit."""
+    """Return whether a word differs from one of the known words in exactly one bit."""
     bits = word.encode("utf-8", "surrogatepass")
     number = int.from_bytes(bits)
     return any(
@@ -187,13 +197,13 @@ def one_bit_off(word: str, known: Iterable[str]) -> bool:
 
 
 def bubbles_are_known(columns: Columns) -> bool:
-    """Whether GPU work has durations, and calls that caused it: idle time says nothing else."""
+    """Return whether GPU work has durations and known calls, without which idle time has no meaning."""
     linked = _linked(columns)
     return not columns.trouble.untimed_events and bool(linked.sum() >= max(LINKED_SHARE * len(linked), 1))
 
 
 def _linked(columns: Columns) -> NDArray[np.bool_]:
-    """GPU work whose call is known.
+    """Mark GPU work with a known call.
 
     Ids that several calls share, one after the other, link nothing: runtime calls share theirs only with calls within.
     A launch of one kernel copies nothing.
@@ -214,29 +224,29 @@ def _linked(columns: Columns) -> NDArray[np.bool_]:
 
 
 def _unlinked(columns: Columns) -> list[str]:
-    """What is wrong with the links of GPU work to the calls that caused it."""
+    """Return clauses about GPU work without a known call."""
     gpu = columns.tables["gpu"]
     if not len(gpu) or not len(columns.tables["calls"]):
         return []
-    linked, said = _linked(columns), []
+    linked, clauses = _linked(columns), []
     alone = int((~linked).sum())
     if alone > (1 - LINKED_SHARE) * len(gpu):
-        said.append(
+        clauses.append(
             f"does not tell of {alone:,} of its {len(gpu):,} GPU events which call caused them, so that bubbles "
             "and copies that wait are not known: record it again, and one process in each trace"
         )
     waiting = columns.named(lambda name: "pageable" in direction_of(name))
-    lost = int((waiting[gpu.name] & ~linked).sum())
-    if lost and not said:
-        said.append(
-            f"does not tell which calls made {lost:,} of its copies from or to pageable memory, and they may have "
+    copies = int((waiting[gpu.name] & ~linked).sum())
+    if copies and not clauses:
+        clauses.append(
+            f"does not tell which calls made {copies:,} of its copies from or to pageable memory, and they may have "
             "waited: record it again"
         )
-    return said
+    return clauses
 
 
 def _shared(start: NDArray[Any], end: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
-    """Ids that belong to several calls of which none lies within the other; `ids` are in order."""
+    """Return ids of several calls that do not contain each other; `ids` are in order."""
     again = np.flatnonzero((ids[1:] == ids[:-1]) & (ids[1:] != -1))
     apart = (start[again + 1] >= end[again]) | (start[again] >= end[again + 1])
     return np.unique(ids[again[apart]])

@@ -1,4 +1,4 @@
-"""Trace files as blocks of typed events: plain or gzip, of any size, in bounded memory, and whatever was done to them.
+"""Reader of trace files as blocks of typed events: plain or gzip, damaged or not, of any size, in bounded memory.
 
 A block ends where cutting the text gives a complete JSON array, so no tokenizer of ours is needed: text that is cut
 inside a string or a nested object does not decode, and the next place is tried.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from dcpbench.errors import TraceError
+from dcpbench.syncs.ranks import parse_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Args(msgspec.Struct, gc=False):
-    """What is used of an event's `args`; -1 stands for a number that is not there."""
+    """Fields of an event's `args` that are used; -1 stands for a missing number."""
 
     correlation: int | str | float | None = -1
     external: int | str | float | None = msgspec.field(name="External id", default=-1)
@@ -45,7 +46,7 @@ class Args(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """What is used of an event."""
+    """Fields of an event that are used."""
 
     ph: str = ""
     cat: str | None = ""
@@ -58,7 +59,7 @@ class Event(msgspec.Struct, gc=False):
 
 
 class Trouble(msgspec.Struct):
-    """What went wrong while reading, and did not end it."""
+    """Problems found while reading that did not end it."""
 
     unreadable_events: int = 0
     truncated: bool = False
@@ -91,7 +92,7 @@ _COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
 CUT = "truncated"
 """What it says of text that ends too early."""
 COMMAS = 4
-"""Such commas that are looked past: one before the end of all events, and a few in an event beside it."""
+"""Trailing commas that are skipped: one before the end of all events, and a few in a neighbouring event."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 NAMED = 3
 """Repaired strings that are kept as examples."""
@@ -108,12 +109,12 @@ _BACKSLASH = re.compile(
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _ODD_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 """Control characters that are no blanks."""
-_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})')
-_RANK_IN_NAME = re.compile(r"(?<![a-zA-Z])(?:rank|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})\b')
+_WORLD_SIZE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"world_size"\s*:\s*(\d{1,6})\b')
 
 
 def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]:
-    """The file's text in pieces, decompressed where it is gzip; of several members, all of them.
+    """Yield the file's text in pieces, decompressed if it is gzip with one or more members.
 
     Raises:
         TraceError: The gzip data is damaged at its start, or expands more than a trace can.
@@ -182,9 +183,7 @@ _FORMATS = (
 
 
 def other_format(path: Path, head: bytes, *, packed: bool) -> str:
-    """What a file is by its first bytes, where it is `packed` with gzip by those of the text within, and what to type
-    to have a trace; empty where they say nothing.
-    """
+    """Return what a file is by its first bytes and what to type to get a trace; empty if they are unknown."""
     head, file = head.removeprefix(b"\xef\xbb\xbf"), shlex.quote(str(path))
     for name, start, advice in _FORMATS:
         if re.match(start, head, re.DOTALL | re.IGNORECASE):
@@ -198,7 +197,7 @@ def other_format(path: Path, head: bytes, *, packed: bool) -> str:
 
 
 def _end_of_array(text: bytearray) -> int:
-    """Bytes of the array with which a text begins; 0 where it does not end. A comma too many at an end is blanked."""
+    """Return the bytes of the array with which a text begins; 0 if it does not end. A trailing comma is blanked."""
     for _ in range(COMMAS):
         try:
             _RAW.decode(text)
@@ -216,7 +215,7 @@ def _end_of_array(text: bytearray) -> int:
 
 
 def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
-    """(keys of the object with which a text begins, what stands behind it).
+    """Return the keys of the object with which a text begins, and what follows it.
 
     No keys where the text ends within the object, None where it is not JSON.
     """
@@ -231,10 +230,10 @@ def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
 
 
 def is_something_else(path: Path) -> bool:
-    """Whether a file is whole JSON that holds no events: a report or a config beside traces, say.
+    """Return whether a file is valid JSON without events, such as a report or a configuration.
 
     False where it may be a trace, though a damaged one, or cannot be read: what is wrong with it is for the reader to
-    say. An empty file may be the trace of a rank whose disk was full.
+    report. An empty file may be the trace of a rank whose disk was full.
     """
     text, trouble = bytearray(), Trouble()
     try:
@@ -252,10 +251,11 @@ def is_something_else(path: Path) -> bool:
 
 
 class TraceReader:
-    """Events of one file, block by block.
+    """Reader of the events of one file, block by block.
 
     Attributes:
-        rank: From the trace's `distributedInfo`, else from a name such as `rank3.json`, else None.
+        rank: From the trace's `distributedInfo`, else from the file's name, else None.
+        world_size: From the trace's `distributedInfo`, else None.
         trouble: What could not be read, complete once the blocks have been.
     """
 
@@ -263,11 +263,11 @@ class TraceReader:
         self.path = path
         self.trouble = Trouble()
         self._in_object = False
-        found = _RANK_IN_NAME.findall(path.name)
-        self.rank: int | None = int(found[-1]) if found else None
+        self.rank = parse_file_name(path.name).rank
+        self.world_size: int | None = None
 
     def blocks(self) -> Iterator[list[Event]]:
-        """Lists of events, in the file's order.
+        """Yield lists of events in the file's order.
 
         Raises:
             TraceError: The file cannot be opened, or is not a trace.
@@ -281,7 +281,7 @@ class TraceReader:
             raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
 
     def _looked_at(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """The chunks. The first byte that is not UTF-8 is noted, as the decoder looks at no key and no skipped text."""
+        """Yield the chunks and note the first byte that is not UTF-8, as the decoder skips keys and unused text."""
         utf8, whole = codecs.getincrementaldecoder("utf-8")(), True
         for chunk in chunks:
             if not self.trouble.repaired and not (whole and chunk.isascii()):
@@ -314,7 +314,7 @@ class TraceReader:
         yield self._rest(buffer)
 
     def _start(self, chunks: Iterator[bytes]) -> bytearray:
-        """`[` and the text after the opening bracket of the events."""
+        """Return `[` and the text after the opening bracket of the events."""
         head = bytearray()
         for chunk in chunks:
             head += chunk
@@ -327,8 +327,7 @@ class TraceReader:
                 break
             key = _EVENTS.search(text)
             if key:
-                rank = _RANK.search(text[: key.start()])
-                self.rank = int(rank[1]) if rank else self.rank
+                self._read_rank(text[: key.start()])
                 self._in_object = True
                 return text[key.end() - 1 :]
             if len(head) > LARGEST_EVENT:
@@ -343,8 +342,13 @@ class TraceReader:
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
 
+    def _read_rank(self, head: bytearray) -> None:
+        rank, size = _RANK.search(head), _WORLD_SIZE.search(head)
+        self.rank = int(rank[1]) if rank else self.rank
+        self.world_size = int(size[1]) if size else None
+
     def _leave(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
-        """Notes what stands behind the end of the trace. Its other keys are of no use, but for a second list of events.
+        """Note what follows the end of the trace. Its other keys are of no use, except a second list of events.
 
         Reads to the end, where the checksum of a gzip file stands.
         """
@@ -370,7 +374,7 @@ class TraceReader:
             self.trouble.behind = f"more text behind its end, beginning {begins!r}"
 
     def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
-        """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
+        """Return the events of the complete part of the buffer, the bytes used, and whether the array ended."""
         cuts = _cuts(buffer, len(buffer) - (1 << 13)) or _cuts(buffer)
         found = self._until_cut(buffer, cuts)
         if found is not None:
@@ -390,7 +394,7 @@ class TraceReader:
         return events, end - 1, True
 
     def _until_cut(self, buffer: bytearray, cuts: list[int]) -> tuple[list[Event], int] | None:
-        """(events up to one of the last places where an event may begin, bytes used after the first)."""
+        """Return the events up to one of the last places where an event may begin, and the bytes used."""
         for start_of_next in reversed(cuts[-6:]):
             comma = buffer.rindex(b",", 0, start_of_next)
             buffer[comma : comma + 1] = b"]"
@@ -401,7 +405,7 @@ class TraceReader:
         return None
 
     def _until_end(self, buffer: bytearray) -> tuple[list[Event], int] | None:
-        """(events up to the bracket that ends the array, bytes up to behind it), if it lies in the buffer."""
+        """Return the events up to the end of the array and the bytes up to there; None if the buffer lacks it."""
         end = _end_of_array(buffer)
         if not end:
             return None
@@ -411,7 +415,7 @@ class TraceReader:
         return None if events is None else (events, end)
 
     def _rest(self, buffer: bytearray) -> list[Event]:
-        """The last events; a file that ends before its bracket is marked as truncated."""
+        """Return the last events; a file that ends before its bracket is marked as truncated."""
         ended = self._until_end(buffer)
         if ended is None:
             buffer[1:] = self._mended(bytes(buffer[1:]))
@@ -434,9 +438,7 @@ class TraceReader:
         return found[0] if found else self._pieces(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
 
     def _decode(self, text: bytes | memoryview) -> list[Event] | None:
-        """Events of a complete array, without those, which are counted, that have other types than they should; None
-        where the text is no array.
-        """
+        """Return the events of a complete array and count those of wrong types; None if the text is no array."""
         try:
             return _DECODER.decode(text)
         except NOT_JSON as error:
@@ -455,7 +457,7 @@ class TraceReader:
         return events
 
     def _mended(self, text: bytes) -> bytes:
-        """Text with its strings and numbers made JSON; what had to be changed in a string is noted."""
+        """Return text with its strings and numbers made valid JSON; repairs in strings are noted."""
         fixed = text.decode("utf-8", errors="replace").encode()
         lone = next((m.start() for m in _BACKSLASH.finditer(fixed) if not m[1]), -1)
         if lone >= 0:
@@ -473,7 +475,7 @@ class TraceReader:
         return fixed
 
     def _note(self, text: bytes, at: int) -> None:
-        """Keeps the string around a byte that is not JSON as an example."""
+        """Keep the string around a byte that is not JSON as an example."""
         begin = text.rfind(b'"', max(0, at - SHOWN_BYTES), at) + 1 or max(0, at - SHOWN_BYTES)
         end = text.find(b'"', at + 1, at + SHOWN_BYTES)
         shown = text[begin : end if end > 0 else at + SHOWN_BYTES].decode("utf-8", "backslashreplace")
@@ -481,7 +483,7 @@ class TraceReader:
             self.trouble.repaired.append(shown)
 
     def _pieces(self, body: bytes) -> list[Event]:
-        """What can be saved of text between two events that is not JSON."""
+        """Return the events that can be saved from text between two events that is not JSON."""
         events, part = [], b""
         for piece in _BETWEEN.split(body.strip().removeprefix(b"{").removesuffix(b"}")):
             text = part + b"},{" + piece if part else piece
@@ -500,7 +502,7 @@ class TraceReader:
         return events
 
     def _event(self, inner: bytes) -> Event | None:
-        """The event with this text between its brackets; None where it is not JSON."""
+        """Return the event with this text between its brackets; None if it is not JSON."""
         try:
             return _ONE.decode(b"{" + inner + b"}")
         except msgspec.ValidationError:
@@ -511,5 +513,5 @@ class TraceReader:
 
 
 def _cuts(text: bytearray, start: int = 0) -> list[int]:
-    """Where an event may begin behind another; before the text `start` is its beginning."""
+    """Return where an event may begin behind another one; text before `start` is skipped."""
     return [found.end() - 1 for found in _BETWEEN.finditer(text, start)]
