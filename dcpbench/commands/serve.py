@@ -234,7 +234,7 @@ class Remote(Group):
         metavar="N",
     )
     traces: Path | None = REMOTE(
-        "Folder into which the server's profiler writes its traces, as seen from here: after each load a few of its requests "
+        "Folder into which the server's profiler writes its traces, as seen from here; it is created if it does not exist. After each load a few of its requests "
         "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
         "profile.",
         metavar="FOLDER",
@@ -293,6 +293,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     runs.check_run(run, remote=remote.url is not None or remote.engine is not None or remote.serve_cmd is not None)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
     given |= typed(layouts, load, how, measured)
+    check_one_server(remote)
     if remote.url is not None:
         return _serve_from(remote.url, remote, given, run)
     if remote.engine is not None or remote.serve_cmd is not None:
@@ -320,6 +321,18 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     return runs.measure(spec, probe, run, _replay_points)
 
 
+def check_one_server(remote: Remote) -> None:
+    """Raise UsageError if --engine or --serve-cmd is given together with --url."""
+    from dcpbench.errors import UsageError
+
+    started = {"--engine": remote.engine, "--serve-cmd": remote.serve_cmd}
+    if remote.url is not None and (given := [name for name, value in started.items() if value is not None]):
+        raise UsageError(
+            f"{given[0]} starts a server, and --url measures one that runs already; leave out --url {remote.url} to start "
+            f"one, or leave out {given[0]}."
+        )
+
+
 def check_local(remote: Remote) -> None:
     """Raise UsageError for an option that needs --url."""
     from dcpbench.errors import UsageError
@@ -337,6 +350,7 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     from dcpbench.plan.server_spec import make_server_spec
     from dcpbench.points.machine import Probe
     from dcpbench.servers.measure import judged, look, manner_of, measure_points
+    from dcpbench.servers.profile import make_traces_folder
 
     spec = make_server_spec(given, cpu=run.device == "cpu")
     if spec.wrong is not None:
@@ -345,14 +359,17 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     asked = _asked(url, remote, run, spec.layout["tp"])
     if runs.is_elsewhere():
         return 0
-    info = look(asked.target)
+    info = look(asked.target).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
     card = info.model(spec.model)
     if run.dry_run or not runs.is_part():
-        say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")
+        for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
+            say(note)
     runs.on(probe)
     candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
     if runs.only_planned(candidates, probe, run):
         return 0
+    if remote.traces is not None:
+        make_traces_folder(remote.traces)
     manner = manner_of(asked, card.id)
     folder = run.output or folders.new_folder(f"{info.engine}-{Path(card.id).name}", (spec.layout["tp"],))
 
@@ -377,6 +394,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.machine import Probe
     from dcpbench.servers.presets import engine
+    from dcpbench.servers.profile import make_traces_folder
     from dcpbench.servers.sweep import measure_started, settings_of
 
     if not given.get("model"):
@@ -411,6 +429,8 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
             f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
             "folder that holds it."
         )
+    if remote.traces is not None:
+        make_traces_folder(remote.traces)
     folder = run.output or folders.new_folder(f"{preset.name}-{Path(model).name}", tps)
 
     def work_off(points: "Sequence[Point]", work: "Work", run: opt.Run) -> None:
@@ -441,10 +461,6 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     if remote.client_processes is not None and not 1 <= remote.client_processes <= MOST_CLIENT_PROCESSES:
         raise UsageError(
             f"--client-processes {remote.client_processes} cannot be; write 1 to {MOST_CLIENT_PROCESSES}, or leave it out."
-        )
-    if remote.traces is not None and not remote.traces.is_dir():
-        raise UsageError(
-            f"--traces {remote.traces} is no folder on this machine; name the one into which the server writes its traces."
         )
     key = api_key(remote.api_key_env)
     return Asked(

@@ -503,6 +503,17 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How much longer than the null server's gaps the gaps between its tokens were: what ITL has."""
 
 
+class KvSources(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers that a server's KV capacity was computed from (servers/kv_capacity.py)."""
+
+    source: str  # `kv_cache_size_tokens`, `num_gpu_blocks` (vLLM), `max_total_num_tokens` (SGLang) or `log`
+    rank_tokens: int | None = None  # tokens that the pool of one rank holds, over all vLLM engines
+    context_parallel: int | None = None  # ranks that share one request's KV cache: dcp, and vLLM's pcp
+    replicas: int = 1  # data-parallel replicas with a pool each
+    log_tokens: int | None = None  # number in the server's own log
+    conflicts: list[str] = []  # sources that disagree: `log`, `replicas`, `context_parallel`
+
+
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """A real server that was measured, as it says of itself, and as the client found it."""
 
@@ -510,7 +521,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """`vllm`, `sglang`, or `openai` where it does not say."""
     version: str = ""
     kv_capacity_tokens: int | None = None
-    """Tokens that its KV cache holds, as it says."""
+    """Total number of tokens that its KV cache holds; null if unknown."""
+    kv_sources: KvSources | None = None
+    """Origin of kv_capacity_tokens."""
     max_model_len: int | None = None
     prompts: str = ""
     """How prompts were sent: `token ids`, or `text` of a tokenizer or `counted` by the server."""

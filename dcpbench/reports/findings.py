@@ -150,8 +150,7 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
         "output_tok_s_high": "other_high",
         "arrival": "other_load",
     }
-    found = best.join(other[list(names)].rename(columns=names))
-    found = found.reset_index(drop=True)
+    found = match(best.reset_index(drop=True), other[list(names)].rename(columns=names).reset_index(), keys)
     return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
 
 
@@ -210,14 +209,24 @@ def plain_layout(tp: int, dp: int, disaggregate: str) -> str:
     return f"{Layout(tp, dp=dp)} {parse(disaggregate).label}".rstrip()
 
 
+def match(points: pd.DataFrame, others: pd.DataFrame, same: list[str]) -> pd.DataFrame:
+    """Return `points` with the columns of the one row of `others` that agrees in `same`, missing where there is none.
+
+    DataFrame.join on a MultiIndex raises IndexError in pandas before 3.1 where `points` is empty and a level of the
+    index holds missing values alone; merge does not.
+    """
+    found = points.merge(others, on=same, how="left", validate="many_to_one")
+    return found.set_axis(points.index, axis=0)
+
+
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
     """Points beside the first of `others` that shares what is in `same`: its columns `over_…`, of `value` and `more`.
 
     `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
     """
     names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", *more)}
-    first = others.drop_duplicates(same).set_index(same)[list(names)].rename(columns=names)
-    found = points.join(first, on=same)
+    first = others.drop_duplicates(same)[[*same, *names]].rename(columns=names)
+    found = match(points, first, same)
     return found.assign(
         ratio=found[value] / found[f"over_{value}"],
         low=found[f"{value}_low"] / found[f"over_{value}_high"],
@@ -288,9 +297,10 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     known = known.assign(layout=known["instance"])
     best = known.drop_duplicates(["run", "model", "layout"])
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
-    plain = best[(best["dp"] == 1) & (best["dcp"] == 1)].set_index(["run", "model", "tp"])["kv_tokens_per_gib"]
-    beside = best.join(plain[plain > 0].rename("plain"), on=["run", "model", "tp"])
-    return best.assign(kv_ratio=beside["kv_tokens_per_gib"] / beside["plain"])
+    same = ["run", "model", "tp"]
+    plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_tokens_per_gib"] > 0)]
+    baseline = match(best, plain[[*same, "kv_tokens_per_gib"]].rename(columns={"kv_tokens_per_gib": "plain"}), same)
+    return best.assign(kv_ratio=baseline["kv_tokens_per_gib"] / baseline["plain"])
 
 
 def padded(points: pd.DataFrame) -> pd.DataFrame:
@@ -334,11 +344,12 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
         return served
     names = [metric.name for metric in REPLAYED]
     known = served[served["output_tok_s"].notna()]
-    live = known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last").set_index(SAME_BUT_MODE)
+    live = known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last").rename(columns={"cpu": "live_cpu"})
     replayed = known[known["mode"] == REPLAY].rename(columns={name: f"{name}_replay" for name in names})
-    found = replayed.join(live[names].assign(live_cpu=live["cpu"]), on=SAME_BUT_MODE, how="inner")
+    found = match(replayed, live[[*SAME_BUT_MODE, *names, "live_cpu"]], SAME_BUT_MODE)
+    found = found[found["live_cpu"].notna()]
     errors = {f"{n}_error": found[f"{n}_replay"] / found[n].where(found[n] != 0) - 1 for n in names}
-    return found.assign(cpu=found["cpu"] | found["live_cpu"], **errors)
+    return found.assign(cpu=found["cpu"].astype(bool) | found["live_cpu"].astype(bool), **errors)
 
 
 def repeats(frames: Frames) -> pd.DataFrame:

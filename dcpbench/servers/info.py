@@ -11,9 +11,11 @@ import msgspec
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
 from dcpbench.servers.client import OK, RequestError, status_error
+from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.show.text import listed, short
 
 if TYPE_CHECKING:
+    from dcpbench.records.record import KvSources
     from dcpbench.servers.client import Client
 
 TIMEOUT_S = 10.0
@@ -24,6 +26,8 @@ PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_tota
 CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 CACHE_CONFIG = "vllm:cache_config_info"
 SGLANG_INFO = ("/server_info", "/get_server_info")
+METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}
+"""How each engine is started so that /metrics has its counters."""
 LONGEST_FACT = 200
 KEPT = """
     tp_size dp_size dcp_size ep_size enable_dp_attention attention_backend kv_cache_dtype quantization dtype
@@ -52,8 +56,38 @@ class ServerInfo:
     """VLLM, SGLANG, or OPENAI where it does not say."""
     version: str = ""
     models: tuple[Card, ...] = ()
+    kv: KvReport = dataclasses.field(default_factory=KvReport)
+    """Numbers about the KV cache, as reported."""
     kv_capacity_tokens: int | None = None
+    """Total capacity; None before `with_kv_capacity`, or if it is unknown."""
+    kv_sources: KvSources | None = None
+    metrics: bool = False
+    """Whether /metrics has the engine's counters."""
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def metrics_hint(self) -> str:
+        """Return how the server has to be started so that /metrics has its counters; empty if it has them."""
+        if self.metrics or self.engine not in METRICS_FLAGS:
+            return ""
+        return (
+            f"/metrics has no counters of {self.engine}, so cache hits and preemptions stay unknown; "
+            f"start it {METRICS_FLAGS[self.engine]}"
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """Return sentences for the user about what the server does not report, or reports in two ways."""
+        conflicts = describe_conflicts(self.kv_sources, self.kv_capacity_tokens) if self.kv_sources else ""
+        return [f"{note}." for note in (self.metrics_hint, conflicts) if note]
+
+    def with_kv_capacity(self, *, dp: int, dcp: int, pcp: int = 1, log: str = "") -> ServerInfo:
+        """Return this with the total KV capacity; parameters as those of kv_capacity.compute_capacity."""
+        longest = max((card.max_model_len for card in self.models if card.max_model_len), default=None)
+        tokens, sources = compute_capacity(
+            self.kv, self.engine, dp=dp, dcp=dcp, pcp=pcp, max_model_len=longest, log=log
+        )
+        return dataclasses.replace(self, kv_capacity_tokens=tokens, kv_sources=sources)
 
     @property
     def origin(self) -> str:
@@ -150,38 +184,27 @@ def _sum(found: dict[str, list[tuple[dict[str, str], float]]], names: tuple[str,
 
 
 def _of_metrics(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], float]]]) -> dict[str, Any]:
-    """The KV cache as vLLM says it, whose blocks are counted for each replica of data parallelism."""
+    """Return the fields of ServerInfo that /metrics holds: the engine, the KV cache as vLLM reports it, and facts."""
     if info.engine == OPENAI and any(name.startswith("vllm:") for name in found):
         info = dataclasses.replace(info, engine=VLLM)
-    capacity, facts = info.kv_capacity_tokens, dict(info.facts)
-    for labels, _ in found.get(CACHE_CONFIG, ()):
-        size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-        if size.isdecimal() and blocks.isdecimal():
-            capacity = (capacity or 0) + int(size) * int(blocks)
+    facts, configs = dict(info.facts), [labels for labels, _ in found.get(CACHE_CONFIG, ())]
+    for labels in configs:
         facts |= {
             name: labels[name] for name in ("cache_dtype", "block_size", "enable_prefix_caching") if name in labels
         }
-    return {"engine": info.engine, "kv_capacity_tokens": capacity, "facts": facts}
+    counters = any(name.startswith(f"{info.engine}:") for name in found)
+    return {"engine": info.engine, "kv": info.kv or read_vllm(configs), "metrics": counters, "facts": facts}
 
 
 def _of_sglang(info: ServerInfo, said: dict[str, Any]) -> ServerInfo:
-    states = said.get("internal_states")
-    first = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-    capacity = next(
-        (n for n in (said.get("max_total_num_tokens"), first.get("max_total_num_tokens")) if _whole(n)), None
-    )
     version = said.get("version")
     return dataclasses.replace(
         info,
         engine=SGLANG,
         version=version[:LONGEST_FACT] if isinstance(version, str) else "",
-        kv_capacity_tokens=capacity,
+        kv=read_sglang(said),
         facts={name: str(said[name])[:LONGEST_FACT] for name in KEPT.split() if said.get(name) not in (None, "")},
     )
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 async def _json(client: Client, path: str) -> dict[str, Any]:

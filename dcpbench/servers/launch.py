@@ -105,6 +105,10 @@ class Server:
             f"{reason_in(self._log())}"
         )
 
+    def read_log(self) -> str:
+        """Return the text that the server has written so far."""
+        return self._log().decode("utf-8", "replace")
+
     def cause(self, said: str) -> str:
         """What its log says, where what it said itself only points there."""
         return f" (its log: {reason_in(self._log())})" if POINTS_ELSEWHERE.search(said) else ""

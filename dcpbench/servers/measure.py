@@ -53,14 +53,15 @@ if TYPE_CHECKING:
     from dcpbench.servers.shares import Shares
 
 CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"
+KV_SOURCES_DIFFER = "kv_sources_differ"
 """Marks; reports/explain.py has a sentence for each."""
 MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
 """A process that is busier, or later at p99 than so many ms and this share of the median ITL, was the bottleneck."""
 NEAR = 0.05
 """Tokens of answers that differ by more of what was asked for are said."""
 WARM_UP, WARM_UP_OUTPUT = 8, 16
-NOT_PROFILED = "not_profiled"
-"""Name of the fact that says why."""
+NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
+"""Names of facts: why the server was not profiled, and how its counters are turned on."""
 PROFILED = 8
 """Requests that a server serves while it is profiled."""
 MOST_OPEN = 256
@@ -403,6 +404,7 @@ def _record(
         CLIENT_BOUND: _client_bound(record.server.client, metrics.itl_ms.p50),
         GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
         NOMINAL: _not_as_asked(samples, sent.requests),
+        KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
     }
     reason = failed or None
     if stopped:
@@ -459,13 +461,19 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
         engine=info.engine,
         version=info.version,
         kv_capacity_tokens=info.kv_capacity_tokens,
+        kv_sources=info.kv_sources,
         max_model_len=info.model(manner.model).max_model_len if info.models else None,
         prompts=manner.prompts,
         counted=answered.counted_by if answered else BY_CHUNKS,
         retries=sum(o.retries for o in outcomes),
         failures=[Failed(kind=kind, requests=count, first=first[kind]) for kind, count in kinds.most_common()],
         client=_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
-        facts={**info.facts, **asked.facts, **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {})},
+        facts={
+            **info.facts,
+            **asked.facts,
+            **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
+            **({NO_METRICS: info.metrics_hint} if info.metrics_hint else {}),
+        },
     )
 
 

@@ -39,6 +39,16 @@ HOW = (
 )
 
 
+def make_traces_folder(folder: Path) -> None:
+    """Create the folder of --traces with its parents. Raises UsageError if it cannot be a folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(
+            f"--traces {folder}: no folder can be made there ({e.strerror}); name the one into which the server writes its traces."
+        ) from e
+
+
 def traces_in(folder: Path) -> dict[Path, int]:
     """Return the files below a folder that may be traces, each with its size."""
     return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name.endswith(KINDS)}
@@ -58,12 +68,9 @@ async def profile(
 ) -> list[Path]:
     """Return the traces that the server wrote into `folder`, which both processes see, while it served a small load.
 
-    Raises UsageError for a folder that is not there, WorkerError where the server does not profile or no trace comes.
+    Raises UsageError for a folder that cannot be made, WorkerError where the server does not profile or no trace comes.
     """
-    if not await asyncio.to_thread(folder.is_dir):
-        raise UsageError(
-            f"--traces {folder} is no folder on this machine; name the one into which the server writes its traces."
-        )
+    await asyncio.to_thread(make_traces_folder, folder)
     async with Client(target) as client:
         asked = await server_info.ask(client)
         manner = await find_manner(client, asked.model(None).id, endpoint)

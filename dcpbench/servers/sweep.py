@@ -16,10 +16,12 @@ from dcpbench.points.point import SETTING
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record
 from dcpbench.servers.client import Target
+from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, free_port
 from dcpbench.servers.measure import look, manner_of, measure, without_key
 from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import in_short
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +92,11 @@ def measure_started(
             try:
                 waited = server.wait(limit_s, told(left[0], "build"))
                 one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
-                info = look(one.target)
+                info = look(one.target).with_kv_capacity(
+                    dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=server.read_log()
+                )
+                for note in info.notes:
+                    say(note)
                 manner = manner_of(one, info.model(None).id)
             except DcpbenchError as e:
                 why = f"{str(e).rstrip('.')}{server.cause(str(e))}"

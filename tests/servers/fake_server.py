@@ -120,6 +120,12 @@ class Model:
     version: str = "0.32.0"
     kv_blocks: int = 1000
     block_size: int = 16
+    kv_size_label: bool = True
+    """Whether vllm:cache_config_info has kv_cache_size_tokens, as newer versions have."""
+    log_kv_tokens: int = 0
+    """KV cache size in the log; 0: the true one."""
+    offer_metrics: bool = True
+    """Whether /metrics is there: SGLang has it with --enable-metrics only."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """As /get_server_info has them."""
     trace: str = ""
@@ -289,7 +295,7 @@ class FakeServer:
         if path in ("/get_server_info", "/server_info") and model.engine == "sglang":
             said = {"version": model.version, "model_path": model.name, **model.args}
             return await _json(writer, 200, said | {"max_total_num_tokens": model.kv_blocks * model.block_size})
-        if path == "/metrics" and model.engine in ("vllm", "sglang"):
+        if path == "/metrics" and model.engine in ("vllm", "sglang") and model.offer_metrics:
             return await _text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
         if method == "POST" and path in ("/start_profile", "/stop_profile"):
             return await self._profile(writer, path)
@@ -332,9 +338,38 @@ class FakeServer:
             f'vllm:num_preemptions_total{{engine="0",{labels}}} 0.0\n'
             f'vllm:prefix_cache_queries_total{{engine="0",{labels}}} {float(self.prompt_tokens)}\n'
             f'vllm:prefix_cache_hits_total{{engine="0",{labels}}} {float(self.hits)}\n'
-            f'vllm:cache_config_info{{block_size="{model.block_size}",cache_dtype="auto",engine="0",'
-            f'num_gpu_blocks="{model.kv_blocks}"}} 1.0\n'
+        ) + "".join(self._cache_config(engine) for engine in range(self._degree("dp_size")))
+
+    def _degree(self, name: str) -> int:
+        return int(self.model.args.get(name, 1) or 1)
+
+    def engine_tokens(self) -> int:
+        """Return the tokens that the KV cache of one vLLM engine holds, over its context parallel ranks."""
+        return self.model.kv_blocks * self.model.block_size * self._degree("dcp_size")
+
+    def _cache_config(self, engine: int) -> str:
+        """As vLLM's front end has it: its num_gpu_blocks are the sum over all engines, the tokens are of one."""
+        model = self.model
+        size = f',kv_cache_size_tokens="{self.engine_tokens()}"' if model.kv_size_label else ""
+        return (
+            f'vllm:cache_config_info{{block_size="{model.block_size}",cache_dtype="auto",engine="{engine}"{size},'
+            f'num_gpu_blocks="{model.kv_blocks * self._degree("dp_size")}"}} 1.0\n'
         )
+
+    def log_kv_cache(self) -> None:
+        """Write the log lines about the KV cache that the engine writes when it starts."""
+        model = self.model
+        if model.engine == "sglang":
+            tokens = model.log_kv_tokens or model.kv_blocks * model.block_size
+            sys.stderr.write(f"[2026-11-28 10:00:00 TP0] max_total_num_tokens={tokens}, chunked_prefill_size=8192\n")
+        if model.engine == "vllm":
+            tokens = model.log_kv_tokens or self.engine_tokens()
+            for engine in range(self._degree("dp_size")):
+                sys.stderr.write(
+                    f"(EngineCore_DP{engine} pid=7) INFO 11-28 10:00:00 [kv_cache_utils.py:1316] "
+                    f"GPU KV cache size: {tokens:,} tokens\n"
+                )
+        sys.stderr.flush()
 
     def _script(self, headers: dict[str, str], number: int) -> Script:
         if "x-script" in headers:
@@ -692,6 +727,7 @@ async def _main(given: argparse.Namespace, others: list[str]) -> None:
         else:
             loop.add_signal_handler(number, stopped.set)
     await asyncio.sleep(given.start_delay)
+    server.log_kv_cache()
     tls = None
     if given.tls_cert:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -111,6 +111,28 @@ def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_othe
     assert after.count(b"\n") == before.count(b"\n") + 2, "what failed is tried again, what ran is not"
 
 
+def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang, tp4·dcp2, 1,000 pages of 16 tokens a rank: 32,000 in all; vLLM's log line that lacks dcp is named."""
+    for name, flags, expected in (
+        ("right", "--engine sglang", (32_000, 16_000, [])),
+        ("wrong", "--no-kv-size-label --log-kv-tokens 16000", (16_000, 16_000, ["log"])),
+    ):
+        run, traces = tmp_path / name, tmp_path / "new" / name
+        words = ["serve", "--serve-cmd", f"{FAKE} {flags}", "--model", "m", "--tp", "4", "--dcp", "2", *LOAD]
+        code, _, err = dcpbench(capsys, *words, "--concurrency", "2", "--traces", str(traces), "-o", str(run))
+        assert code == 0, err
+        (record,) = read_run(run).records
+        assert record.server is not None
+        assert record.server.kv_sources is not None
+        sources = record.server.kv_sources
+        assert (record.server.kv_capacity_tokens, sources.log_tokens, sources.conflicts) == expected
+        assert ("kv_sources_differ" in record.marks) == bool(sources.conflicts)
+        assert ("but its log says 16,000" in err) == bool(sources.conflicts)
+        assert traces.is_dir()
+
+
 @pytest.mark.long
 def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

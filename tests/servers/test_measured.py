@@ -145,14 +145,6 @@ def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, toke
     assert _not_as_asked(came, asked) is nominal
 
 
-@pytest.mark.parametrize(("blocks", "tokens"), [("100", 1600), ("None", None), ("", None)])
-def test_a_cache_whose_size_a_server_does_not_say_has_none(blocks: str, tokens: int | None) -> None:
-    """As vLLM's metrics have it, of two engines where it is said; 16 tokens to a block."""
-    said = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}",engine="0"}} 1.0'
-    found = info._of_metrics(info.ServerInfo(), info.read_metrics(said))
-    assert (found["engine"], found["kv_capacity_tokens"]) == ("vllm", tokens)
-
-
 def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
     async def main() -> Run:
         load = Run(SimpleNamespace(ages_s=[]), [], 1)  # type: ignore[arg-type]
@@ -274,31 +266,36 @@ def asked(answers: dict[str, object]) -> info.ServerInfo:
     return asyncio.run(info.ask(Asked()))  # type: ignore[arg-type]
 
 
+def capacity(found: info.ServerInfo) -> int | None:
+    """Return its KV capacity without data or context parallelism."""
+    return found.with_kv_capacity(dp=0, dcp=1).kv_capacity_tokens
+
+
 CARDS = {"data": [{"id": "v3", "max_model_len": 4096}]}
 
 
 def test_a_server_is_what_it_says_of_itself() -> None:
     """vLLM by /version and metrics of its replicas; SGLang by what it serves; else one of OpenAI's API."""
     metrics = "\n".join(
-        f'vllm:cache_config_info{{block_size="16",cache_dtype="fp8",engine="{n}",num_gpu_blocks="100"}} 1.0'
+        f'vllm:cache_config_info{{block_size="16",cache_dtype="fp8",engine="{n}",num_gpu_blocks="200"}} 1.0'
         for n in (0, 1)
     )
     vllm = asked({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
-    assert (vllm.engine, vllm.version, vllm.kv_capacity_tokens) == ("vllm", "0.32.0", 3200)
+    assert (vllm.engine, vllm.version, capacity(vllm)) == ("vllm", "0.32.0", 3200)
     assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
     assert vllm.model(None).max_model_len == 4096
     (path,) = info.SGLANG_INFO[:1]
     states = [{"max_total_num_tokens": 5000}]
     sglang = asked({"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}})
-    assert (sglang.engine, sglang.version, sglang.kv_capacity_tokens) == ("sglang", "0.5", 5000)
+    assert (sglang.engine, sglang.version, capacity(sglang)) == ("sglang", "0.5", 5000)
     own = asked({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
-    assert (own.kv_capacity_tokens, own.version) == (7000, "")
+    assert (capacity(own), own.version) == (5000, "")
     odd = asked(
         {"/v1/models": CARDS, path: {"max_total_num_tokens": True, "internal_states": []}, "/version": {"version": 5}}
     )
-    assert (odd.engine, odd.kv_capacity_tokens) == ("sglang", None)
+    assert (odd.engine, capacity(odd)) == ("sglang", None)
     plain = asked({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
-    assert (plain.engine, plain.version, plain.kv_capacity_tokens, plain.facts) == ("openai", "", None, {})
+    assert (plain.engine, plain.version, capacity(plain), plain.facts) == ("openai", "", None, {})
 
 
 @pytest.mark.parametrize(

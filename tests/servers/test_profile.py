@@ -90,7 +90,7 @@ def test_a_trace_without_a_gpu_is_never_clean(scanned: Callable[..., Asked], tmp
     [
         ([], "--url is missing"),
         (["--url", "http://127.0.0.1:9"], "--traces is missing"),
-        (["--url", "http://127.0.0.1:9", "--traces", "/no/such"], "is no folder on this machine"),
+        (["--url", "http://127.0.0.1:9", "--traces", f"{__file__}/x"], "no folder can be made there"),
         (["--url", "ftp://x", "--traces", "."], "is no address of a server"),
         (["--url", "http://127.0.0.1:9", "--traces", ".", "--format", "pdf"], "pdf"),
     ],

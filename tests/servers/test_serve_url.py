@@ -79,6 +79,8 @@ def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
     assert isinstance(server, msgspec.Struct)
     assert (server.prompts, server.counted) == ("token ids", "token ids")
     assert server.kv_capacity_tokens == 16_000
+    assert server.kv_sources is not None
+    assert (server.kv_sources.source, server.kv_sources.conflicts) == ("kv_cache_size_tokens", [])
     assert server.client is not None
     assert server.failures == []
     assert record.serve is not None
@@ -138,6 +140,8 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         ("--endpoint embeddings", "embeddings"),
         ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
         ("--warm-up -1", "--warm-up -1 is negative"),
+        ("--engine vllm", "--engine starts a server, and --url measures one that runs already; leave out --url"),
+        ("--serve-cmd x{port}", "leave out --url http://127.0.0.1:9 to start one, or leave out --serve-cmd."),
     ],
 )
 def test_options_that_a_server_does_not_take_are_refused(
@@ -159,6 +163,24 @@ def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[
     assert code == 2
     assert "add for example --url" in err
     assert not (tmp_path / "x").exists()
+
+
+def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the terminal and in the record; its KV capacity is known all the same."""
+    words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
+    words += ["--output-tokens", "4", "--no-check-client", "-o", str(tmp_path / "run")]
+    with served("--engine sglang --no-offer-metrics", tmp_path / "log") as url:
+        code, _, err = dcpbench(capsys, "serve", "--url", url, *words)
+    assert code == 0
+    assert "start it with --enable-metrics." in err
+    (record,) = read_run(tmp_path / "run").records
+    assert record.server is not None
+    assert record.server.facts["no_metrics"].endswith("start it with --enable-metrics")
+    assert record.server.kv_capacity_tokens == 16_000
+    assert record.serve is not None
+    assert record.serve.preemptions is None
 
 
 def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -332,6 +332,28 @@ class TestFindings:
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
         )
 
+    def test_live_points_without_a_named_device_are_reported_without_a_replay(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A server measured without --gpu has no device, so that column holds missing values alone.
+
+        pandas before 3.1 raises IndexError where such a table is joined on several columns; any version does here.
+        """
+        join = pd.DataFrame.join
+
+        def join_on_one_column(self: pd.DataFrame, *args: Any, on: Any = None, **more: Any) -> pd.DataFrame:
+            if isinstance(on, list):
+                raise IndexError("cannot do a non-empty take from an empty axes.")
+            return join(self, *args, on=on, **more)
+
+        monkeypatch.setattr(pd.DataFrame, "join", join_on_one_column)
+        nowhere = msgspec.structs.replace(record_builder.GPU, device="")
+        read = loaded(tmp_path, exact(build.point(TP), 100, nowhere), exact(build.point(DCP), 120, nowhere))
+        assert read.served["device"].isna().all()
+        assert findings.replay_against_live(read.served).empty
+        assert list(read.findings.ratios["ratio"]) == [pytest.approx(1.2)]
+        write_report([tmp_path / "run"], tmp_path / "report", page_only=True)
+
     def test_runs_with_other_limits_are_not_held_against_each_other(self, tmp_path: Path) -> None:
         """A replay of all requests, and a live run that ended at 60 s or had a smaller KV cache, are two loads."""
         live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
