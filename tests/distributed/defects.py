@@ -17,7 +17,6 @@ from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.kernels import moe
-from dcpbench.kernels.attention.reference import ReferenceBackend
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.workloads import session
 
