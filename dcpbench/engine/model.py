@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 LATENT_EPS = 1e-6
 """Of the norms inside attention, whatever `rms_norm_eps` is: transformers and DeepSeek's own code fix it."""
 
+QUERY, KV_ROW, VALUES, ATTENTION, MLP = "query", "KV row", "values", "attention", "MLP"
+OBSERVED = (QUERY, KV_ROW, VALUES, ATTENTION, MLP)
+"""Names under which `Model.observed` collects a layer's intermediate results: q [B, h, nope + P] before rope, KV rows
+[B, Q] before they are stored, attention outputs [B, h, V], and the outputs [B, D] of o_proj and of the MLP, both summed
+over the ranks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepInput:
@@ -99,6 +105,8 @@ class Model:
         """int32 [1]: the number of the last norm that the device began; None where none is kept."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
+        self.observed: dict[str, list[torch.Tensor]] | None = None
+        """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
 
     def step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
         """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
@@ -158,23 +166,33 @@ class Model:
         x_BD = None
         if y_BhV is not None:
             before = self.weights.layer(index - 1)
+            self.observe(VALUES, y_BhV)
             with phase("o_proj"):
                 x_BD = linear(y_BhV.flatten(1), before.attention.o)
             with phase("attn_reduce"):
                 x_BD = self.reduce(x_BD)
+            self.observe(ATTENTION, x_BD)
             feeds, routed = None if self.layout.dp > 1 else before.mlp.gate_up, isinstance(before.mlp, Moe)
             normed = self.norm(x_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
             del x_BD  # its memory is the MLP's
             x_BD = self.mlp(normed, before.mlp, self.router_input(batch, index - 1), batch.live)
+            self.observe(MLP, x_BD)
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
         w = self.weights.layer(index).attention
         normed = self.norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.qkv_a, keep=False)
         with phase("qkv_proj"):
             q_Bh, row_BQ = self.project(normed, w, batch.positions, out)
+        self.observe(QUERY, self.own(q_Bh))
+        self.observe(KV_ROW, row_BQ)
         with phase("kv_write"):
             write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
         return q_Bh, row_BQ
+
+    def observe(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of an intermediate result, one of OBSERVED, where results are collected."""
+        if self.observed is not None:
+            self.observed[name].append(tensor.clone())
 
     def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of a replica. Steps with more rows than symmetric memory was taken for go by NCCL."""

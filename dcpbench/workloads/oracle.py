@@ -1,14 +1,13 @@
-"""What `transformers` says of a checkpoint: logits and greedy tokens in fp32, whole sequences at once, no cache."""
+"""`transformers` on a checkpoint, in fp32: whole sequences at once, without a cache."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -16,74 +15,83 @@ from safetensors.torch import load_file, save_file
 
 from dcpbench.engine.checkpoint import SCALE
 from dcpbench.errors import MissingPackageError, how_to_install
-from dcpbench.kernels.block_scaled import Scaled, dequantise_weight, quantise_weight
 from dcpbench.points.shapes import INDEX_FILE
+from dcpbench.workloads.rounding import dequantise_blocks, round_weight
+from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, ROUNDED_INPUTS, TeacherForcing, attend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedConfig
 
+    from dcpbench.workloads.rounding import Roundings
 
-QUANTISED = tuple(
-    f".{name}.weight"
-    for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
-)
-"""What the engine quantises of a checkpoint that is not."""
+MIN_TRANSFORMERS = "5.13"
+"""First version whose routers of V2 and V3 return the experts that they choose."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Truth:
-    """The oracle's view of one prompt and its continuation."""
+@functools.lru_cache(maxsize=1)
+def load_teacher(folder: str, roundings: Roundings) -> TeacherForcing:
+    """Return the model of a checkpoint with the roundings of an engine.
 
-    tokens: list[int]
-    logits: torch.Tensor
-    """[positions, vocab] of the prompt and all new tokens, fp32 on the CPU."""
-
-
-@functools.cache
-@torch.no_grad()
-def greedy(folder: str, prompts: tuple[tuple[int, ...], ...], new_tokens: int, *, fp8: bool = False) -> list[Truth]:
-    """Truth for each prompt, the same for all points of a job, so it is computed once.
-
-    On weights as they are: of a checkpoint in fp8, or one that is to be computed with in `fp8`, on what these stand for.
-    The whole model must fit in host memory, and what is fp8 once more on the disk. Raises MissingPackageError.
+    The whole model must fit in host memory, and once more on the disk if its weights are fp8. Raises
+    MissingPackageError.
     """
+    return TeacherForcing(_load(folder, fp8=roundings.fp8_weights, attention=IMPLEMENTATION), roundings)
+
+
+@functools.lru_cache(maxsize=1)
+def load_plain(folder: str) -> Any:  # noqa: ANN401 - transformers' classes differ by version
+    """Return the model of a checkpoint without any roundings. Memory and errors as in `load_teacher`."""
+    return _load(folder, fp8=False, attention="eager")
+
+
+@torch.no_grad()
+def logits_of(folder: str, tokens: list[int]) -> torch.Tensor:
+    """Return the logits [P, vocab] of a text, without any roundings."""
+    return load_plain(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def _load(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN401
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+        from transformers.masking_utils import eager_mask
+        from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter  # noqa: F401 - its version
     except ImportError as e:
         raise MissingPackageError(
-            f"comparing logits needs transformers ({e}); {how_to_install('test')}, or leave --checkpoint out."
+            f"comparing with a checkpoint needs transformers {MIN_TRANSFORMERS} or newer ({e}); "
+            f"{how_to_install('test')}, or leave --checkpoint out."
         ) from e
-    with _whole_numbers(Path(folder), fp8) as plain:
-        # Plain experts: the grouped product takes only rows that are multiples of 16 bytes.
-        model = AutoModelForCausalLM.from_pretrained(
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+    with _in_fp32(Path(folder), fp8) as plain:
+        # The grouped experts take only rows that are multiples of 16 bytes.
+        return AutoModelForCausalLM.from_pretrained(
             plain,
             config=_config(folder),
             dtype=torch.float32,
-            attn_implementation="eager",
+            attn_implementation=attention,
             experts_implementation="eager",
         ).eval()
-    return [_greedy(model, prompt, new_tokens) for prompt in prompts]
 
 
 @contextlib.contextmanager
-def _whole_numbers(folder: Path, fp8: bool) -> Iterator[str]:
-    """The checkpoint, or a copy in which what is fp8, or would be, is what that stands for."""
+def _in_fp32(folder: Path, fp8: bool) -> Iterator[str]:
+    """Give the checkpoint, or a copy in which weights that are or become fp8 are the numbers that fp8 represents."""
     files = sorted(folder.glob("*.safetensors"))
     if not fp8 and not any(name.endswith(SCALE) for file in files for name in _names(file)):
         yield str(folder)
         return
     with tempfile.TemporaryDirectory() as made:
         for file in files:
-            save_file(_stand_for(load_file(file), fp8), Path(made) / file.name, {"format": "pt"})
+            save_file(_dequantise(load_file(file), fp8), Path(made) / file.name, {"format": "pt"})
         for name in ("config.json", INDEX_FILE):
             if (folder / name).is_file():
-                told = json.loads((folder / name).read_text(encoding="utf-8"))
-                told.pop("quantization_config", None)
-                if "weight_map" in told:
-                    told["weight_map"] = {k: v for k, v in told["weight_map"].items() if not k.endswith(SCALE)}
-                (Path(made) / name).write_text(json.dumps(told), encoding="utf-8")
+                fields = json.loads((folder / name).read_text(encoding="utf-8"))
+                fields.pop("quantization_config", None)
+                if "weight_map" in fields:
+                    fields["weight_map"] = {k: v for k, v in fields["weight_map"].items() if not k.endswith(SCALE)}
+                (Path(made) / name).write_text(json.dumps(fields), encoding="utf-8")
         yield made
 
 
@@ -92,22 +100,24 @@ def _names(file: Path) -> list[str]:
         return list(opened.keys())
 
 
-def _stand_for(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
+def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
+    """Return fp8 weights, and with `fp8` those that the engine rounds to fp8, as fp32 numbers; others as they are."""
+    quantised = tuple(f".{name}.weight" for name in ROUNDED_INPUTS)
     found = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALE):
             continue
         if name + SCALE in tensors:
-            found[name] = dequantise_weight(Scaled(tensor, tensors[name + SCALE].float()))
-        elif fp8 and name.endswith(QUANTISED):
-            found[name] = dequantise_weight(quantise_weight(tensor))
+            found[name] = dequantise_blocks(tensor, tensors[name + SCALE])
+        elif fp8 and name.endswith(quantised):
+            found[name] = round_weight(tensor)
         else:
             found[name] = tensor
     return found
 
 
 def _config(folder: str) -> PreTrainedConfig:
-    """The checkpoint's config.json for a class of transformers itself: Kimi-K2 has none of its own, and is V3.
+    """Return the checkpoint's config.json for a class of transformers: Kimi-K2 has none of its own, and is V3.
 
     Null is left to the class, which has no null for most fields; no shared experts are experts of width 0.
     """
@@ -119,11 +129,3 @@ def _config(folder: str) -> PreTrainedConfig:
     left_out = ("model_type", "quantization_config")
     fields = {name: value for name, value in given.items() if value is not None and name not in left_out}
     return kind.from_dict({name: value for name, value in absent.items() if name not in fields} | fields)
-
-
-def _greedy(model: torch.nn.Module, prompt: tuple[int, ...], new_tokens: int) -> Truth:
-    text = list(prompt)
-    for _ in range(new_tokens):
-        logits = model(torch.tensor([text]), use_cache=False).logits[0]
-        text.append(int(logits[-1].argmax()))
-    return Truth(tokens=text[len(prompt) :], logits=model(torch.tensor([text]), use_cache=False).logits[0].float())

@@ -19,6 +19,7 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.emulated import Emulation
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import batch_rows
+from dcpbench.points.budget import plan_whole
 from dcpbench.points.machines import described
 from dcpbench.points.names import FP8, WHOLE
 from dcpbench.workloads import choice
@@ -117,6 +118,13 @@ def build(
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec, emulation=emulation)
     session.follow(point)
     return session
+
+
+def build_whole(
+    point: Point, shape: ModelShape, lengths: list[int], *, rank: int, device: torch.device, seed: int
+) -> Session:
+    """Build an engine that holds all layers and has KV pages for requests of these lengths. Collective."""
+    return build(point, shape, plan_whole(point, lengths, shape), rank=rank, device=device, seed=seed)
 
 
 def free_memory(device: torch.device) -> None:

@@ -66,14 +66,17 @@ def experts_reference(
     first: int,
     shared_TD: torch.Tensor,
 ) -> torch.Tensor:
-    """Slow and obvious. Loops over experts and reads the routing on the host."""
+    """Compute the same slowly: loop over experts and read the routing on the host.
+
+    As in the kernels, hidden rows are rounded once, behind the product of gate and up.
+    """
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     total_TD = shared_TD.to(wide)
     for e in range(gate_up.shape[0]):
         weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)
         chosen = weight_T.nonzero().squeeze(-1)
-        gate, up = linear(x_TD[chosen], gate_up[e]).chunk(2, dim=-1)
-        y = linear(silu(gate) * up, down[e])
+        gate, up = linear(x_TD[chosen].to(wide), gate_up[e].to(wide)).chunk(2, dim=-1)
+        y = linear((silu(gate) * up).to(x_TD.dtype), down[e])
         total_TD = total_TD.index_add(0, chosen, y.to(wide) * weight_T[chosen, None].to(wide))
     return total_TD.to(x_TD.dtype)
 
@@ -100,10 +103,13 @@ def scaled_experts_reference(
 
 
 def silu_mul(gate_up_TI: torch.Tensor, feeds: torch.Tensor | Scaled | None = None) -> torch.Tensor | Rows:
-    """silu(first half) · second half of the columns, of dense layers and shared experts, for a product with `feeds`."""
+    """Return silu(first half) · second half of the columns, rounded once, for a product with the weight `feeds`.
+
+    Dense layers and shared experts use it. The result is quantised where kernels quantise the input of `feeds`.
+    """
     if quantised_for(feeds):
         return prompts.silu_mul_rows(gate_up_TI)
     if gate_up_TI.is_cuda:
         return prompts.silu_mul(gate_up_TI)
-    gate, up = gate_up_TI.chunk(2, dim=-1)
-    return silu(gate) * up
+    gate_TI, up_TI = gate_up_TI.to(torch.promote_types(gate_up_TI.dtype, torch.float32)).chunk(2, dim=-1)
+    return (silu(gate_TI) * up_TI).to(gate_up_TI.dtype)

@@ -1,0 +1,203 @@
+"""Checks of an engine against `transformers` on the same checkpoint.
+
+layers   the result of each operation of each layer, from the engine's own input of that operation and with the engine's
+         roundings (teacher_forcing.py): errors do not accumulate, so limits are the same at any depth
+logits   logits from the engine's last hidden states, likewise; in fp32 those of whole forward passes
+tokens   new tokens that are not those of the largest logit, by the engine's logits or by transformers'
+routing  tokens for which a layer chose other experts than transformers' rule does from the engine's router logits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.exchange.collectives import gather_objects
+from dcpbench.kernels.attention import rounding_error
+from dcpbench.kernels.e4m3 import ROUNDING
+from dcpbench.workloads import oracle, teacher_forcing
+from dcpbench.workloads.checks import make_check
+from dcpbench.workloads.rounding import Roundings
+from dcpbench.workloads.session import DTYPES, build_whole
+from dcpbench.workloads.teacher_forcing import ATTENTION, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
+from dcpbench.workloads.trace import Decoded, Trace, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.engine.decode import DecodeEngine
+    from dcpbench.launch.jobs import Check, Job
+    from dcpbench.points.point import Point
+    from dcpbench.points.shapes import ModelShape
+    from dcpbench.workloads.teacher_forcing import Comparison, Difference
+
+HALF_STEP = {"fp32": 5e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Largest relative error of one rounding. Operations in fp32 sum hundreds of numbers in different orders, which adds tens
+of roundings of 6e-8."""
+MAX_MEDIAN, MAX_POSITION = 2, 4
+"""Roundings by which the result of an operation may differ: at the median position, and at any position. Engines round
+some intermediate results that transformers never computes: absorbed queries, and each rank's part of a sum."""
+MAX_FLIPPED = 2
+"""Roundings to e4m3 by which a result may differ at single positions, where an operation rounds an intermediate result
+to e4m3. A number between two e4m3 numbers is rounded up or down by an error of its last bit."""
+ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, MLP)
+"""Operations that round to e4m3 what they have computed themselves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Largest relative errors of the operations of one engine."""
+
+    half_step: float
+    fp8_weights: bool
+    attention_rounds: frozenset[str]
+    """What the attention kernel rounds to e4m3, of QUERIES and WEIGHTS."""
+
+    @classmethod
+    def of_engine(cls, point: Point, roundings: Roundings, engine: DecodeEngine) -> Limits:
+        """Return the limits of a point's engine, which has decoded."""
+        rounds = frozenset(what for batch in engine.batches.values() for what in batch.backend.rounds)
+        return cls(HALF_STEP[point.dtype], roundings.fp8_weights, rounds)
+
+    def median(self, difference: Difference) -> float:
+        """Return the limit of the median position."""
+        return MAX_MEDIAN * self._unit(difference) + self._kernel(difference)
+
+    def position(self, difference: Difference) -> float:
+        """Return the limit of any position."""
+        flipped = MAX_FLIPPED * ROUNDING if self.fp8_weights and difference.stage in ROUNDED_INSIDE else 0.0
+        return MAX_POSITION * self._unit(difference) + 2 * self._kernel(difference) + flipped
+
+    def _unit(self, difference: Difference) -> float:
+        """Return the error of one rounding. Rounded queries change attention outputs by the deviation of scores."""
+        return self.half_step * (1 + difference.scores**2) ** 0.5
+
+    def _kernel(self, difference: Difference) -> float:
+        """Return what the attention kernel's roundings to e4m3 change in the mean square."""
+        return rounding_error(self.attention_rounds, difference.scores) if difference.stage == ATTENTION else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """An error of one operation and its limit."""
+
+    stage: str
+    layer: int
+    prompt: int
+    position: int | None
+    """None: at the median position."""
+    error: float
+    limit: float
+
+    @property
+    def ratio(self) -> float:
+        """Error over limit; infinite where the error is NaN."""
+        return math.inf if math.isnan(self.error) else self.error / self.limit
+
+    def __str__(self) -> str:
+        place = "at the median position" if self.position is None else f"at position {self.position}"
+        return f"{self.stage} of layer {self.layer} {place} of prompt {self.prompt + 1}"
+
+
+def compare_checkpoint(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
+    """Decode a job's prompts and compare with transformers; return the same checks on every rank. Collective.
+
+    Raises MissingPackageError without transformers.
+    """
+    longest = max(map(len, job.prompts)) + job.new_tokens
+    requests = -(-len(job.prompts) // point.dp)
+    engine = build_whole(point, shape, [longest] * requests, rank=rank, device=device, seed=job.settings.seed).engine
+    decoded = gather_objects(decode(engine, job.prompts, job.new_tokens))
+    roundings = Roundings.of_point(point, DTYPES[point.dtype], engine.model.kv.scale)
+    limits = Limits.of_engine(point, roundings, engine)
+    checks = _checks(point, roundings, limits, decoded) if rank == 0 else []
+    return gather_objects(checks)[0]
+
+
+def _checks(point: Point, roundings: Roundings, limits: Limits, decoded: list[Decoded]) -> list[Check]:
+    traces = {i: trace for one in decoded for i, trace in one.traces.items()}
+    teacher = oracle.load_teacher(point.weights, roundings)
+    compared = {i: teacher.compare(trace) for i, trace in sorted(traces.items())}
+    expected = {i: comparison.logits for i, comparison in compared.items()}
+    exact = point.precision == "fp32"
+    if exact:
+        expected = {i: oracle.logits_of(point.weights, trace.tokens) for i, trace in traces.items()}
+    allowed = limits.half_step * MAX_POSITION * max(float(logits.abs().max()) for logits in expected.values())
+    checks = [
+        _layers_check(point, limits, compared),
+        _logits_check(point, traces, expected, allowed, exact=exact),
+        _tokens_check(point, traces, expected, allowed, decoded),
+    ]
+    if any(teacher_forcing.EXPERTS in trace.results for trace in traces.values()):
+        checks.append(_routing_check(point, compared))
+    return checks
+
+
+def find_errors(limits: Limits, compared: dict[int, Comparison]) -> list[Finding]:
+    """Return two findings for each operation, layer and prompt, at the median and at the worst position."""
+    found = []
+    for prompt, comparison in compared.items():
+        for d in comparison.differences:
+            if d.stage == LOGITS:
+                continue
+            error_P = d.errors.nan_to_num(nan=math.inf)
+            worst = int(error_P.argmax())
+            found.append(Finding(d.stage, d.layer, prompt, worst, float(error_P[worst]), limits.position(d)))
+            found.append(Finding(d.stage, d.layer, prompt, None, float(error_P.median()), limits.median(d)))
+    return found
+
+
+def _layers_check(point: Point, limits: Limits, compared: dict[int, Comparison]) -> Check:
+    findings = find_errors(limits, compared)
+    worst = max(findings, key=lambda finding: finding.ratio)
+    detail = f"‖engine − transformers‖ / ‖transformers‖, {worst}"
+    wrong = [finding for finding in findings if finding.ratio > 1]
+    if wrong:
+        layers = {finding.layer for finding in wrong}
+        first = min(wrong, key=lambda finding: finding.layer)
+        detail += f"; {len(layers)} of {1 + max(f.layer for f in findings)} layers differ, first {first}"
+    return make_check(point, "layers", worst.error, worst.limit, detail)
+
+
+def _logits_check(
+    point: Point, traces: dict[int, Trace], expected: dict[int, torch.Tensor], allowed: float, *, exact: bool
+) -> Check:
+    differences = torch.cat([(trace.logits.float() - expected[i]).abs().amax(-1) for i, trace in traces.items()])
+    error = float(differences.nan_to_num(nan=math.inf).max())
+    largest = max(float(logits.abs().max()) for logits in expected.values())
+    source = "of a forward pass" if exact else "from the same last hidden states"
+    detail = f"largest absolute difference from transformers' logits {source}, which reach {largest:.2g}"
+    return make_check(point, "logits", error, allowed, detail)
+
+
+def _tokens_check(
+    point: Point,
+    traces: dict[int, Trace],
+    expected: dict[int, torch.Tensor],
+    allowed: float,
+    decoded: Sequence[Decoded],
+) -> Check:
+    """Count wrong tokens of all ranks; where transformers' best logits are closer than the error of two, each is right."""
+    judged = [
+        is_greedy(traces[i].logits[position], token, 0.0) and is_greedy(expected[i][position], token, 2 * allowed)
+        for one in decoded
+        for i, tokens in one.tokens.items()
+        for position, token in enumerate(tokens, traces[i].prompt - 1)
+    ]
+    detail = f"of {len(judged)} greedy tokens on all ranks; logits within {2 * allowed:.2g} of the largest are ties"
+    return make_check(point, "tokens", float(judged.count(False)), 0.0, detail)
+
+
+def is_greedy(logits_V: torch.Tensor, token: int, tolerance: float) -> bool:
+    """Return whether a token's logit is the largest, or less by no more than the tolerance."""
+    return 0 <= token < len(logits_V) and bool(logits_V[token] >= logits_V.max() - tolerance)
+
+
+def _routing_check(point: Point, compared: dict[int, Comparison]) -> Check:
+    wrong = sum(int(comparison.misrouted.sum()) for comparison in compared.values())
+    tokens = sum(len(comparison.misrouted) for comparison in compared.values())
+    detail = f"of {tokens} tokens, those for which a layer chose other experts than transformers from the same logits"
+    return make_check(point, "routing", float(wrong), 0.0, detail)

@@ -1,0 +1,310 @@
+"""`transformers` on an engine's own intermediate results: each operation of each layer is compared by itself.
+
+One forward pass over the text that the engine read and wrote. The model computes in fp32 and rounds where the engine
+rounds (rounding.py). Hooks compare the result of each operation with the engine's, and hand the engine's on, so that the
+next operation has the same input in both. Errors do not accumulate: limits are the same at any depth, and an error is
+found where it is made.
+
+    query      q of all heads before rope                from the layer's input: norm, projections
+    KV latent  columns [0, R) of KV rows                 likewise
+    rope key   columns [R, R + P) of KV rows             likewise, with rope
+    attention  attention outputs of all heads            from q, and KV rows as the cache stores them
+    o_proj     the output projection                     from attention outputs
+    router     router logits                             from the residual: norm, router
+    MLP        dense MLP, or experts and shared expert   from the residual, and the experts that the engine chose
+    logits     logits                                    from the residual: norm, lm_head
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from dcpbench.engine import model as engine_model
+from dcpbench.workloads.trace import EXPERTS, ROUTER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.workloads.rounding import Roundings
+    from dcpbench.workloads.trace import Trace
+
+QUERY, LATENT, ROPE_KEY, ATTENTION = "query", "KV latent", "rope key", "attention"
+O_PROJ, MLP, LOGITS = "o_proj", "MLP", "logits"
+IMPLEMENTATION = "dcpbench_teacher_forcing"
+"""Name under which transformers finds the attention below."""
+TIE = 4 * torch.finfo(torch.float32).eps
+"""Difference, as a share of the largest score, below which two experts' scores are a tie that may fall either way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far the engine's result of one operation lies from the model's."""
+
+    stage: str
+    layer: int
+    errors: torch.Tensor
+    """[P]: ‖engine − model‖ / ‖model‖ of each position; where its ‖model‖ is below the median of positions, that median."""
+    scores: float = 0.0
+    """Root mean square of attention scores, of the attention stage."""
+
+
+@dataclasses.dataclass
+class Comparison:
+    """All differences of one request."""
+
+    differences: list[Difference]
+    misrouted: torch.Tensor
+    """bool [P]: positions for which some layer's experts are not those that router logits and the checkpoint's bias choose."""
+    logits: torch.Tensor
+    """[P, vocab]: the model's, from the engine's last hidden states."""
+
+
+class TeacherForcing:
+    """A model whose forward pass compares with a trace and goes on with its results. One for a model, and used again."""
+
+    def __init__(self, model: Any, roundings: Roundings) -> None:  # noqa: ANN401 - transformers' classes differ by version
+        """Attach hooks to a transformers model in fp32, whose parameters are rounded here."""
+        self.model, self.roundings, self.config = model, roundings, model.config
+        self.interleaved = bool(getattr(self.config, "rope_interleave", False))
+        self.trace: Trace | None = None
+        self.differences: list[Difference] = []
+        self.misrouted = torch.zeros(0, dtype=torch.bool)
+        self._round_parameters()
+        self._attach()
+
+    @torch.no_grad()
+    def compare(self, trace: Trace) -> Comparison:
+        """Return how the engine's results of one request differ from the model's."""
+        self.trace, self.differences = trace, []
+        self.misrouted = torch.zeros(len(trace.tokens), dtype=torch.bool)
+        logits = self.model(torch.tensor([trace.tokens]), use_cache=False).logits[0]
+        self._note(LOGITS, self.config.num_hidden_layers, trace.logits, logits)
+        return Comparison(self.differences, self.misrouted, logits)
+
+    def _note(self, stage: str, layer: int, engine: torch.Tensor, model: torch.Tensor, scores: float = 0.0) -> None:
+        self.differences.append(Difference(stage, layer, relative_errors(engine, model), scores))
+
+    def _result(self, name: str, layer: int) -> torch.Tensor:
+        """Return what the engine had at all positions of a layer, [P, …], in fp32."""
+        assert self.trace is not None
+        return self.trace.results[name][:, layer].float()
+
+    def _force(self, stage: str, name: str, layer: int, found: torch.Tensor) -> torch.Tensor:
+        """Compare one result and return the engine's in its place."""
+        engine = self._result(name, layer).reshape(found.shape)
+        self._note(stage, layer, engine[0], found[0])
+        return engine
+
+    def _round_parameters(self) -> None:
+        """Round what the engine holds in its dtype: all but e4m3 weights, which are exact, and routing biases."""
+        exact = ROUNDED_INPUTS if self.roundings.fp8_weights else ()
+        for name, parameter in self.model.named_parameters():
+            if not name.endswith(tuple(f".{e}.weight" for e in exact)) and not (exact and ".experts." in name):
+                parameter.data = self.roundings.activation(parameter.data)
+
+    def _attach(self) -> None:
+        for name, module in self.model.named_modules():
+            if name.endswith("norm"):
+                _round_norm(module, self.roundings.activation)
+            elif isinstance(module, torch.nn.Linear):
+                self._round_linear(module, name)
+        for index, layer in enumerate(self.model.model.layers):
+            _before(layer.input_layernorm, self._round_residual)
+            _before(layer.post_attention_layernorm, self._round_residual)
+            self._attach_attention(layer.self_attn, index)
+            if hasattr(layer.mlp, "experts"):
+                self._attach_router(layer.mlp, index)
+            _after(layer.mlp, self.roundings.activation)
+            _after(layer.mlp, functools.partial(self._force, MLP, engine_model.MLP, index))
+        _before(self.model.model.norm, self._round_residual)
+
+    def _round_linear(self, module: torch.nn.Linear, name: str) -> None:
+        """Round a linear layer's input, if its weights are e4m3, and its output."""
+        leaf = name.rpartition(".")[2]
+        if leaf in ROUNDED_INPUTS:
+            parts = 1
+            if leaf == "o_proj":
+                parts = self.roundings.attention_parts
+            elif leaf == "down_proj":
+                parts = self.roundings.mlp_parts
+            _before(module, lambda x: self.roundings.weight_input(self.roundings.activation(x), parts))
+        if leaf != "kv_b_proj":  # which the engine absorbs: keys and values of single heads are never rounded
+            _after(module, self.roundings.activation)
+
+    def _round_residual(self, x: torch.Tensor) -> torch.Tensor:
+        """Round in place, because the layer adds to the same tensor behind the norm."""
+        return x.copy_(self.roundings.activation(x))
+
+    def _attach_attention(self, attention: Any, index: int) -> None:  # noqa: ANN401
+        query = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
+        _after(query, functools.partial(self._force, QUERY, engine_model.QUERY, index))
+        _after(attention.kv_a_layernorm, functools.partial(self._force_latent, index))
+        attention.attend = functools.partial(self._attend, index)
+        _after(attention.o_proj, functools.partial(self._force, O_PROJ, engine_model.ATTENTION, index))
+
+    def _force_latent(self, layer: int, found: torch.Tensor) -> torch.Tensor:
+        engine_PR = self._result(engine_model.KV_ROW, layer)[:, : self.config.kv_lora_rank]
+        self._note(LATENT, layer, engine_PR, found[0])
+        return self.roundings.kv_row(engine_PR).reshape(found.shape)
+
+    def _force_rope_key(self, layer: int, found_PR: torch.Tensor) -> torch.Tensor:
+        """Compare rope keys, whose pairs transformers takes apart where config.json has them interleaved."""
+        engine_PR = self._result(engine_model.KV_ROW, layer)[:, self.config.kv_lora_rank :]
+        if self.interleaved:
+            engine_PR = torch.cat((engine_PR[:, 0::2], engine_PR[:, 1::2]), dim=-1)
+        self._note(ROPE_KEY, layer, engine_PR, self.roundings.activation(found_PR))
+        return self.roundings.kv_row(engine_PR)
+
+    def _attend(
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *arguments: Any,  # noqa: ANN401
+        scaling: float,
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, None]:
+        """Attend as transformers does, with rope rounded and KV rows as they are stored; [1, heads, P, width] each."""
+        nope = self.config.qk_nope_head_dim
+        query = torch.cat((query[..., :nope], self.roundings.activation(query[..., nope:])), dim=-1)
+        rope_key = self._force_rope_key(layer, key[0, 0, :, nope:])
+        key = torch.cat((key[..., :nope], rope_key.expand(*key.shape[:-1], -1)), dim=-1)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        found, _ = eager(module, query, key, value, *arguments, scaling=scaling, **options)
+        found = self.roundings.activation(found)
+        engine = self._result(engine_model.VALUES, layer).reshape(found.shape)
+        scores = (query @ key.transpose(-1, -2) * scaling).tril().pow(2).sum((-1, -2)) / _pairs(key.shape[-2])
+        self._note(ATTENTION, layer, engine[0].flatten(1), found[0].flatten(1), float(scores.mean().sqrt()))
+        return engine, None
+
+    def _attach_router(self, mlp: Any, index: int) -> None:  # noqa: ANN401
+        """Have the MLP take the experts that the engine chose, and its routed experts round as the engine does."""
+        route = router_of_logits(mlp.gate)
+        at = index - self.config.first_k_dense_replace
+
+        def force(_: torch.nn.Module, __: tuple[torch.Tensor], output: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+            engine_PE = self._result(ROUTER, at)
+            self._note(ROUTER, index, engine_PE, output[0])
+            weights_Pk, ids_Pk, misrouted_P = choose(route, engine_PE, self._result(EXPERTS, at).long())
+            self.misrouted |= misrouted_P
+            return engine_PE, weights_Pk, ids_Pk
+
+        mlp.gate.register_forward_hook(force)
+        mlp.experts.forward = functools.partial(experts, mlp.experts, self.roundings)
+
+
+ROUNDED_INPUTS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers that DeepSeek publishes in fp8, whose inputs are rounded, too. The engine keeps kv_b_proj in its dtype."""
+
+
+def relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """‖engine − model‖ / ‖model‖ of each row [P, …]; divided by the median ‖model‖ of all rows if that is larger."""
+    size_P = model.float().norm(dim=-1)
+    floor = max(float(size_P.median()), torch.finfo(torch.float32).tiny)
+    return (engine.float() - model.float()).norm(dim=-1) / size_P.clamp(min=floor)
+
+
+def _pairs(positions: int) -> int:
+    return positions * (positions + 1) // 2
+
+
+def _before(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]), *inputs[1:]))
+
+
+def _after(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module.register_forward_hook(lambda _, __, output: change(output))
+
+
+def _round_norm(norm: Any, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:  # noqa: ANN401
+    """Have a norm round before it multiplies with its weight, and after it."""
+    weight = norm.weight.data.clone()
+    norm.weight.data.fill_(1.0)
+    _after(norm, lambda x: activation(weight * activation(x)))
+
+
+def experts(
+    module: Any,  # noqa: ANN401
+    roundings: Roundings,
+    hidden_TD: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the routed experts of transformers' module with the engine's roundings.
+
+    The hidden rows of an expert are rounded once, from fp32: to e4m3, or to the dtype of activations.
+    """
+    total_TD = torch.zeros_like(hidden_TD)
+    rows_TD = roundings.weight_input(hidden_TD)
+    for e in ids_Tk.unique().tolist():
+        token, slot = (ids_Tk == e).nonzero(as_tuple=True)
+        gate, up = functional.linear(rows_TD[token], module.gate_up_proj[e]).chunk(2, dim=-1)
+        hidden = module.act_fn(gate) * up
+        if roundings.fp8_weights:
+            inner = roundings.weight_input(hidden, roundings.expert_parts)
+        else:
+            inner = roundings.activation(hidden)
+        y = roundings.activation(functional.linear(inner, module.down_proj[e]))
+        total_TD.index_add_(0, token, y * weights_Tk[token, slot, None])
+    return total_TD
+
+
+Router = Any
+"""Transformers' router [T, E] → (logits, weights, ids)."""
+
+
+def router_of_logits(gate: Router) -> Router:
+    """Return a copy of a router that is given router logits: its weight is the identity."""
+    copied = copy.deepcopy(gate)
+    count = copied.weight.shape[0]
+    copied.weight, copied.hidden_dim = torch.nn.Parameter(torch.eye(count)), count
+    return copied
+
+
+def choose(
+    route: Router, logits_PE: torch.Tensor, engine_Pk: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return weights and ids of the experts that logits choose, and at which positions the engine chose others.
+
+    Scores that are equal but for the last bits may fall either way: the engine's choice is right if it is the router's
+    with the scores of the chosen experts raised by TIE.
+    """
+    _, weights_Pk, ids_Pk = route(logits_PE)
+    wrong_P = _differ(ids_Pk, engine_Pk)
+    if not bool(wrong_P.any()) or engine_Pk.shape != ids_Pk.shape:
+        return weights_Pk, ids_Pk, wrong_P
+    chosen_PE = torch.zeros_like(logits_PE).scatter_(1, engine_Pk.clamp(0, logits_PE.shape[1] - 1), 1.0)
+    raised = copy.deepcopy(route)
+    bias = getattr(route, "e_score_correction_bias", None)
+    if bias is None:
+        logits_PE = logits_PE + TIE * logits_PE.abs().amax() * chosen_PE
+    else:
+        raised.e_score_correction_bias = bias + TIE * (1 + bias.abs().amax()) * chosen_PE
+    _, raised_Pk, raised_ids_Pk = raised(logits_PE)
+    tied_P1 = (wrong_P & ~_differ(raised_ids_Pk, engine_Pk)).unsqueeze(-1)
+    return (
+        torch.where(tied_P1, raised_Pk, weights_Pk),
+        torch.where(tied_P1, raised_ids_Pk, ids_Pk),
+        wrong_P & ~tied_P1.squeeze(-1),
+    )
+
+
+def _differ(ids_Pk: torch.Tensor, engine_Pk: torch.Tensor) -> torch.Tensor:
+    """bool [P]: the two are not the same experts."""
+    if ids_Pk.shape != engine_Pk.shape:
+        return torch.ones(len(ids_Pk), dtype=torch.bool)
+    return (ids_Pk.sort(-1).values != engine_Pk.sort(-1).values).any(-1)
+
+
+def attend(module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+    """Attention as transformers calls it, by what was attached to the module."""
+    return module.attend(module, *arguments, **options)

@@ -1,0 +1,133 @@
+"""Prompts decoded greedily by an engine, with every intermediate result that `transformers` can be compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.engine.model import KV_ROW, OBSERVED, QUERY, VALUES
+
+if TYPE_CHECKING:
+    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.engine.model import Model
+    from dcpbench.points.prompts import Prompts
+
+STAGGER = 3
+"""Request i starts 3·i steps after the first, so that lengths in a batch differ and rows are padding in between."""
+ROUTER, EXPERTS = "router", "experts"
+"""Names in `Trace.results` of router logits [P, MoE layers, E] and of the chosen experts' ids [P, MoE layers, k]."""
+SPLIT = (QUERY, VALUES)
+"""Results of which a rank has those of its heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What an engine computed for one request, on the CPU."""
+
+    prompt: int
+    """Number of tokens of the prompt."""
+    tokens: list[int]
+    """The token at each of the P positions: the prompt, and its continuation but for the last token."""
+    results: dict[str, torch.Tensor]
+    """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN where a layer has no result."""
+    logits: torch.Tensor
+    """[P, vocab]"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What one rank decoded."""
+
+    tokens: dict[int, list[int]]
+    """New tokens of each of its replica's requests."""
+    traces: dict[int, Trace]
+    """Traces of these requests; only the first rank of each replica has them."""
+
+
+class _Recording:
+    """Results of one request, a position after the other."""
+
+    def __init__(self, prompt: tuple[int, ...], new: int) -> None:
+        self.prompt, self.positions = len(prompt), len(prompt) + new - 1
+        self.tokens = list(prompt)
+        self.results: dict[str, list[torch.Tensor]] = {}
+        self.logits: list[torch.Tensor] = []
+
+    def add(self, row: int, results: dict[str, torch.Tensor], logits: torch.Tensor, next_token: int) -> None:
+        """Add what row `row` of a step's batch has in results [layers, B, …] and logits [B, vocab]."""
+        for name, result in results.items():
+            self.results.setdefault(name, []).append(result[:, row])
+        self.logits.append(logits[row])
+        if len(self.logits) >= self.prompt:
+            self.tokens.append(next_token)
+
+    def trace(self) -> Trace:
+        """Return all of it."""
+        results = {name: torch.stack(found) for name, found in self.results.items()}
+        return Trace(self.prompt, self.tokens[: self.positions], results, torch.stack(self.logits))
+
+
+def decode(engine: DecodeEngine, prompts: Prompts, new: int) -> Decoded:
+    """Feed this replica's prompts token by token and continue each greedily by `new` tokens. Collective."""
+    dp, model = engine.model.groups.dp, engine.model
+    rows = -(-len(prompts) // dp.size)
+    recordings = {i: _Recording(prompts[i], new) for i in range(dp.rank, len(prompts), dp.size)}
+    live: dict[int, Request] = {}
+    for step in range(max(STAGGER * i + len(p) + new - 1 for i, p in enumerate(prompts))):
+        for i, recording in recordings.items():
+            position = step - STAGGER * i
+            if position == 0:
+                live[i] = engine.admit(1)
+            elif i in live and position < recording.positions:
+                engine.grow(live[i])
+            elif i in live:
+                engine.release(live.pop(i))
+            if i in live and position < recording.prompt:
+                engine.requests.set_tokens(live[i].slot, position, [prompts[i][position]])
+        batch = engine.plan(list(live.values()), rows)
+        results, logits, next_tokens = _step(engine, batch)
+        for row, i in enumerate(live):
+            recordings[i].add(row, results, logits, next_tokens[row])
+    tokens = {i: recording.tokens[recording.prompt :] for i, recording in recordings.items()}
+    first = model.groups.attn.rank == 0
+    return Decoded(tokens, {i: recording.trace() for i, recording in recordings.items()} if first else {})
+
+
+def _step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
+    """Run a planned step; return its results [layers, B, …] of all heads, logits [B, vocab] and next tokens."""
+    model = engine.model
+    model.observed, model.chosen_experts = {name: [] for name in OBSERVED}, []
+    engine.run(batch)
+    observed, routed = model.observed, model.chosen_experts
+    model.observed = model.chosen_experts = None
+    assert batch.logits is not None
+    assert batch.next_tokens is not None
+    results = {name: _of_all_layers(found, model.shape.layers) for name, found in observed.items()}
+    results |= {name: _of_all_heads(model, results[name]) for name in SPLIT}
+    mine = slice(model.groups.dp.rank * batch.size, (model.groups.dp.rank + 1) * batch.size)
+    if model.shape.layers > model.shape.first_dense:
+        moe_layers = model.shape.layers - model.shape.first_dense
+        results[ROUTER] = _of_all_layers([logits_TE[mine] for logits_TE, _ in routed], moe_layers)
+        results[EXPERTS] = _of_all_layers([ids_Tk[mine] for _, ids_Tk in routed], moe_layers)
+    logits = model.full_logits(batch.logits).cpu()
+    return {name: result.cpu() for name, result in results.items()}, logits, batch.next_tokens.tolist()
+
+
+def _of_all_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
+    """Return [layers, B, …]. Layers that are missing are NaN, or expert -1, so that no comparison can pass."""
+    missing = layers - len(found)
+    if missing < 0:
+        found = found[:layers]
+    stacked = torch.stack(found)
+    filling = float("nan") if stacked.is_floating_point() else -1
+    return torch.cat((stacked, stacked.new_full((missing, *stacked.shape[1:]), filling))) if missing > 0 else stacked
+
+
+def _of_all_heads(model: Model, result: torch.Tensor) -> torch.Tensor:
+    """Return [layers, B, H, …] of the heads of all ranks of a replica. Collective."""
+    return torch.cat(list(model.groups.attn.all_gather(result.contiguous())), dim=2)
+
+
+__all__ = ["EXPERTS", "KV_ROW", "ROUTER", "STAGGER", "Decoded", "Trace", "decode"]

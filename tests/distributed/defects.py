@@ -1,0 +1,334 @@
+"""Engines that are wrong in one way each, to show which of them `dcpbench verify` finds.
+
+A defect patches the engine: it is called with a function like setattr, and returns nothing. All work in one process but
+those in IN_GROUPS, whose ranks must exchange partial attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcpbench.engine import decode, model
+from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model
+from dcpbench.kernels import moe
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.workloads import session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.engine.weights import Layer, Weights
+
+    Patch = Callable[[object, str, object], None]
+
+
+def _change_shape(patch: Patch, **changed: Any) -> None:
+    """Have the model compute with other fields of its shape than its checkpoint has."""
+    make = Model.__init__
+
+    def init(self: Model, shape: Any, *arguments: Any, **options: Any) -> None:
+        make(self, dataclasses.replace(shape, **changed), *arguments, **options)
+
+    patch(Model, "__init__", init)
+
+
+def _change_rule(patch: Patch, **changed: Any) -> None:
+    """Have the router follow another rule than the checkpoint's."""
+    route = moe.route
+    patch(
+        moe,
+        "route",
+        lambda logits, bias, rule, live=None: route(logits, bias, dataclasses.replace(rule, **changed), live),
+    )
+
+
+def _change_layer(patch: Patch, change: Callable[[Layer], Layer]) -> None:
+    """Have the middle MoE layer other weights than its checkpoint has."""
+    load = session.load_weights
+
+    def changed(*arguments: Any, **options: Any) -> Weights:
+        weights = load(*arguments, **options)
+        middle = len(weights.moe) // 2
+        weights.moe[middle] = change(weights.moe[middle])
+        return weights
+
+    patch(session, "load_weights", changed)
+
+
+def _scaled(weight: torch.Tensor | Scaled, factor: torch.Tensor | float) -> torch.Tensor | Scaled:
+    """Multiply a weight, or the part of it that a factor of its shape says."""
+    if not isinstance(weight, Scaled):
+        return weight * factor
+    if isinstance(factor, torch.Tensor):
+        return dataclasses.replace(weight, data=(weight.data.float() * factor).to(weight.data.dtype))
+    return dataclasses.replace(weight, scale=weight.scale * factor)
+
+
+def _ones_like(weight: torch.Tensor | Scaled) -> torch.Tensor:
+    data = weight.data if isinstance(weight, Scaled) else weight
+    return torch.ones(data.shape, dtype=torch.float32 if isinstance(weight, Scaled) else data.dtype)
+
+
+def no_yarn(patch: Patch) -> None:
+    """Rope frequencies without YaRN."""
+    table = model.rope_table
+    patch(model, "rope_table", lambda shape, *rest: table(dataclasses.replace(shape, yarn=None), *rest))
+
+
+def no_mscale(patch: Patch) -> None:
+    """The softmax scale without mscale_all_dim's factor."""
+    patch(decode, "softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
+
+
+def routed_scale_of_1(patch: Patch) -> None:
+    """Routed experts without routed_scaling_factor."""
+    _change_rule(patch, routed_scale=1.0)
+
+
+def rope_in_halves(patch: Patch) -> None:
+    """Rope pairs (i, i + P/2) instead of (2i, 2i + 1)."""
+    _change_shape(patch, rope_interleaved=False)
+
+
+def one_expert_too_few(patch: Patch) -> None:
+    """Top-3 instead of top-4."""
+    route = moe.route
+
+    def fewer(logits: Any, bias: Any, rule: Any, live: Any = None) -> Any:
+        return route(logits, bias, dataclasses.replace(rule, top_k=rule.top_k - 1), live)
+
+    patch(moe, "route", fewer)
+
+
+def no_shared_expert(patch: Patch) -> None:
+    """No layer adds its shared expert."""
+    experts = Model.experts
+    patch(Model, "experts", lambda self, x, w, *rest: experts(self, x, dataclasses.replace(w, shared=None), *rest))
+
+
+def experts_swapped(patch: Patch) -> None:
+    """Two experts of one layer have each other's first matrices."""
+
+    def change(layer: Layer) -> Layer:
+        order = torch.arange(layer.mlp.router.shape[0])
+        order[:2] = order[:2].flip(0)
+        weight = layer.mlp.gate_up
+        if isinstance(weight, Scaled):
+            weight = dataclasses.replace(weight, data=weight.data[order], scale=weight.scale[order])
+        else:
+            weight = weight[order]
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, gate_up=weight))
+
+    _change_layer(patch, change)
+
+
+def large_epsilon(patch: Patch) -> None:
+    """Norms with an epsilon of 0.01."""
+    _change_shape(patch, rms_eps=1e-2)
+
+
+def no_router_bias(patch: Patch) -> None:
+    """Experts chosen by their scores alone."""
+    route = moe.route
+    patch(moe, "route", lambda logits, bias, *rest: route(logits, torch.zeros_like(bias), *rest))
+
+
+def no_group_limit(patch: Patch) -> None:
+    """Experts chosen from all groups."""
+    _change_rule(patch, groups=1)
+
+
+def weights_not_normalised(patch: Patch) -> None:
+    """Weights of experts that do not sum to routed_scaling_factor."""
+    _change_rule(patch, normalise=False)
+
+
+def kv_scale_twice(patch: Patch) -> None:
+    """A KV cache with a scale that attention multiplies with twice."""
+    patch(KvPool, "scale", 0.25)
+    make = decode.make_backend
+    patch(decode, "make_backend", lambda name, spec: make(name, dataclasses.replace(spec, kv_scale=spec.kv_scale**2)))
+
+
+def wrong_row_of_a_page(patch: Patch) -> None:
+    """The last row of each page holds its columns shifted by one."""
+    write = model.write_kv
+
+    def wrong(kv: torch.Tensor, new: torch.Tensor, locs: torch.Tensor, share: Any, scale: float) -> None:
+        last = (locs // share.dcp % share.page_size == share.page_size - 1).unsqueeze(-1)
+        write(kv, torch.where(last, new.roll(1, dims=-1), new), locs, share, scale)
+
+    patch(model, "write_kv", wrong)
+
+
+def token_not_attended(patch: Patch) -> None:
+    """One position does not attend to itself."""
+    shards = DecodeEngine._shards
+    position = 5
+
+    def fewer(self: DecodeEngine, slots: Any, positions: Any) -> Any:
+        return shards(self, slots, [p - (p == position) for p in positions])
+
+    patch(DecodeEngine, "_shards", fewer)
+
+
+def lse_of_base_2(patch: Patch) -> None:
+    """The second rank of a DCP group gives its log-sum-exp to base 2."""
+    run = Model.partial
+
+    def partial(self: Model, *arguments: Any) -> Any:
+        out, lse = run(self, *arguments)
+        if self.groups.dcp.rank == 1:
+            lse *= math.log2(math.e)
+        return out, lse
+
+    patch(Model, "partial", partial)
+
+
+def head_without_output(patch: Patch) -> None:
+    """o_proj of one layer drops the last head."""
+
+    def change(layer: Layer) -> Layer:
+        keep = _ones_like(layer.attention.o)
+        keep[:, -layer.attention.w_uv.shape[2] :] = 0
+        return dataclasses.replace(
+            layer, attention=dataclasses.replace(layer.attention, o=_scaled(layer.attention.o, keep))
+        )
+
+    _change_layer(patch, change)
+
+
+def wrong_block_scale(patch: Patch) -> None:
+    """The first 128 × 128 block of o_proj of one layer is a quarter too large."""
+
+    def change(layer: Layer) -> Layer:
+        weight = layer.attention.o
+        if isinstance(weight, Scaled):
+            scale = weight.scale.clone()
+            scale[0, 0] *= 1.25
+            weight = dataclasses.replace(weight, scale=scale)
+        else:
+            weight = weight.clone()
+            weight[:128, :128] *= 1.25
+        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, o=weight))
+
+    _change_layer(patch, change)
+
+
+def layer_skipped(patch: Patch) -> None:
+    """One layer adds nothing to the residual."""
+
+    def change(layer: Layer) -> Layer:
+        shared = dataclasses.replace(layer.mlp.shared, down=_scaled(layer.mlp.shared.down, 0.0))
+        mlp = dataclasses.replace(layer.mlp, down=_scaled(layer.mlp.down, 0.0), shared=shared)
+        attention = dataclasses.replace(layer.attention, o=_scaled(layer.attention.o, 0.0))
+        return dataclasses.replace(layer, mlp=mlp, attention=attention)
+
+    _change_layer(patch, change)
+
+
+def no_query_norm(patch: Patch) -> None:
+    """The query latent is not normalised."""
+    split = model.split_latent
+
+    def plain(qkv: torch.Tensor, q_norm: Any, kv_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        split(qkv, q_norm, kv_norm, *rest, **options)
+        return qkv[:, : len(q_norm)]
+
+    patch(model, "split_latent", plain)
+
+
+def gate_for_up(patch: Patch) -> None:
+    """Dense layers and shared experts take silu of up instead of gate."""
+    product = moe.silu_mul
+    patch(moe, "silu_mul", lambda x, feeds=None: product(torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), feeds))
+
+
+def residual_of_before(patch: Patch) -> None:
+    """The MLP reads the residual without the attention's output, which is added behind it."""
+    norm = Model.norm
+
+    def before(
+        self: Model, x: Any, residual: torch.Tensor, weight: Any, number: int, *rest: Any, **options: Any
+    ) -> Any:
+        if x is None or number % 2:
+            return norm(self, x, residual, weight, number, *rest, **options)
+        result = norm(self, None, residual, weight, number, *rest, **options)
+        residual += x
+        return result
+
+    patch(Model, "norm", before)
+
+
+def key_of_last_position(patch: Patch) -> None:
+    """Rope keys are rotated by one position too few."""
+    split = model.split_latent
+
+    def shifted(qkv: Any, q_norm: Any, kv_norm: Any, positions: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return split(qkv, q_norm, kv_norm, (positions - 1).clamp(min=0), *rest, **options)
+
+    patch(model, "split_latent", shifted)
+
+
+def second_best_token(patch: Patch) -> None:
+    """Greedy sampling takes the token of the second largest logit."""
+    greedy = Model.greedy
+
+    def second(self: Model, logits: torch.Tensor) -> torch.Tensor:
+        best = greedy(self, logits.clone())
+        others = logits.clone()
+        first = self.groups.attn.rank * logits.shape[1]
+        mine = (best >= first) & (best < first + logits.shape[1])
+        others[mine, best[mine] - first] = float("-inf")
+        return greedy(self, others)
+
+    patch(Model, "greedy", second)
+
+
+def head_of_other_norm(patch: Patch) -> None:
+    """The last norm multiplies with ones."""
+    load = session.load_weights
+
+    def changed(*arguments: Any, **options: Any) -> Weights:
+        weights = load(*arguments, **options)
+        return dataclasses.replace(weights, final_norm=torch.ones_like(weights.final_norm))
+
+    patch(session, "load_weights", changed)
+
+
+FIVE = (no_yarn, no_mscale, routed_scale_of_1, rope_in_halves, one_expert_too_few)
+DEFECTS: dict[str, Callable[[Patch], None]] = {
+    defect.__name__: defect
+    for defect in (
+        *FIVE,
+        no_shared_expert,
+        experts_swapped,
+        large_epsilon,
+        no_router_bias,
+        no_group_limit,
+        weights_not_normalised,
+        kv_scale_twice,
+        wrong_row_of_a_page,
+        token_not_attended,
+        lse_of_base_2,
+        head_without_output,
+        wrong_block_scale,
+        layer_skipped,
+        no_query_norm,
+        gate_for_up,
+        residual_of_before,
+        key_of_last_position,
+        second_best_token,
+        head_of_other_norm,
+    )
+}
+IN_GROUPS = ("lse_of_base_2",)
+"""Defects that need a DCP group."""
+IN_FP8_KV = ("kv_scale_twice",)
+"""Defects that need a KV cache in fp8."""
