@@ -31,7 +31,9 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     from dcpbench.points.names import FP8
     from dcpbench.points.shapes import from_config
 
-    shape = from_config(config.to_dict(), Path("config.json"))
+    # Engines rewrite the rope fields of a configuration, and no weight depends on them.
+    fields = {name: value for name, value in config.to_dict().items() if not name.startswith("rope_")}
+    shape = from_config(fields | {"rope_theta": 10000.0}, Path("config.json"))
     device = next(model.parameters()).device
     source = SyntheticSource(int(os.environ.get(SEED_VARIABLE, "0")), torch.bfloat16, device)
     with torch.no_grad():

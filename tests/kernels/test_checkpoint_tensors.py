@@ -91,7 +91,7 @@ def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
 
 
 def test_a_plugin_loads_what_the_config_describes() -> None:
-    """The engine's model gets fp8 tensors with scales for an fp8 configuration, on its parameters' device."""
+    """The engine's model gets fp8 tensors with scales for an fp8 configuration; vLLM has rewritten its rope fields."""
     loaded: dict[str, torch.Tensor] = {}
 
     class Engine(torch.nn.Linear):
@@ -104,7 +104,7 @@ def test_a_plugin_loads_what_the_config_describes() -> None:
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64, "vocab_size": 203, "n_routed_experts": 4,
         "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "rope_scaling": {"type": "deepseek_yarn", "factor": 40}, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     }  # fmt: skip
     fill_model(Engine(1, 1), SimpleNamespace(to_dict=lambda: json.loads(json.dumps(config))))
