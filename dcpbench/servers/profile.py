@@ -16,7 +16,7 @@ from dcpbench.servers.load import Call, Run
 from dcpbench.servers.prompts import PATHS, find_manner
 from dcpbench.show.text import counted
 from dcpbench.syncs.files import each_text_once
-from dcpbench.syncs.gating.gate import blind, counts, explain_missing
+from dcpbench.syncs.gating.gate import blind, counts, explain_guesses, explain_missing
 from dcpbench.syncs.recorded import WORST_SITES, sync_sites
 from dcpbench.syncs.scan import scan
 from dcpbench.syncs.sites import find_worst_phase
@@ -122,10 +122,9 @@ def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
     """
     report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
-    if reasons := [*reasons, *explain_missing(report.traces, all_ranks=True)]:
+    if reasons := [*reasons, *explain_missing(report.traces, all_ranks=True), *explain_guesses(report)]:
         raise WorkerError(reasons[0])
-    workers = [trace for trace in report.traces if not trace.front_end]
-    if not all(trace.steps and not trace.coverage.steps_guessed for trace in workers):
+    if not all(trace.steps or trace.front_end for trace in report.traces):
         raise WorkerError(
             "its traces mark no steps, so that waits cannot be counted by step; see `dcpbench syncs scan`."
         )

@@ -14,14 +14,13 @@ from dcpbench.records.stats import percentile
 from dcpbench.syncs.frames import caller_of, relative_path
 from dcpbench.syncs.model import Example, Site
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.steps import NO_STEPS, count_occurrences
+from dcpbench.syncs.steps import Steps, count_occurrences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.frames import Frame
-    from dcpbench.syncs.steps import Steps
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
@@ -153,7 +152,7 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
 
 
 def sites_of(
-    syncs: Iterable[Sync], *, steps: Steps = NO_STEPS, trace: str = "", root: Path | None = None
+    syncs: Iterable[Sync], *, steps: Steps | None = None, trace: str = "", root: Path | None = None
 ) -> list[Site]:
     """Return the sites of a program that was seen live or in a dry run, one for each fingerprint and line.
 
@@ -168,7 +167,7 @@ def sites_of(
     for group in groups.values():
         first = group[0]
         caller = caller_of(first.user, first.frames) if first.user else None
-        site = _site(group, relative_path(first.file, root), steps, trace)
+        site = _site(group, relative_path(first.file, root), steps or Steps(), trace)
         site.called_from = str(caller._replace(file=relative_path(caller.file, root))) if caller else ""
         sites.append(site)
     return sites

@@ -59,10 +59,10 @@ class Range(NamedTuple):
 class Steps:
     """Steps in order of time."""
 
-    marked_by: str
+    marked_by: str = ""
     """What their names have in common, such as `ProfilerStep#`; empty without steps."""
-    start: NDArray[np.float64]
-    end: float
+    start: NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(0))
+    end: float = 0.0
     """End of the last one, or start of one that is left out behind it."""
     source: StepSource = ""
     names: frozenset[str] = frozenset()
@@ -102,9 +102,6 @@ class Steps:
         for step, phase in enumerate(self.phases or ("",) * len(self)):
             members.setdefault(phase, []).append(step)
         return {phase: found[1:] if len(found) >= STEADY else found for phase, found in members.items()}
-
-
-NO_STEPS = Steps("", np.zeros(0), 0.0)
 
 
 class Engine(NamedTuple):
@@ -189,7 +186,7 @@ def _guess_steps(ranges: Sequence[Range], total: Work) -> Steps:
     families = [_make_steps(name, members, "numbered", total) for name, members in _find_families(ranges)]
     covering = [steps for steps in families if (steps.share or 0.0) > MIN_SHARE]
     if not covering:
-        return dataclasses.replace(NO_STEPS, rejected=tuple(steps.marked_by for steps in families))
+        return Steps(rejected=tuple(steps.marked_by for steps in families))
     return max(covering, key=lambda steps: steps.share or 0.0)
 
 
@@ -209,7 +206,7 @@ def _find_families(ranges: Iterable[Range]) -> list[tuple[str, list[Range]]]:
 
 def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: Work) -> Steps:
     if not ranges:
-        return NO_STEPS
+        return Steps()
     last, end = max(ranges, key=lambda r: r.start), max(r.end for r in ranges)
     others = [r for r in ranges if r.name != last.name]
     if others and last.empty and PROFILER_STEP.match(last.name):  # the last prof.step() opened it

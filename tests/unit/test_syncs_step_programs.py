@@ -398,11 +398,12 @@ class TestPhases:
         trace = vllm_waits_in_prefill_alone().write(tmp_path / "rank0.json")
         assert waits_in([trace])[0] == 3.0
 
-    def test_a_server_without_marks_of_steps_gives_no_count(self, tmp_path: Path) -> None:
-        """Numbered ranges with most of the work are a guess."""
+    def test_a_server_with_numbered_ranges_gives_a_count_if_no_wait_is_left_out(self, tmp_path: Path) -> None:
+        """Waits in each step are counted; those before ranges that may be no steps would be missing."""
         trace = transformers_waits_between_tokens().write(tmp_path / "rank0.json")
-        with pytest.raises(WorkerError, match="mark no steps"):
-            waits_in([trace])
+        assert waits_in([trace])[0] == 1.0
+        with pytest.raises(WorkerError, match="give --step-range"):
+            waits_in([two_families().write(tmp_path / "rank0.json")])
 
     def test_a_recording_that_ends_before_the_last_sampling_has_the_same_counts(self, tmp_path: Path) -> None:
         program = vllm_samples_behind_the_forward_pass()

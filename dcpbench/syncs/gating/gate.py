@@ -72,7 +72,7 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
-    reasons += _explain_guesses(report)
+    reasons += explain_guesses(report)
     for found in chain(
         _against_baseline(counted, report, gate), _per_step(counted, report, gate), _bubble(counted, gate)
     ):
@@ -168,7 +168,7 @@ def _explain_missing(missing: MissingRanks) -> str:
     )
 
 
-def _explain_guesses(report: Report) -> Iterator[str]:
+def explain_guesses(report: Report) -> Iterator[str]:
     """Yield a sentence for each trace in which guessed steps are the only reason to call waits warm-up."""
     warm = [s for s in report.sites if s.warmup_only and not (s.own or s.may_block or s.allowed)]
     for trace in report.traces:
