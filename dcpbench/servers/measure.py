@@ -399,6 +399,8 @@ def _record(
             slo=settings.slo,
             steps=StepCounts(),
             samples_file=name,
+            interrupted=stopped,
+            limit_s=settings.limit_seconds,
         )
     except UsageError as e:
         return msgspec.structs.replace(record, reason=failed or str(e))

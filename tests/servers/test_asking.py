@@ -340,8 +340,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
         def __exit__(self, *_: object) -> None:
             pass
 
-        def read_log(self) -> str:
-            return ""
+        read_log = staticmethod(lambda: "")
 
         def wait(self, limit_s: float, tell: Callable[[str], None]) -> float:
             tell(f"starting, {limit_s:g} s at most")
@@ -491,6 +490,36 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
             )
         assert (record.outcome, record.reason, record.marks) == ("failed", reason, marks)
         assert (record.origin, record.environment.device_count, record.metrics) == ("vllm", 4, None)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "limit_s", "reason"),
+    [
+        (True, None, "a signal ended the run before the first token. Serve the load anew with --resume."),
+        (True, 9.0, "a signal ended the run before the first token. Serve the load anew with --resume."),
+        (False, 9.0, "cut off by --limit 9s; use a longer one."),
+    ],
+)
+def test_a_run_without_a_token_says_what_ended_it(
+    tmp_path: Path, stopped: bool, limit_s: float | None, reason: str
+) -> None:
+    """A signal before the first token is no reason for a longer --limit."""
+    point = serve_record_builder.point()
+    request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
+    run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
+    record = measure._record(
+        point,
+        measure.Asked(target=Target.at("http://127.0.0.1:9")),
+        info.ServerInfo(),
+        Manner(endpoint="completions", model="m", extras={}, vocab=9),
+        Settings(limit_seconds=limit_s),
+        tmp_path,
+        measure._Sent([request], run=run),  # type: ignore[arg-type]
+        failed="",
+        stopped=stopped,
+    )
+    assert record.outcome == "failed"
+    assert (record.reason or "").endswith(reason)
 
 
 @pytest.mark.parametrize(
