@@ -21,7 +21,7 @@ from dcpbench.syncs.recorded import WORST_SITES, sync_sites
 from dcpbench.syncs.scan import scan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.records.record import SyncSite
 
@@ -63,6 +63,7 @@ async def profile(
     output_tokens: int,
     endpoint: str,
     wait_s: float,
+    extra_body: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Traces that the server wrote into `folder`, which it and this process both see, while it served a small load.
@@ -72,7 +73,7 @@ async def profile(
     await asyncio.to_thread(make_traces_folder, folder)
     async with Client(target) as client:
         asked = await server_info.ask(client)
-        manner = await find_manner(client, asked.model(None).id, endpoint)
+        manner = await find_manner(client, asked.model(None).id, endpoint, extra_body=extra_body)
         generator = np.random.Generator(np.random.PCG64(0))
         bodies = [
             target.request(
