@@ -3,8 +3,14 @@
     python -m tools.server_agreement run --url http://127.0.0.1:8000 --vllm PATH/TO/vllm --model NAME -o FOLDER
     python -m tools.server_agreement run --url … --guidellm PATH/TO/guidellm --tokenizer FOLDER --prompts FILE --model NAME -o FOLDER
     python -m tools.server_agreement show FOLDER
+    python -m tools.server_agreement faults --runs 50 [--results FILE.jsonl]
 
-Both send as many requests of the same lengths at even intervals, so that whatever the machine does happens to both. FILE holds GuideLLM's
+`faults` runs `dcpbench verify --url A --url B` against stand-in engines (tests/servers/faulty_engine.py): right ones with planted faults,
+and a right pair with noise as of bf16. It prints how often each verdict was given, and ends with 1 if a fault was not found in at least
+96 % of the runs or was ever called AGREE, or if the right pair was not called AGREE in at least 90 % or was ever called DIFFER. FILE gets a
+line for each run, and its earlier lines are counted.
+
+`run` and `show`: both send as many requests of the same lengths at even intervals, so that whatever the machine does happens to both. FILE holds GuideLLM's
 prompts, of 100 tokens each: JSON lines with `prompt`, `prompt_tokens_count` and `output_tokens_count`. FOLDER gets each tool's own
 summary, without names of models and commands: agreement.json.
 """
@@ -12,13 +18,21 @@ summary, without names of models and commands: agreement.json.
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dcpbench import cli
 from dcpbench.records.runs import read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LOAD = {"requests": 150, "rate": 3, "input": 100, "output": 50, "even": 1000}
 VLLM, GUIDELLM = "vllm bench serve", "GuideLLM"
@@ -34,6 +48,72 @@ GUIDELLMS = {
     "E2EL p50 ms": "request_latency",
 }
 """Where GuideLLM says what we say. Its ITL is a mean of each request, which is our TPOT, weighted by tokens."""
+
+PAIRS = {
+    "prefix cache": ("good", "cache"),
+    "batch": ("good", "batch"),
+    "long prompts": ("good", "long"),
+    "prefix cache, both": ("cache", "cache"),
+    "prefix cache, one server": ("cache",),
+    "right, bf16 noise": ("noise", "noise2"),
+    "right, one server, bf16 noise": ("noise",),
+}
+RIGHT = ("right, bf16 noise", "right, one server, bf16 noise")
+MIN_FOUND, MIN_AGREED = 0.96, 0.9  # shares of runs
+CONTEXTS = "64,240,272,4080,4096"  # close on both sides of where the faults begin, so that no length has to be added
+
+
+@contextlib.contextmanager
+def faulty_engine() -> Iterator[str]:
+    """Start the stand-in engines; gives their address."""
+    command = [sys.executable, "-m", "tests.servers.faulty_engine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
+
+
+def verify(base: str, modes: tuple[str, ...], *more: str) -> dict[str, Any]:
+    """Run `dcpbench verify` against stand-in engines; returns its JSON, with its exit code."""
+    out = io.StringIO()
+    urls = [word for mode in modes for word in ("--url", f"{base}/{mode}")]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            cli.main(["verify", *urls, "--json", *more])
+        except SystemExit as e:
+            return json.loads(out.getvalue()) | {"exit_code": e.code or 0}
+    raise AssertionError("a command ends with an exit code")
+
+
+def run_faults(runs: int, results: Path | None) -> list[dict[str, Any]]:
+    """Run all pairs so often; returns a line for each run, those of `results` included."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results and results.exists() else []
+    with faulty_engine() as base:
+        for name, modes in (pair for _ in range(runs) for pair in PAIRS.items()):
+            began = time.perf_counter()
+            found = verify(base, modes, "--context", CONTEXTS)
+            line = {"pair": name, "seconds": round(time.perf_counter() - began, 1)}
+            lines.append(line | {key: found[key] for key in ("verdict", "exit_code", "seed", "undecided", "coverage")})
+            if results:
+                with results.open("a") as f:
+                    f.write(json.dumps(lines[-1]) + "\n")
+    return lines
+
+
+def table_of_faults(lines: list[dict[str, Any]]) -> tuple[str, bool]:
+    """Return the verdicts of each pair as Markdown, and whether the bounds of the module's docstring hold."""
+    shown, held = ["| pair | runs | AGREE or CONSISTENT | DIFFER | UNDECIDED |", "|---|---:|---:|---:|---:|"], True
+    for name in PAIRS:
+        verdicts = collections.Counter(line["verdict"] for line in lines if line["pair"] == name)
+        runs, agreed = verdicts.total(), verdicts["AGREE"] + verdicts["CONSISTENT"]
+        shown.append(f"| {name} | {runs} | {agreed} | {verdicts['DIFFER']} | {verdicts['UNDECIDED']} |")
+        if name in RIGHT:
+            held &= agreed >= MIN_AGREED * runs and not verdicts["DIFFER"]
+        else:
+            held &= verdicts["DIFFER"] >= MIN_FOUND * runs and not agreed
+    return "\n".join(shown) + "\n", held
 
 
 def command_of(asked: argparse.Namespace, folder: Path, number: int) -> str:
@@ -123,7 +203,7 @@ def table(rounds: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Run, or show what was run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("run", "show"))
+    parser.add_argument("what", choices=("run", "show", "faults"))
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--url")
@@ -133,7 +213,13 @@ def main() -> int:
     parser.add_argument("--prompts")
     parser.add_argument("--model")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--results", type=Path)
     asked = parser.parse_args()
+    if asked.what == "faults":
+        shown, held = table_of_faults(run_faults(asked.runs, asked.results))
+        sys.stdout.write(shown)
+        return 0 if held else 1
     folder = asked.output or asked.folder
     if folder is None or (asked.what == "run" and not (asked.url and asked.model)):
         parser.error("name a FOLDER, and for run --url and --model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import shlex
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from dcpbench.launch.ranks import Started
 from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
+from dcpbench.plan.typed import typed_command
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
@@ -87,7 +87,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
         ranks=ranks,
         cases=CASES[bench](Asked(cpu=probe.device == "cpu", ranks=ranks, typed=sizes)),
         settings=settings,
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=typed_command(),
         package=package.started(),
     )
     if job.device == "cpu":

@@ -17,7 +17,7 @@ from typer.models import OptionInfo
 
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
-from dcpbench.plan.typed import line
+from dcpbench.plan.typed import hide_headers, line
 from dcpbench.points.names import flag
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
-WRONG, SOME_FAILED = 1, 4
+WRONG, UNANSWERED, SOME_FAILED = 1, 3, 4
 """Exit codes of commands that ran; those of errors are in errors.py."""
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
@@ -127,7 +127,7 @@ class Command(TyperCommand):
             once = option.param_type_name == "option" and not option.multiple
             if times > 1 and once and not getattr(option, "is_flag", False):
                 raise UsageError(f"{max(option.opts, key=len)} is given {times} times; give it once.")
-        words = (str(ctx.info_name), *args)
+        words = (str(ctx.info_name), *hide_headers(args))
         rest = super().parse_args(ctx, args)
         before = line.set(words)
         ctx.call_on_close(lambda: line.reset(before))

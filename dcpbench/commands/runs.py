@@ -25,6 +25,7 @@ from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan import grid
 from dcpbench.plan.options import check_seconds, shown
 from dcpbench.plan.spec import effective, planned
+from dcpbench.plan.typed import typed_command
 from dcpbench.points.layout import MOST_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
@@ -475,7 +476,7 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         timeout=run.timeout,
         point_limit=_point_limit(run),
         retries=_retries(run),
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=typed_command(),
         worker=WORKER,
     )
 

@@ -218,6 +218,15 @@ class Remote(Group):
         default="OPENAI_API_KEY",
         metavar="NAME",
     )
+    header: list[str] | None = REMOTE(
+        "Header that is sent with every request; can be given several times. Records keep its name, never its value.",
+        metavar="'NAME: VALUE'",
+    )
+    extra_body: str | None = REMOTE(
+        "JSON object whose fields are added to every request, such as '{\"top_k\": 20}'. Fields that dcpbench sets itself, such as "
+        "model, prompt, stream and max_tokens, are refused.",
+        metavar="JSON",
+    )
     tokenizer: Path | None = REMOTE(
         "Folder with the model's tokenizer.json, for prompts where the server takes no token ids. Default: words, whose "
         "tokens the server counts.",
@@ -443,15 +452,14 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
 
 def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     """How the server is measured. Raises UsageError."""
-    import shlex
-    import sys
-
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
+    from dcpbench.plan.typed import typed_command
     from dcpbench.records.record import CPU
     from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.measure import Asked
     from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
     check_known("endpoint", remote.endpoint, ENDPOINTS)
     check_seconds("--request-timeout", remote.request_timeout, 600)
@@ -462,18 +470,20 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         raise UsageError(
             f"--client-processes {remote.client_processes} cannot be; write 1 to {MOST_CLIENT_PROCESSES}, or leave it out."
         )
+    headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body)
     key = api_key(remote.api_key_env)
     return Asked(
-        target=Target.at(url, key=key, timeout_s=remote.request_timeout),
+        target=Target.at(url, key=key, headers=headers, timeout_s=remote.request_timeout),
         endpoint=remote.endpoint,
         tokenizer=remote.tokenizer,
+        extra_body=extra_body,
         warm_up=remote.warm_up,
         retries=remote.retries,
         processes=remote.client_processes,
         realtime=remote.client_realtime,
         check_client=remote.check_client,
         traces=remote.traces,
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=typed_command(),
         device=CPU if run.device == "cpu" else run.gpu or "",
         device_count=run.gpus or tp,
     )

@@ -152,13 +152,20 @@ class Served(Group):
     """The server, and what it is asked to do meanwhile."""
 
     url: str = READ("The server, vLLM or SGLang, started so that it can profile.", default="", metavar="URL")
-    traces: Path | None = READ("Folder into which it writes its traces, as seen from here.", metavar="FOLDER")
+    traces: Path | None = READ(
+        "Folder into which it writes its traces, as seen from here; it is created if it does not exist.",
+        metavar="FOLDER",
+    )
     num_requests: int = READ("Requests that it serves while it is profiled.", default=8, metavar="N", min=1)
     concurrency: int = READ("Of them at once.", default=4, metavar="N", min=1)
     input_tokens: int = READ("Tokens of a prompt.", default=128, metavar="N", min=1)
     output_tokens: int = READ("Tokens of an answer.", default=16, metavar="N", min=1)
     endpoint: str = READ("completions or chat.", default="completions", metavar="NAME")
     api_key_env: str = READ("Environment variable with the API key.", default="OPENAI_API_KEY", metavar="NAME")
+    header: list[str] | None = READ(
+        "Header that is sent with every request; can be given several times.", metavar="'NAME: VALUE'"
+    )
+    extra_body: str | None = READ("JSON object whose fields are added to every request.", metavar="JSON")
     wait: float = READ("How long its traces are waited for.", default=120.0, metavar="SECONDS")
 
 
@@ -179,6 +186,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.profile import profile
     from dcpbench.servers.prompts import ENDPOINTS
+    from dcpbench.servers.request_options import parse_extra_body, parse_headers
     from dcpbench.show.terminal import ProgressLine
     from dcpbench.syncs import commands
 
@@ -190,7 +198,8 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     check_seconds("--wait", served.wait, 120)
     out = commands.Out(**vars(report))
     commands.settle(gate.options(), out)  # mistakes are reported before a server is profiled
-    target = Target.at(served.url, key=api_key(served.api_key_env))
+    headers, extra_body = parse_headers(served.header or ()), parse_extra_body(served.extra_body)
+    target = Target.at(served.url, key=api_key(served.api_key_env), headers=headers)
     with ProgressLine() as line:
         found = asyncio.run(
             profile(
@@ -201,6 +210,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
                 input_tokens=served.input_tokens,
                 output_tokens=served.output_tokens,
                 endpoint=served.endpoint,
+                extra_body=extra_body,
                 wait_s=served.wait,
                 tell=line,
             )

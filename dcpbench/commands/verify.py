@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, WRONG, Group, panel, typed
+from dcpbench.commands.command import SOME_FAILED, UNANSWERED, WRONG, Group, panel, typed
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
     from dcpbench.points.prompts import Prompts
-    from dcpbench.servers.agreement import Found
+    from dcpbench.servers.agreement import Report
+    from dcpbench.servers.client import Target
+    from dcpbench.servers.conditions import CacheUse
 
 NEW_TOKENS, SERVERS_TOKENS = 8, 32
 ANSWERS_FILE = "answers.json"
@@ -66,20 +68,33 @@ class Remote(Group):
     """Two running servers, instead of layouts of our own engine."""
 
     url: list[str] | None = SERVERS(
-        "Compare the greedy answers of two servers, A and B: does B differ from A beyond what each differs from itself, and from "
-        "which length on? Give it twice. Once: is this server the same from answer to answer?",
+        "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
+        "is asked again (prefix cache), and in a batch. Given once, the server is compared with itself alone.",
         metavar="URL",
     )
-    num_prompts: int = SERVERS("Prompts of each length.", default=8, metavar="N", min=1)
+    num_prompts: int = SERVERS(
+        "Prompts of each length, which are also the size of a batch.", default=12, metavar="N", min=1
+    )
     repeats: int = SERVERS(
-        "Answers of each server to each prompt: alone, then beside others.", default=3, metavar="N", min=1
+        "Rounds in which each prompt is asked again, alone and then in a batch.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
-        "In log-probabilities: less of a difference is rounding.", default=0.1, metavar="X", min=0.0
+        "Natural logarithms by which rounding may move a log-probability. Two tokens within twice as much are a near-tie.",
+        default=0.1,
+        metavar="X",
+        min=0.0,
     )
-    seed: int = SERVERS("Of the prompts.", default=0, metavar="N", min=0)
+    seed: int | None = SERVERS(
+        "Seed of the prompts. Prompts of an earlier run may be in a prefix cache from the beginning. Default: a new one.",
+        metavar="N",
+        min=0,
+    )
     endpoint: str = SERVERS("completions or chat.", default="completions", metavar="NAME")
     api_key_env: str = SERVERS("Environment variable with the API key.", default="OPENAI_API_KEY", metavar="NAME")
+    header: list[str] | None = SERVERS(
+        "Header that is sent with every request; can be given several times.", metavar="'NAME: VALUE'"
+    )
+    extra_body: str | None = SERVERS("JSON object whose fields are added to every request.", metavar="JSON")
 
 
 class Run(opt.Run):
@@ -95,6 +110,9 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.
     With --tp: every valid layout of that many ranks. Ends with 1 if any check is wrong, with 4 if none is but some
     points could not be checked.
+
+    With --url: ends with 0 if the answers agree (of one server: if it answers the same again), with 1 if they differ, and
+    with 3 if that could not be decided.
 
     For example:
 
@@ -149,22 +167,55 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
 
 
 def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Run) -> int:
-    """Ask both, judge, and say where they differ. 1 where they do, 4 where nothing can be said."""
+    """Ask the servers, judge their answers, and print the verdict. Returns 0, WRONG if they differ, or UNANSWERED."""
     import asyncio
+    import secrets
 
     import msgspec
 
     from dcpbench.commands import runs
+    from dcpbench.servers.agreement import DIFFER, UNDECIDED, find_next_length, judge
+    from dcpbench.servers.conditions import Questions, compare_servers
+    from dcpbench.show.terminal import ProgressLine
+
+    targets, contexts, extra_body = _read_servers(remote, own, load, run)
+    if runs.is_elsewhere():
+        return 0
+    questions = Questions(
+        prompts=remote.num_prompts,
+        tokens=load.new_tokens or SERVERS_TOKENS,
+        rounds=remote.repeats,
+        seed=secrets.randbits(32) if remote.seed is None else remote.seed,
+        endpoint=remote.endpoint,
+        tolerance=remote.tolerance,
+        extra_body=extra_body,
+    )
+    with ProgressLine() as line:
+        compared, caches = asyncio.run(compare_servers(targets, questions, contexts=contexts, tell=line))
+        report = judge(compared, remote.tolerance)
+        while (length := find_next_length(report, questions.tokens)) is not None:
+            more, used = asyncio.run(compare_servers(targets, questions, contexts=[length], tell=line))
+            compared += more
+            caches = [mine + theirs for mine, theirs in zip(caches, used, strict=True)]
+            report = judge(compared, remote.tolerance)
+    urls = [target.url for target in targets]
+    facts = msgspec.to_builtins(report) | {"urls": urls, "seed": questions.seed, "caches": msgspec.to_builtins(caches)}
+    _show_servers(report, caches, facts, run)
+    return {DIFFER: WRONG, UNDECIDED: UNANSWERED}.get(report.verdict, 0)
+
+
+def _read_servers(
+    remote: Remote, own: dict[str, object], load: Load, run: Run
+) -> "tuple[list[Target], list[int] | None, dict[str, object]]":
+    """Return the servers, lengths of prompts, and further fields of requests. Raises UsageError."""
     from dcpbench.errors import UsageError
-    from dcpbench.launch import folders
     from dcpbench.plan import options as read
     from dcpbench.points.names import flag
-    from dcpbench.servers.agreement import DIFFER, UNDECIDED, between, check_decides, judge
-    from dcpbench.servers.ask import ask_all, contexts_for
+    from dcpbench.servers.agreement import check_decides
+    from dcpbench.servers.ask import contexts_for
     from dcpbench.servers.client import Target, api_key
     from dcpbench.servers.prompts import ENDPOINTS
-    from dcpbench.show.terminal import ProgressLine
-    from dcpbench.show.whole_files import write_file
+    from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
     own |= typed(load)
     if wrong := [flag(name) for name in own if name not in ("context", "new_tokens")]:
@@ -173,91 +224,35 @@ def _compare_servers(remote: Remote, own: dict[str, object], load: Load, run: Ru
     if len(urls) > 2:  # noqa: PLR2004 - A and B
         raise UsageError(f"--url is given {len(urls)} times; give it once, or twice to compare two servers.")
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
-    contexts = None if load.context is None else read.ints("context", load.context)
+    contexts = None if load.context is None else list(dict.fromkeys(read.ints("context", load.context)))
     for context in contexts or ():
         read.check_positive("context", context)
+    lengths = len(contexts or contexts_for(None, None, load.new_tokens or SERVERS_TOKENS))
+    check_decides(remote.num_prompts, remote.repeats, lengths, len(urls))
+    headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body, greedy=True)
     key = api_key(remote.api_key_env)
-    targets = [Target.at(url, key=key, timeout_s=run.timeout) for url in urls]
-    tokens = load.new_tokens or SERVERS_TOKENS
-    check_decides(remote.num_prompts, remote.repeats, len(contexts or contexts_for(None, None, tokens)))
-    if runs.is_elsewhere():
-        return 0
-    with ProgressLine() as line:
+    return [Target.at(url, key=key, headers=headers, timeout_s=run.timeout) for url in urls], contexts, extra_body
 
-        def ask(lengths: "Sequence[int] | None") -> "list[Found]":
-            asked = ask_all(
-                targets,
-                contexts=lengths,
-                prompts=remote.num_prompts,
-                tokens=tokens,
-                repeats=remote.repeats,
-                seed=remote.seed,
-                endpoint=remote.endpoint,
-                tell=line,
-            )
-            return asyncio.run(asked)
 
-        found = ask(contexts)
-        judged, verdict, why = judge(found, remote.tolerance)
-        while (length := between(judged, tokens)) is not None:
-            found = sorted([*found, *ask([length])], key=lambda f: f.context)
-            judged, verdict, why = judge(found, remote.tolerance)
-    if len(urls) == 1:
-        why = why.replace("B answers as A does", "The server repeats itself").replace(
-            "B differs from A", "The server's second half of answers differs"
-        )
-    said = {
-        "verdict": verdict,
-        "why": why,
-        "servers": [target.url for target in targets],
-        "tolerance": remote.tolerance,
-        "contexts": [msgspec.to_builtins(f) | {"differs": f.differs} for f in judged],
-    }
+def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[str, Any], run: Run) -> None:
+    """Write the facts into the output folder, and print them as JSON or as a table with the verdict."""
+    import msgspec
+
+    from dcpbench.commands import runs
+    from dcpbench.launch import folders
+    from dcpbench.servers.agreement_text import format_verdict, make_table
+    from dcpbench.show.whole_files import write_file
+
     if run.output is not None:
         folders.make_folder(run.output)
-        write_file(run.output / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n")
+        write_file(run.output / ANSWERS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1) + b"\n")
     if run.as_json:
-        runs.print_json(said)
-    else:
-        _print_servers(said, judged)
-    return WRONG if verdict == DIFFER else SOME_FAILED if verdict == UNDECIDED else 0
-
-
-def _print_servers(said: dict[str, Any], judged: "Sequence[Found]") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from dcpbench.show.numbers import short_number
-
-    names = " and ".join(f"{side}: {url}" for side, url in zip("AB", said["servers"], strict=False))
-    shown = Table(box=SIMPLE_HEAD, title=f"Greedy answers, {names}")
-    for name in (
-        "prompt tokens",
-        "differ from own",
-        "A from B",
-        "first token",
-        "ahead by",
-        "drift of own",
-        "A from B",
-        "verdict",
-    ):
-        shown.add_column(name, justify="right")
-    for f in judged:
-        shown.add_row(
-            f"{f.context:,}",
-            f"{f.differ_within:.0%}",
-            f"{f.differ_between:.0%}",
-            "—" if f.first is None else str(f.first),
-            short_number(f.gap),
-            short_number(f.drift_within),
-            short_number(f.drift_between),
-            "differs" if f.differs else "same",
-        )
+        runs.print_json(facts | {"text": format_verdict(report, caches)})
+        return
     terminal = console()
-    terminal.print(shown)
-    if all(f.drift_between is None for f in judged):
-        terminal.print("No log-probabilities are offered: judged by tokens alone.", soft_wrap=True)
-    terminal.print(f"{said['verdict']}: {said['why']}", soft_wrap=True)
+    terminal.print(make_table(report, facts["urls"]))
+    for sentence in format_verdict(report, caches):
+        terminal.print(sentence, soft_wrap=True)
 
 
 def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:

@@ -177,9 +177,7 @@ def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
         same: dict[tuple[str, str], list[str]] = {}
         for (model, layout), loads in found.items():
             same.setdefault((model, listed(list(loads))), []).append(layout)
-        points = "; ".join(
-            f"{model}{listed(layouts)} at {loads.removeprefix('at ')}" for (model, loads), layouts in same.items()
-        )
+        points = "; ".join(f"{model}{listed(layouts)} at {loads}" for (model, loads), layouts in same.items())
         lines.append(f"{points}: {reason}")
     return lines
 

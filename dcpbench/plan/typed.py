@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+HEADER = "--header"
+HIDDEN = "…"
 line: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("line", default=())
 """The command and its words; empty where none was typed."""
 
@@ -33,3 +36,26 @@ def _without(words: Sequence[str], options: set[str]) -> list[str]:
         if not dropped:
             kept.append(word)
     return kept
+
+
+def typed_command() -> str:
+    """Return the command line of this process as records keep it: without values of headers."""
+    return shlex.join(["dcpbench", *hide_headers(sys.argv[1:])])
+
+
+def hide_headers(words: Sequence[str]) -> list[str]:
+    """Return a command line without the values of its --header options."""
+    found: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before == HEADER:
+            found.append(_hide(word))
+        elif word.startswith(f"{HEADER}="):
+            found.append(f"{HEADER}={_hide(word.partition('=')[2])}")
+        else:
+            found.append(word)
+    return found
+
+
+def _hide(text: str) -> str:
+    name, colon, _ = text.partition(":")
+    return f"{name}{colon} {HIDDEN}" if colon else HIDDEN

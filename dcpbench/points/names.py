@@ -61,6 +61,7 @@ UNKNOWN = "unknown"
 ONE_TURN = "1"
 """What --turns is where each request stands alone."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
+TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it and as it follows "at"
 """When requests come: as others are answered, at random with a rate, or as a file says."""
 
 

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, GAMMA, TRACE, TRACE_TIMES
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, floors, marks
@@ -35,7 +35,7 @@ MOST = 2_000
 """Rows of all tables; more would scroll by for minutes."""
 MOST_NAMED = 8
 """Loads of a layout that are named where it misses the SLO."""
-KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: "at the trace's times"}
+KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
     "scatter: how far steps leave the median open within one launch (95 %). Another launch of the same differs by more: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE_TIMES
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
 from dcpbench.serving.load_words import as_drawn, session_words
@@ -28,7 +28,7 @@ MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
 
 
 def arrival(point: Point) -> str:
-    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `at the trace's times`.
+    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `trace times`.
 
     `2 req/s Poisson, as drawn` where gaps came as fast as they were drawn (`load.paced`).
     """
@@ -38,7 +38,7 @@ def arrival(point: Point) -> str:
     if load.arrival == GAMMA:
         kind = "Poisson" if load.burstiness == 1 else f"gamma {load.burstiness:g}"
         return f"{load.request_rate or 0:g} req/s {kind}{as_drawn(load)}"
-    return "at the trace's times"
+    return TRACE_TIMES
 
 
 def shape(load: Load) -> str:

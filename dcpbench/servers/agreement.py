@@ -1,24 +1,33 @@
-"""Whether two servers give the same answers, as far as either gives the same ones twice: statistics alone.
+"""Judge whether servers give the same greedy answers, from several answers of each to the same prompts. No I/O.
 
-Of each prompt there are several greedy answers of A and of B. The distance of two answers is 1 minus the share of tokens before they first differ; their
-drift is the mean |difference of log-probabilities| of the tokens before that. What differs between A and B beyond what differs within
-A and within B is tested by exchanging labels: had A and B been the same, any half of a prompt's answers might have been A's.
+Every prompt is answered by each server several times (conditions.py): when it is new, again when a prefix cache may hold it,
+alone, and in a batch with other prompts. Four effects are judged, the first three for each server by itself:
 
-    statistic   sum over prompts of (mean over pairs A × B) − (mean over pairs within A and within B)
-    p           share of relabellings, drawn for each prompt by itself, with a statistic as large
-    judged      at each context for tokens and for drift; Holm's correction over all of them, level LEVEL
+    repeat    two answers under the same conditions
+    cache     the first answer against later ones, for which a prefix cache may hold the prompt
+    batch     answers alone against answers in a batch
+    servers   answers of A against answers of B under the same conditions
 
-Two answers may differ without anything being wrong: where the two likeliest tokens are nearly as likely, rounding decides. A divergence is a near-tie
-where the likeliest token was ahead of the second by less than `tolerance`, in natural logarithms; drift counts from the same size on. A token
-after the first that differs follows from it, and is not compared.
+Two answers are compared up to the first token that differs, as later tokens follow from it. A pair of answers is
+
+    same      if all tokens are equal
+    near-tie  if each server that gives log-probabilities has both tokens within 2 × tolerance: rounding decided
+    token     if a server has them further apart: no rounding explains it
+    drift     if log-probabilities of equal tokens are apart by more than the tolerance on average
+    unknown   if no server's log-probabilities say how far apart the tokens were
+
+`token` and `drift` are real differences. A prompt counts as differing in an effect if at least half of its pairs are real.
+The number of such prompts is tested (exact binomial, one-sided) against the share that chance may cause: the upper 95 % bound
+(Clopper-Pearson) of the share among repeats, doubled, since by Markov's inequality at least half of a prompt's pairs are real with at
+most twice the probability of one. The repeats of A and B are compared with each other (Fisher's exact test); those of a single
+server are tested against MAX_CHANCE_SHARE. All tests together give a false alarm with a probability of at most LEVEL (Holm).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,246 +35,408 @@ import numpy as np
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    import numpy.typing as npt
+    Key = tuple[str, str]  # effect and server
+    Test = tuple[Key, int]  # and the place of a length among those of the effect, -1 for all lengths together
 
-    Floats = npt.NDArray[Any]
-
-LEVEL = 0.001
-"""Of a false alarm in a whole comparison: 20 comparisons of a server with itself give one in 2 % of the cases."""
-DRAWS = 100_000
-LEAST_RUNS = 2
-TOLERANCE = 0.1
-"""Natural logarithms. bf16 sums in another order move a log-probability by some hundredths; 0.1 is 10 % of a probability."""
-HALVINGS = 10
-"""Lengths that may be added while the first that differs is looked for."""
-TOO_NOISY = 0.5
-"""Share of pairs of the same server's answers that differ, from which on nothing can be said of another."""
-AGREE, DIFFER, UNDECIDED = VERDICTS = ("AGREE", "DIFFER", "UNDECIDED")
+LEVEL = 0.001  # probability of a false alarm in a whole comparison
+CONFIDENCE = 0.95
+MAX_CHANCE_SHARE = 0.01  # share of prompts in which a server may differ from itself by chance beyond rounding
+TOLERANCE = 0.1  # natural logarithms: bf16 sums in another order move a log-probability by some hundredths
+MIN_DRIFT_TOKENS = 4  # equal tokens over which a mean difference of log-probabilities is judged
+MIN_COVERAGE = 0.5  # share of tokens that have to be compared before answers part at near-ties
+MIN_ROUNDS = 2  # rounds of answers, alone and in a batch, without which nothing is repeated
+MAX_HALVINGS = 10  # lengths that may be added while the first that differs is looked for
+AGREE, CONSISTENT, DIFFER, UNDECIDED = "AGREE", "CONSISTENT", "DIFFER", "UNDECIDED"
+REPEAT, CACHE, BATCH, SERVERS = EFFECTS = ("repeat", "cache", "batch", "servers")
+SAME, NEAR_TIE, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "token", "drift", "unknown"
+RARE, NOISY, UNATTRIBUTED, FEW_TOKENS = "rare", "noisy", "unattributed", "few tokens"  # why nothing is decided
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server answered once."""
+    """One answer of a server."""
 
-    tokens: list[str]
-    logprobs: list[float] = []
-    """Of the tokens; empty where the server offers none."""
-    gaps: list[float] = []
-    """By how much each token was ahead of the second likeliest; infinite where nobody says."""
+    tokens: list[str]  # ids where the server gives them, else text
+    names: list[str] = []  # the tokens as keys of `tops`
+    logprobs: list[float] = []  # of the tokens; empty if unknown
+    tops: list[dict[str, float]] = []  # log-probabilities of the likeliest tokens at each place; empty if unknown
+    cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not say
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found at one length of prompts."""
+class PromptAnswers(msgspec.Struct, frozen=True, kw_only=True):
+    """All answers of one server to one prompt."""
 
-    context: int
-    """Tokens of a prompt."""
-    prompts: int
-    differ_within: float
-    """Share of pairs of one server's own answers that differ."""
-    differ_between: float
-    """Of pairs of A and B."""
-    first: int | None = None
-    """The earliest token, from 1, at which an answer of B differs from one of A; None where none does."""
-    gap: float | None = None
-    """How far ahead the likeliest token was there, at most over such prompts; null where nobody says."""
-    drift_within: float | None = None
-    drift_between: float | None = None
-    """Mean |difference of log-probabilities|; null where a server offers none."""
-    p_tokens: float = 1.0
-    p_drift: float = 1.0
-    tokens_differ: bool = False
-    drifts: bool = False
+    first: Answer  # while the prompt was new
+    first_in_batch: bool
+    alone: list[Answer]
+    batch: list[Answer]
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """Two answers to one prompt, compared."""
+
+    kind: str
+    first: int | None = None  # index of the first token that differs
+    gap: float | None = None  # how far apart the two tokens were there, at least
+    drift: float | None = None  # mean |difference of log-probabilities| of equal tokens
+    compared: int = 0  # tokens up to the first that differs, and that one
+    tokens: int = 0  # tokens of the longer answer
 
     @property
-    def differs(self) -> bool:
-        """Whether A and B differ here beyond what either does by itself."""
-        return self.tokens_differ or self.drifts
+    def real(self) -> bool:
+        """Whether rounding does not explain the difference."""
+        return self.kind in (TOKEN, DRIFT)
 
 
-def first_difference(a: Answer, b: Answer) -> int | None:
-    """Index of the first token that differs, an answer's end included; None where none does."""
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One effect at one length of prompts."""
+
+    effect: str
+    server: str  # `A`, `B`, or `AB` for the effect `servers`
+    context: int  # tokens of a prompt
+    prompts: int
+    pairs: int
+    near_ties: int = 0  # pairs
+    real: int = 0  # pairs
+    unknown: int = 0  # pairs
+    differing: int = 0  # prompts of which at least half of the pairs are real
+    first: int | None = None  # earliest token, from 1, of a difference that is no near-tie
+    gap: float | None = None  # largest gap of a near-tie
+    drift: float | None = None  # mean |difference of log-probabilities|
+    compared: int = 0  # tokens
+    tokens: int = 0
+    p: float = 1.0
+    differs: bool = False
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """An effect in which a server differs beyond chance."""
+
+    effect: str
+    server: str
+    contexts: list[int]  # lengths of prompts at which it does by themselves; empty: over all lengths together
+    differing: int  # prompts at these lengths
+    prompts: int
+    first: int | None  # earliest token, from 1, at the first of these lengths
+    p: float
+
+
+class Detectable(msgspec.Struct, frozen=True, kw_only=True):
+    """Smallest shares that would have shown at least one difference with a probability of CONFIDENCE."""
+
+    prompts: float  # over all lengths
+    prompts_of_a_length: float
+    tokens: float  # of the places that were compared
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A judged comparison."""
+
+    verdict: str
+    servers: int
+    tolerance: float
+    comparisons: list[Comparison]
+    findings: list[Finding]  # what differs
+    undecided: list[str]  # why nothing is decided: `rare`, `noisy`, `unattributed`, `few tokens`
+    detectable: Detectable
+    coverage: float  # share of tokens that were compared
+    logprobs: bool  # whether log-probabilities were compared
+
+    def differs_at(self, context: int) -> bool:
+        """Return whether anything differs at this length."""
+        return any(c.differs for c in self.comparisons if c.context == context)
+
+
+def compare_pair(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> Pair:
+    """Compare two answers to one prompt."""
+    first, tokens = find_first_difference(a, b), max(len(a.tokens), len(b.tokens))
+    equal = min(len(a.tokens), len(b.tokens)) if first is None else first
+    drift = _compute_drift(a, b, equal)
+    kind, gap = SAME, None
+    if first is not None:
+        gaps = [found for x, y in ((a, b), (b, a)) if (found := _find_gap(x, y, first)) is not None]
+        gap = max((size for size, _ in gaps), default=None)
+        exact = bool(gaps) and all(known for _, known in gaps)
+        kind = UNKNOWN if gap is None or (gap <= 2 * tolerance and not exact) else NEAR_TIE
+        kind = TOKEN if gap is not None and gap > 2 * tolerance else kind
+    if kind != TOKEN and drift is not None and drift > tolerance and equal >= MIN_DRIFT_TOKENS:
+        kind = DRIFT
+    compared = equal + (first is not None)
+    return Pair(kind=kind, first=first, gap=gap, drift=drift, compared=compared, tokens=tokens)
+
+
+def find_first_difference(a: Answer, b: Answer) -> int | None:
+    """Return the index of the first token that differs, the end of an answer included; None if none does."""
     for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)):
         if x != y:
             return i
     return None if len(a.tokens) == len(b.tokens) else min(len(a.tokens), len(b.tokens))
 
 
-def distance(a: Answer, b: Answer) -> float:
-    """0 for equal answers, more the earlier they differ, at most 1."""
-    first, longest = first_difference(a, b), max(len(a.tokens), len(b.tokens), 1)
-    return 0.0 if first is None else 1 - first / longest
-
-
-def drift(a: Answer, b: Answer) -> float | None:
-    """Mean |difference of log-probabilities| of the tokens that both have before they differ; None without any."""
-    first = first_difference(a, b)
-    size = min(len(a.logprobs), len(b.logprobs), *([] if first is None else [first]))
-    if not size:
-        return None
-    return float(np.mean(np.abs(np.subtract(a.logprobs[:size], b.logprobs[:size]))))
-
-
-def compare(context: int, a: Sequence[Sequence[Answer]], b: Sequence[Sequence[Answer]], seed: int = 0) -> Found:
-    """Answers of A and of B to prompts of one length, [prompt][run], not yet judged. Raises UsageError for too few runs."""
-    for runs in (*a, *b):
-        if len(runs) < LEAST_RUNS:
-            raise UsageError(
-                f"one answer of a server does not say how it differs from itself; use --repeats {LEAST_RUNS} or more."
-            )
-    rng = np.random.default_rng([seed, context])
-    tokens = [_matrix(x, y, distance) for x, y in zip(a, b, strict=True)]
-    drifts = [_matrix(x, y, drift) for x, y in zip(a, b, strict=True)]
-    known = [m for m in drifts if not np.isnan(m).any()]
-    count = len(a[0])
-    within, between = _means(tokens, count, lambda m: m > 0)
-    drift_within, drift_between = _means(known, count, lambda m: m) if known else (None, None)
-    where = [
-        (first, x.gaps[first] if first < len(x.gaps) else math.inf)
-        for mine, theirs in zip(a, b, strict=True)
-        for x, y in itertools.product(mine, theirs)
-        if (first := first_difference(x, y)) is not None
-    ]
-    earliest = min((first for first, _ in where), default=None)
-    gap = max((g for _, g in where), default=None)
-    return Found(
-        context=context,
-        prompts=len(a),
-        differ_within=within,
-        differ_between=between,
-        first=None if earliest is None else earliest + 1,
-        gap=gap if gap is not None and math.isfinite(gap) else None,
-        drift_within=drift_within,
-        drift_between=drift_between,
-        p_tokens=_permuted(tokens, count, rng),
-        p_drift=_permuted(known, count, rng) if known else 1.0,
-    )
-
-
-def check_decides(prompts: int, runs: int, lengths: int) -> None:
-    """Raises UsageError where no difference, however large, could be told from chance by so few answers at so many lengths."""
-    level = LEVEL / (2 * (lengths + HALVINGS))
-    if level < 1 / (DRAWS + 1):
-        raise UsageError(f"{lengths} lengths of prompts are too many for one comparison; name fewer with --context.")
-    if runs < LEAST_RUNS:
-        more = f"--repeats {LEAST_RUNS + 1}"
-    else:
-        least = math.log(2 / level) / math.log(math.comb(2 * runs - 1, runs))  # of two, as what is drawn scatters
-        if prompts >= least:
-            return
-        more = f"--num-prompts {math.ceil(least)}"
-    raise UsageError(
-        f"by --num-prompts {prompts} and --repeats {runs} no difference could be told from chance at {lengths} lengths; use {more} or more."
-    )
-
-
-def judge(found: Sequence[Found], tolerance: float = TOLERANCE) -> tuple[list[Found], str, str]:
-    """Each context judged, the verdict over all, and a sentence that says why."""
-    tests = sorted(
-        [(f.p_tokens, i, "tokens") for i, f in enumerate(found)]
-        + [(f.p_drift, i, "drift") for i, f in enumerate(found)]
-    )
-    rejected: set[tuple[int, str]] = set()
-    for k, (p, i, what) in enumerate(tests):
-        if p > LEVEL / (len(tests) - k):
-            break
-        rejected.add((i, what))
-    judged = []
-    for i, f in enumerate(found):
-        more = (f.drift_between or 0.0) - (f.drift_within or 0.0)
-        judged.append(
-            msgspec.structs.replace(
-                f,
-                tokens_differ=(i, "tokens") in rejected and not _tied(f, tolerance),
-                drifts=(i, "drift") in rejected and more > tolerance,
-            )
-        )
-    return judged, *_verdict(judged, tolerance)
-
-
-def between(found: Sequence[Found], apart: int) -> int | None:
-    """A length of prompts by whose answers the first difference would be known better, to `apart` tokens; None: none.
-
-    `found` are judged, in order of their lengths.
-    """
-    first = next((f.context for f in found if f.differs), None)
-    if first is None:
-        return None
-    last = max((f.context for f in found if f.context < first), default=0)
-    return (last + first) // 2 if last and first - last > apart else None
-
-
-def _tied(found: Found, tolerance: float) -> bool:
-    """Whether answers differ at near-ties alone."""
-    return found.gap is not None and found.gap <= tolerance
-
-
-def _verdict(found: Sequence[Found], tolerance: float) -> tuple[str, str]:
-    wrong = [f for f in found if f.differs]
-    if wrong:
-        first = wrong[0]
-        after = all(f.differs for f in found if f.context >= first.context)
-        where = (
-            f"from prompts of {first.context:,} tokens on"
-            if after
-            else f"at prompts of {', '.join(f'{f.context:,}' for f in wrong)} tokens"
-        )
-        told = (
-            [f"first in token {first.first} of an answer (after {first.context + first.first - 1:,} tokens of context)"]
-            if first.first and first.tokens_differ
-            else []
-        )
-        told += [f"log-probabilities are {first.drift_between:.3g} apart on average"] if first.drifts else []
-        same = (
-            "each agrees with itself"
-            if not first.differ_within
-            else f"each differs from itself in {first.differ_within:.0%} of pairs"
-        )
-        return DIFFER, f"B differs from A {where}, {' and '.join(told)}; {same} there."
-    noisy = [f for f in found if f.differ_within >= TOO_NOISY]
-    if noisy:
-        return UNDECIDED, (
-            f"A and B do not differ more than each from itself, but at prompts of {noisy[0].context:,} tokens {noisy[0].differ_within:.0%} of "
-            "a server's own answers differ: too much to say anything of the other. Fix the seed, or lower the load."
-        )
-    ties = [f for f in found if f.differ_between > f.differ_within and _tied(f, tolerance)]
-    beyond = (
-        f", but for near-ties (the two likeliest tokens within {tolerance:g}) at {len(ties)} of {len(found)} lengths"
-        if ties
-        else ""
-    )
-    return AGREE, f"B answers as A does up to prompts of {max(f.context for f in found):,} tokens{beyond}."
-
-
-def _matrix(a: Sequence[Answer], b: Sequence[Answer], of: Callable[[Answer, Answer], float | None]) -> Floats:
-    every = [*a, *b]
-    found = np.zeros((len(every), len(every)))
-    for i, j in itertools.combinations(range(len(every)), 2):
-        value = of(every[i], every[j])
-        found[i, j] = found[j, i] = np.nan if value is None else value
+def compare_length(
+    context: int, servers: Sequence[Sequence[PromptAnswers]], tolerance: float = TOLERANCE
+) -> list[Comparison]:
+    """Compare the answers of one or two servers to prompts of one length, [server][prompt]; not yet judged."""
+    compare = functools.partial(compare_pair, tolerance=tolerance)
+    found = []
+    for name, answers in zip("AB", servers, strict=False):
+        for effect, pairs_of in OWN_PAIRS.items():
+            pairs = [[compare(x, y) for x, y in pairs_of(one)] for one in answers]
+            found.append(_summarise(effect, name, context, pairs))
+    if len(servers) > 1:
+        pairs = [[compare(x, y) for x, y in _pair_servers(*both)] for both in zip(*servers, strict=True)]
+        found.append(_summarise(SERVERS, "AB", context, pairs))
     return found
 
 
-def _means(matrices: Sequence[Floats], runs: int, of: Callable[[Floats], Any]) -> tuple[float, float]:
-    within, between = _masks(2 * runs, tuple(range(runs)))
-    values = np.array([of(m) for m in matrices], float)
-    return float(values[:, within].mean()), float(values[:, between].mean())
+def judge(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Report:
+    """Test all comparisons together, and decide."""
+    chance = compute_chance(comparisons)
+    groups = _group(comparisons)
+    tests = {(key, i): _test(groups, key, i, chance) for key in groups for i in _tested(groups, key)}
+    rejected = reject_by_holm(tests)
+    findings = [_find(groups[key], rejected, key, tests) for key in groups if any(k == key for k, _ in rejected)]
+    judged = [
+        msgspec.structs.replace(c, p=tests.get((key, i), 1.0), differs=(key, i) in rejected)
+        for key, of in groups.items()
+        for i, c in enumerate(of)
+    ]
+    judged.sort(key=lambda c: (c.context, c.server, EFFECTS.index(c.effect)))
+    two = any(c.effect == SERVERS for c in judged)
+    coverage = _compute_coverage([c for c in judged if c.effect == SERVERS or not two])
+    undecided = [] if findings else _find_doubts(judged, coverage)
+    agreed = AGREE if two else CONSISTENT
+    return Report(
+        verdict=DIFFER if findings else UNDECIDED if undecided else agreed,
+        servers=1 + two,
+        tolerance=tolerance,
+        comparisons=judged,
+        findings=findings,
+        undecided=undecided,
+        detectable=compute_detectable(judged),
+        coverage=coverage,
+        logprobs=any(c.drift is not None for c in judged),
+    )
 
 
-@functools.cache
-def _masks(count: int, mine: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """Pairs within either side, and between both."""
-    is_a = np.isin(np.arange(count), mine)
-    upper = np.triu(np.ones((count, count), bool), 1)
-    alike = is_a[:, None] == is_a[None, :]
-    return upper & alike, upper & ~alike
+def compute_chance(comparisons: Iterable[Comparison]) -> float:
+    """Return the share of prompts that may differ by chance: the upper bound of the share among repeats."""
+    repeats = [c for c in comparisons if c.effect == REPEAT]
+    return max(
+        upper_bound(sum(c.differing for c in repeats), sum(c.prompts for c in repeats)),
+        MAX_CHANCE_SHARE,
+    )
 
 
-def _permuted(matrices: Sequence[Floats], runs: int, rng: np.random.Generator) -> float:
-    """One-sided p of the statistic of the module, with the labels as they are counted among the draws."""
-    splits = [_masks(2 * runs, (0, *rest)) for rest in itertools.combinations(range(1, 2 * runs), runs - 1)]
-    table = np.array([[m[between].mean() - m[within].mean() for within, between in splits] for m in matrices])
-    seen = table[:, 0].sum()  # the first split is the true one
-    drawn = rng.integers(0, len(splits), (DRAWS, len(matrices)))
-    sums = table[np.arange(len(matrices)), drawn].sum(axis=1)
-    return float(((sums >= seen - 1e-12).sum() + 1) / (DRAWS + 1))
+def find_next_length(report: Report, apart: int) -> int | None:
+    """Return a length of prompts between the last that agrees and the first that differs; None if they are `apart` at most."""
+    contexts = sorted({c.context for c in report.comparisons})
+    first = next((context for context in contexts if report.differs_at(context)), None)
+    if first is None:
+        return None
+    last = max((context for context in contexts if context < first), default=0)
+    return (last + first) // 2 if last and first - last > apart else None
+
+
+def check_decides(prompts: int, rounds: int, lengths: int, servers: int) -> None:
+    """Raise UsageError if no difference, however large, could be told from chance by so few answers."""
+    if rounds < MIN_ROUNDS:
+        raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
+    if not _decides(prompts, lengths, servers):
+        enough = next(n for n in range(prompts, 1000) if _decides(n, lengths, servers))
+        raise UsageError(
+            f"with --num-prompts {prompts} no difference could be told from chance; use --num-prompts {enough} or more."
+        )
+
+
+def upper_bound(count: int, total: int, confidence: float = CONFIDENCE) -> float:
+    """Return the upper one-sided Clopper-Pearson bound of a share; 1 without any observation."""
+    if count >= total:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = 1 - compute_tail(count + 1, total, middle)  # probability of at most `count`
+        low, high = (middle, high) if below > 1 - confidence else (low, middle)
+    return high
+
+
+def compute_tail(count: int, total: int, share: float) -> float:
+    """Return the probability that at least `count` of `total` happen, each with probability `share`."""
+    if count <= 0:
+        return 1.0
+    terms = (math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count, total + 1))
+    return min(math.fsum(terms), 1.0)
+
+
+def compute_fisher(a: int, of_a: int, b: int, of_b: int) -> float:
+    """Return the two-sided p of Fisher's exact test for the shares a / of_a and b / of_b, by doubling the smaller tail."""
+    total, every = a + b, math.comb(of_a + of_b, a + b)
+    chances = [math.comb(of_a, k) * math.comb(of_b, total - k) / every for k in range(total + 1)]
+    return min(2 * min(sum(chances[: a + 1]), sum(chances[a:])), 1.0)
+
+
+def reject_by_holm(tests: dict[Test, float]) -> set[Test]:
+    """Return the tests that are significant at LEVEL together, by Holm's procedure."""
+    rejected: set[Test] = set()
+    for k, (key, p) in enumerate(sorted(tests.items(), key=lambda item: item[1])):
+        if p > LEVEL / (len(tests) - k):
+            break
+        rejected.add(key)
+    return rejected
+
+
+def compute_detectable(comparisons: Sequence[Comparison]) -> Detectable:
+    """Return the smallest shares that would have shown a difference in the effect that was seen least often."""
+
+    def smallest(counts: Iterable[int]) -> float:
+        least = min(counts, default=0)
+        return 1 - (1 - CONFIDENCE) ** (1 / least) if least else 1.0
+
+    groups = _group(comparisons).values()
+    return Detectable(
+        prompts=smallest(sum(c.prompts for c in of) for of in groups),
+        prompts_of_a_length=smallest(c.prompts for c in comparisons),
+        tokens=smallest(sum(c.compared for c in of) for of in groups),
+    )
+
+
+def _compute_drift(a: Answer, b: Answer, equal: int) -> float | None:
+    size = min(equal, len(a.logprobs), len(b.logprobs))
+    return float(np.mean(np.abs(np.subtract(a.logprobs[:size], b.logprobs[:size])))) if size else None
+
+
+def _find_gap(x: Answer, y: Answer, place: int) -> tuple[float, bool] | None:
+    """Return by how much x has its own token ahead of y's token, and whether that is exact or a lower bound."""
+    if place >= min(len(x.tops), len(x.logprobs), len(y.names)):
+        return None
+    own, others = x.logprobs[place], x.tops[place]
+    if y.names[place] in others and y.names[place] != x.names[place]:
+        return abs(own - others[y.names[place]]), True
+    return own - min(others.values(), default=own), False
+
+
+def _pair_repeats(one: PromptAnswers) -> list[tuple[Answer, Answer]]:
+    return list(zip(one.alone, one.alone[1:], strict=False))
+
+
+def _pair_cache(one: PromptAnswers) -> list[tuple[Answer, Answer]]:
+    return [(one.first, later) for later in (one.batch if one.first_in_batch else one.alone)]
+
+
+def _pair_batch(one: PromptAnswers) -> list[tuple[Answer, Answer]]:
+    return list(zip(one.alone, one.batch, strict=False))
+
+
+def _pair_servers(a: PromptAnswers, b: PromptAnswers) -> list[tuple[Answer, Answer]]:
+    return [
+        (a.first, b.first),
+        *zip(a.alone, b.alone, strict=False),
+        *zip(a.batch, b.batch, strict=False),
+    ]
+
+
+OWN_PAIRS: dict[str, Callable[[PromptAnswers], list[tuple[Answer, Answer]]]] = {
+    REPEAT: _pair_repeats,
+    CACHE: _pair_cache,
+    BATCH: _pair_batch,
+}
+
+
+def _summarise(effect: str, server: str, context: int, prompts: Sequence[Sequence[Pair]]) -> Comparison:
+    pairs = [pair for of in prompts for pair in of]
+    drifts = [pair.drift for pair in pairs if pair.drift is not None]
+    return Comparison(
+        effect=effect,
+        server=server,
+        context=context,
+        prompts=len(prompts),
+        pairs=len(pairs),
+        near_ties=sum(pair.kind == NEAR_TIE for pair in pairs),
+        real=sum(pair.real for pair in pairs),
+        unknown=sum(pair.kind == UNKNOWN for pair in pairs),
+        differing=sum(2 * sum(pair.real for pair in of) >= max(len(of), 1) for of in prompts),
+        first=min(
+            (pair.first + 1 for pair in pairs if pair.kind in (TOKEN, UNKNOWN) and pair.first is not None), default=None
+        ),
+        gap=max((pair.gap for pair in pairs if pair.kind == NEAR_TIE and pair.gap is not None), default=None),
+        drift=float(np.mean(drifts)) if drifts else None,
+        compared=sum(pair.compared for pair in pairs),
+        tokens=sum(pair.tokens for pair in pairs),
+    )
+
+
+def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
+    """Comparisons of each effect of each server, by length."""
+    found: dict[Key, list[Comparison]] = {}
+    for c in sorted(comparisons, key=lambda c: c.context):
+        found.setdefault((c.effect, c.server), []).append(c)
+    return found
+
+
+def _tested(groups: dict[Key, list[Comparison]], key: Key) -> list[int]:
+    """Return the places of an effect's lengths that are tested by themselves, and -1 for all of them together."""
+    if key[0] != REPEAT:
+        return [*range(len(groups[key])), -1]
+    other = groups.get((REPEAT, "A" if key[1] == "B" else "B"))
+    if other is None:
+        return [-1]
+    mine, theirs = (n / of for n, of in (_count(groups[key]), _count(other)))
+    return [-1] if (mine, key[1]) > (theirs, "A" if key[1] == "B" else "B") else []
+
+
+def _test(groups: dict[Key, list[Comparison]], key: Key, place: int, chance: float) -> float:
+    of = groups[key]
+    differing, prompts = _count(of if place < 0 else [of[place]])
+    if key[0] != REPEAT:
+        return compute_tail(differing, prompts, min(2 * chance, 1.0))
+    other = groups.get((REPEAT, "A" if key[1] == "B" else "B"))
+    if other is None:
+        return compute_tail(differing, prompts, MAX_CHANCE_SHARE)
+    return compute_fisher(differing, prompts, *_count(other))
+
+
+def _count(of: Iterable[Comparison]) -> tuple[int, int]:
+    counts = [(c.differing, c.prompts) for c in of]
+    return sum(n for n, _ in counts), sum(n for _, n in counts)
+
+
+def _find(
+    of: Sequence[Comparison], rejected: set[tuple[Key, int]], key: Key, tests: dict[tuple[Key, int], float]
+) -> Finding:
+    alone = [c for i, c in enumerate(of) if (key, i) in rejected]
+    differing, prompts = _count(alone or of)
+    return Finding(
+        effect=key[0],
+        server=key[1],
+        contexts=[c.context for c in alone],
+        differing=differing,
+        prompts=prompts,
+        first=min((c.first for c in alone[:1] or of if c.first is not None), default=None),
+        p=min(p for (k, _), p in tests.items() if k == key),
+    )
+
+
+def _compute_coverage(comparisons: Sequence[Comparison]) -> float:
+    tokens = sum(c.tokens for c in comparisons)
+    return sum(c.compared for c in comparisons) / tokens if tokens else 0.0
+
+
+def _find_doubts(comparisons: Sequence[Comparison], coverage: float) -> list[str]:
+    """Return why AGREE or CONSISTENT would claim more than was seen."""
+    repeats = _count(c for c in comparisons if c.effect == REPEAT)
+    noisy = compute_tail(*repeats, MAX_CHANCE_SHARE) <= LEVEL
+    found = {
+        NOISY: noisy,
+        RARE: not noisy and any(c.real for c in comparisons),
+        UNATTRIBUTED: any(c.unknown for c in comparisons),
+        FEW_TOKENS: coverage < MIN_COVERAGE,
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def _decides(prompts: int, lengths: int, servers: int) -> bool:
+    chance = max(upper_bound(0, prompts * lengths * servers), MAX_CHANCE_SHARE)
+    effects = 2 * servers + (servers > 1)
+    return compute_tail(prompts, prompts, min(2 * chance, 1.0)) <= LEVEL / (effects * (lengths + 1) + 1)

@@ -21,6 +21,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.servers.events import StreamError, error_in
+from dcpbench.servers.request_options import find_secrets
 from dcpbench.servers.stamps import StampedSocket
 from dcpbench.show.text import one_line
 
@@ -86,11 +87,15 @@ class Target:
     """Before /v1."""
     key: str = dataclasses.field(default="", repr=False)
     """API key; never recorded or printed."""
+    headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
+    """Further headers of every request (--header); their values are never recorded or printed."""
     timeout_s: float = 600.0
     """A request for which nothing comes so long has failed."""
 
     @classmethod
-    def at(cls, url: str, *, key: str = "", timeout_s: float = 600.0) -> Target:
+    def at(
+        cls, url: str, *, key: str = "", headers: tuple[tuple[str, str], ...] = (), timeout_s: float = 600.0
+    ) -> Target:
         """The server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none."""
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
@@ -114,6 +119,7 @@ class Target:
             port=port or PORTS[parts.scheme],
             path=path,
             key=key,
+            headers=headers,
             timeout_s=timeout_s,
         )
 
@@ -123,12 +129,19 @@ class Target:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
+    @property
+    def secrets(self) -> list[str]:
+        """Return what no record and no output may hold: the key, and the values of headers."""
+        return [*([self.key] if self.key else []), *find_secrets(self.headers)]
+
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """All bytes of a request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
         lines += ["Accept-Encoding: identity", "User-Agent: dcpbench"]
-        lines += [f"Authorization: Bearer {self.key}"] if self.key else []
+        own_authorization = any(name.lower() == "authorization" for name, _ in self.headers)
+        lines += [f"Authorization: Bearer {self.key}"] if self.key and not own_authorization else []
+        lines += [f"{name}: {value}" for name, value in self.headers]
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if method == "POST" else []
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 

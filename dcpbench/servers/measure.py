@@ -81,6 +81,8 @@ class Asked:
     target: Target
     endpoint: str = COMPLETIONS
     tokenizer: Path | None = None
+    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Fields of --extra-body, sent with every request."""
     warm_up: int = WARM_UP
     """Requests before the clock starts."""
     retries: int = 0
@@ -102,6 +104,13 @@ class Asked:
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     """Of the server, for its records: how it was started."""
 
+    @property
+    def request_facts(self) -> dict[str, str]:
+        """Return what records keep of --header and --extra-body: names of headers, and the fields."""
+        names = ", ".join(name for name, _ in self.target.headers)
+        body = msgspec.json.encode(self.extra_body, order="sorted").decode() if self.extra_body else ""
+        return {name: text for name, text in (("headers", names), ("extra_body", body)) if text}
+
 
 def look(target: Target) -> ServerInfo:
     """What a server says of itself. Raises WorkerError where it cannot be measured."""
@@ -118,7 +127,9 @@ def manner_of(asked: Asked, model: str) -> Manner:
 
     async def main() -> Manner:
         async with Client(asked.target) as client:
-            return await find_manner(client, model, asked.endpoint, tokenizer=asked.tokenizer)
+            return await find_manner(
+                client, model, asked.endpoint, tokenizer=asked.tokenizer, extra_body=asked.extra_body
+            )
 
     return asyncio.run(main())
 
@@ -214,15 +225,15 @@ def measure(
     record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
     )
-    return without_key(record, asked.target.key), stopped
+    return without_secrets(record, asked.target.secrets), stopped
 
 
-def without_key(record: Record, key: str) -> Record:
-    """A record in which an API key is blotted out, whoever repeated it: the server in an error, or a command line."""
-    if len(key) < SHORTEST_KEY:
-        return record
-    said = msgspec.json.encode(key)[1:-1]
-    return msgspec.json.decode(msgspec.json.encode(record).replace(said, BLOT), type=Record)
+def without_secrets(record: Record, secrets_: Sequence[str]) -> Record:
+    """Return a record in which the API key and values of headers are blotted out, wherever a server repeated them."""
+    data = msgspec.json.encode(record)
+    for secret in sorted((s for s in secrets_ if len(s) >= SHORTEST_KEY), key=len, reverse=True):
+        data = data.replace(msgspec.json.encode(secret)[1:-1], BLOT)
+    return msgspec.json.decode(data, type=Record)
 
 
 async def _send(
@@ -388,6 +399,8 @@ def _record(
             slo=settings.slo,
             steps=StepCounts(),
             samples_file=name,
+            interrupted=stopped,
+            limit_s=settings.limit_seconds,
         )
     except UsageError as e:
         return msgspec.structs.replace(record, reason=failed or str(e))
@@ -471,6 +484,7 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
         facts={
             **info.facts,
             **asked.facts,
+            **asked.request_facts,
             **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
             **({NO_METRICS: info.metrics_hint} if info.metrics_hint else {}),
         },

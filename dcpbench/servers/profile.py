@@ -22,7 +22,7 @@ from dcpbench.syncs.scan import scan
 from dcpbench.syncs.sites import find_worst_phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.records.record import SyncSite
 
@@ -64,6 +64,7 @@ async def profile(
     output_tokens: int,
     endpoint: str,
     wait_s: float,
+    extra_body: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Return the traces that the server wrote into `folder`, which both processes see, while it served a small load.
@@ -73,7 +74,7 @@ async def profile(
     await asyncio.to_thread(make_traces_folder, folder)
     async with Client(target) as client:
         asked = await server_info.ask(client)
-        manner = await find_manner(client, asked.model(None).id, endpoint)
+        manner = await find_manner(client, asked.model(None).id, endpoint, extra_body=extra_body)
         generator = np.random.Generator(np.random.PCG64(0))
         bodies = [
             target.request(

@@ -18,6 +18,7 @@ from dcpbench.servers.client import OK, RequestError, status_error
 from dcpbench.servers.events import StreamError, read_completion
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from dcpbench.servers.client import Client
@@ -170,6 +171,8 @@ class Manner:
     """None: prompts are token ids."""
     prompts: str = IDS
     """IDS, TOKENIZER or COUNTED."""
+    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Fields of --extra-body, sent with every request."""
 
     def prompt(self, ids: np.ndarray) -> Prompt:
         """Ids of a load as this server takes them."""
@@ -199,7 +202,7 @@ class Manner:
         """The same of what is no longer a load's."""
         put = {"prompt" if self.endpoint == COMPLETIONS else "messages": prompt}
         asked = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
-        return msgspec.json.encode(asked | self.extras | more)
+        return msgspec.json.encode(asked | self.extras | dict(self.extra_body) | more)
 
     def request(self, client: Client, request: ServeRequest) -> bytes:
         """All bytes of a request of a load."""
@@ -268,9 +271,15 @@ class Tokenized:
 
 
 async def find_manner(
-    client: Client, model: str, endpoint: str, *, tokenizer: Path | None = None, text: bool = False
+    client: Client,
+    model: str,
+    endpoint: str,
+    *,
+    tokenizer: Path | None = None,
+    text: bool = False,
+    extra_body: Mapping[str, object] | None = None,
 ) -> Manner:
-    """How this server takes prompts and tells tokens. `text`: also where it would take ids.
+    """How this server takes prompts and tells tokens. `text`: also where it would take ids. `extra_body`: see Manner.
 
     Raises WorkerError where it takes none of the ways, and UsageError for a tokenizer that cannot be used.
     """
@@ -278,9 +287,8 @@ async def find_manner(
     errors: list[RequestError] = []
     if endpoint == COMPLETIONS and not text:
         for vocab in (own.vocab,) if own else VOCABULARIES:
-            found = await _try_extras(
-                client, Manner(endpoint=endpoint, model=model, extras={}, vocab=vocab), vocab, errors
-            )
+            start = Manner(endpoint=endpoint, model=model, extras={}, vocab=vocab, extra_body=extra_body or {})
+            found = await _try_extras(client, start, vocab, errors)
             if found is not None:
                 return found
     start = Manner(
@@ -290,6 +298,7 @@ async def find_manner(
         vocab=own.vocab if own else 1 << 20,
         text=own or Words(1.0, 0.0),
         prompts=TOKENIZER if own else COUNTED,
+        extra_body=extra_body or {},
     )
     found = await _try_extras(client, start, start.vocab, errors)
     if found is None:

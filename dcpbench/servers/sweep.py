@@ -15,10 +15,9 @@ from dcpbench.launch.jobs import Progress
 from dcpbench.points.point import SETTING
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record
-from dcpbench.servers.client import Target
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, free_port
-from dcpbench.servers.measure import look, manner_of, measure, without_key
+from dcpbench.servers.measure import look, manner_of, measure, without_secrets
 from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import in_short
 from dcpbench.show.terminal import say
@@ -80,9 +79,7 @@ def measure_started(
         log = _log(folder, engine, left[0])
         one = dataclasses.replace(
             asked,
-            target=dataclasses.replace(
-                Target.at(f"http://127.0.0.1:{port}"), key=asked.target.key, timeout_s=asked.target.timeout_s
-            ),
+            target=dataclasses.replace(asked.target, port=port),
             device_count=left[0].tp,
             facts={"command": shlex.join(words), "log": str(log.relative_to(folder))},
         )
@@ -133,4 +130,4 @@ def _failed(point: Point, why: str, asked: Asked) -> Record:
         marks=["cpu"] if asked.device == CPU else [],
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
-    return without_key(record, asked.target.key)
+    return without_secrets(record, asked.target.secrets)

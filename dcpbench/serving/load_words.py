@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY
+from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY, TRACE_TIMES
 from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def load_name(load: Load, concurrency: int) -> str:
         bursts = "" if load.burstiness == 1 else f" burstiness {load.burstiness:g}"
         who = f"{load.request_rate:g} req/s{bursts}{as_drawn(load)}"
     else:
-        who = "at the trace's times"
+        who = TRACE_TIMES
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
     sessions = f" in sessions of {session_words(load)}" if load.sessions else ""
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""

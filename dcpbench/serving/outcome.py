@@ -136,6 +136,8 @@ def serve_metrics(
     floor_shares: Mapping[str, float | None] = NO_SHARES,
     instances: InstanceMetrics | None = None,
     samples_file: str = "",
+    interrupted: bool = False,
+    limit_s: float | None = None,
 ) -> ServeMetrics:
     """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as formulas.py defines it.
 
@@ -144,7 +146,8 @@ def serve_metrics(
     nothing is targeted, and then nothing is steady. `gpus` is 0 where nobody knows it. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
     names of their fields.
 
-    Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
+    Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be. `interrupted`
+    and `limit_s` are the signal or the time limit that ended the run, for its message.
     """
     import numpy as np
 
@@ -152,7 +155,7 @@ def serve_metrics(
     by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
     served = [s for s in traffic.samples if s.token_s]
     if not served:
-        raise UsageError(_nothing_came(by_outcome))
+        raise UsageError(_nothing_came(by_outcome, interrupted=interrupted, limit_s=limit_s))
     times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
     wall = formulas.wall_s(times)
     window = None
@@ -248,7 +251,10 @@ def in_short(found: ServeMetrics) -> str:
     )
 
 
-def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
+def _nothing_came(
+    by_outcome: Mapping[str, list[Sample]], *, interrupted: bool = False, limit_s: float | None = None
+) -> str:
+    """Return why a run has no metrics, and what to type next."""
     rejected, cancelled, failed = (by_outcome[name] for name in (REJECTED, CANCELLED, FAILED))
     if failed:
         others = f", {counted(len(cancelled), 'other')} cut off" if cancelled else ""
@@ -258,4 +264,10 @@ def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
     said = f"no output token came: {counted(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
-    return said + (f"; the first one rejected: {rejected[0].rejected}" if rejected else "; use a longer --limit.")
+    if rejected:
+        return f"{said}; the first one rejected: {rejected[0].rejected}"
+    if interrupted:
+        return f"{said}: a signal ended the run before the first token. Serve the load anew with --resume."
+    if limit_s is not None:
+        return f"{said} by --limit {limit_s:g}s; use a longer one."
+    return f"{said}, though neither --limit nor a signal ended the run; read the log of the server or of the run."

@@ -243,6 +243,7 @@ def replay_point(
             steps=found.counts,
             instances=_instance_metrics(found) if point.disaggregate else None,
             samples_file=file,
+            limit_s=settings.limit_seconds,
         )
 
     found = served(times)

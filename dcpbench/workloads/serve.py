@@ -156,7 +156,7 @@ def run(
     _add_tokens_of_other_replicas(loop.traffic)
     cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
     found = shares(Sharding.of(point, session.shape), loop.timed, rates) if is_first() else Shares()
-    metrics = _metrics(loop, point, settings, folder, found)
+    metrics = _metrics(loop, point, settings, folder, found, interrupted=cut)
     cut_reason = (
         f"interrupted with {metrics.finished} of {counted(len(requests), 'request')} finished; they are in "
         f"{metrics.samples_file}. Serve the load anew with --resume."
@@ -193,7 +193,9 @@ def run(
     )
 
 
-def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path, found: Shares) -> ServeMetrics:
+def _metrics(
+    loop: Loop, point: Point, settings: Settings, folder: Path, found: Shares, *, interrupted: bool
+) -> ServeMetrics:
     """Metrics of a run that has ended; rank 0 leaves its samples in the folder."""
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
@@ -208,6 +210,8 @@ def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path, found: 
         idle_fraction=max(idle, default=None),
         floor_shares=dataclasses.asdict(found),
         samples_file=name,
+        interrupted=interrupted,
+        limit_s=settings.limit_seconds,
     )
 
 

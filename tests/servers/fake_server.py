@@ -113,6 +113,8 @@ class Model:
     """Standard deviation of what is added to each logprob by chance, and the chance in 1 that a token is another one,
     as engines whose sums depend on the batch have it."""
     flips: float = 0.0
+    logprobs: bool = True
+    """Whether log-probabilities are given; the second token is 2 behind."""
     strict: bool = False
     """Whether fields that OpenAI's API does not have are refused."""
     api_key: str = ""
@@ -489,19 +491,24 @@ class FakeServer:
         else:
             choice["text"] = text
         wanted = asked.get("logprobs")
-        if wanted not in (None, False):
+        if wanted not in (None, False) and self.model.logprobs:
             named = [(f"token_id:{t}" if asked.get("return_tokens_as_token_ids") else f" t{t}", p) for t, p in tokens]
             if chat:
                 choice["logprobs"] = {
                     "content": [
-                        {"token": t, "logprob": p, "top_logprobs": [{"token": t, "logprob": p}]} for t, p in named
+                        {
+                            "token": t,
+                            "logprob": p,
+                            "top_logprobs": [{"token": t, "logprob": p}, {"token": " second", "logprob": p - 2.0}],
+                        }
+                        for t, p in named
                     ]
                 }
             else:
                 choice["logprobs"] = {
                     "tokens": [t for t, _ in named],
                     "token_logprobs": [p for _, p in named],
-                    "top_logprobs": [{t: p} for t, p in named],
+                    "top_logprobs": [{t: p, " second": p - 2.0} for t, p in named],
                     "text_offset": [0] * len(named),
                 }
         return choice

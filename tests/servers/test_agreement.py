@@ -1,175 +1,378 @@
-"""`verify --url`: differences of servers are found where they are, and none where there are none."""
+"""`verify --url`: real differences of servers are found, near-ties are none, and nothing is called AGREE that was not seen."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.servers.agreement import (
     AGREE,
+    BATCH,
+    CACHE,
+    CONSISTENT,
     DIFFER,
+    DRIFT,
+    FEW_TOKENS,
+    LEVEL,
+    NEAR_TIE,
+    NOISY,
+    RARE,
+    REPEAT,
+    SAME,
+    SERVERS,
+    TOKEN,
+    UNATTRIBUTED,
     UNDECIDED,
+    UNKNOWN,
     Answer,
-    between,
+    Comparison,
+    PromptAnswers,
     check_decides,
-    compare,
-    distance,
-    drift,
+    compare_length,
+    compare_pair,
+    compute_detectable,
+    compute_fisher,
+    compute_tail,
+    find_next_length,
     judge,
+    reject_by_holm,
+    upper_bound,
 )
-from dcpbench.servers.ask import answer_of, ask_all, contexts_for
+from dcpbench.servers.agreement_text import format_verdict, make_table
+from dcpbench.servers.ask import answer_of, contexts_for
 from dcpbench.servers.client import Target
+from dcpbench.servers.conditions import CacheUse, Questions, compare_servers, make_prompts
 from dcpbench.servers.events import read_completion
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
+from tools.server_agreement import PAIRS, RIGHT, faulty_engine, table_of_faults, verify
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from dcpbench.servers.agreement import Found
+    from dcpbench.servers.agreement import Report
+
+N = 32
 
 
-def answer(*tokens: str, logprobs: tuple[float, ...] = (), gaps: tuple[float, ...] = ()) -> Answer:
-    """An answer of these tokens."""
-    return Answer(tokens=list(tokens), logprobs=list(logprobs), gaps=list(gaps))
+def answer(tokens: str, *, ahead: float = 1.0, second: str = "?", off: float = 0.0, logprobs: bool = True) -> Answer:
+    """An answer of one-letter tokens, each `ahead` of `second` in log-probability."""
+    if not logprobs:
+        return Answer(tokens=list(tokens))
+    logprob = -1.0 + off
+    tops = [{token: logprob, second: logprob - ahead} for token in tokens]
+    return Answer(tokens=list(tokens), names=list(tokens), logprobs=[logprob] * len(tokens), tops=tops)
 
 
-def made(
-    rng: np.random.Generator, *, flips: float = 0.0, noise: float = 0.0, wrong: int | None = None, off: float = 0.0
-) -> Answer:
-    """Of 32 tokens, of which some are others by chance, or from `wrong` on; log-probabilities that are off."""
-    tokens = [f"t{i}" for i in range(32)]
-    logprobs = list(rng.normal(-1 + off, noise, 32)) if noise else [-1.0 + off] * 32
-    for i in np.flatnonzero(rng.random(32) < flips):
-        tokens[i] = "other"
-    if wrong is not None:
-        tokens[wrong:] = ["wrong"] * (32 - wrong)
-    return Answer(tokens=tokens, logprobs=logprobs, gaps=[1.0] * 32)
-
-
-def compared(rng: np.random.Generator, context: int = 100, **b: float) -> Found:
-    """Eight prompts, three answers of each side; B as said, both with chance."""
-    usual = {"flips": 0.003, "noise": 0.02}
-    sides = [[[made(rng, **(usual | how)) for _ in range(3)] for _ in range(8)] for how in ({}, b)]  # type: ignore[arg-type]
-    return compare(context, *sides)
-
-
-@pytest.mark.long
-def test_a_server_compared_with_itself_gives_no_alarm() -> None:
-    """20 times, with noise of both kinds, at eight lengths each."""
-    rng = np.random.default_rng(1)
-    for _ in range(20):
-        _, verdict, _ = judge([compared(rng) for _ in range(8)])
-        assert verdict == AGREE
-
-
-def test_a_wrong_token_and_a_drift_are_found_in_the_same_noise() -> None:
-    """A token of 32, or 0.3 of log-probability."""
-    rng = np.random.default_rng(2)
-    judged, verdict, why = judge([compared(rng, 50), compared(rng, wrong=3)])
-    assert verdict == DIFFER
-    assert [f.tokens_differ for f in judged] == [False, True]
-    assert "from prompts of 100 tokens on" in why
-    judged, verdict, _ = judge([compared(rng, 50), compared(rng, off=0.3)])
-    assert verdict == DIFFER
-    assert [f.drifts for f in judged] == [False, True]
-
-
-def test_what_rounding_does_is_no_difference() -> None:
-    """Deterministic servers that are 0.01 apart, and a divergence where two tokens were nearly as likely."""
-    a, b = (answer("x", "y", logprobs=(p, p), gaps=(1.0, 0.03)) for p in (-1.0, -1.01))
-    _, verdict, _ = judge([compare(9, [[a] * 3] * 8, [[b] * 3] * 8)])
-    assert verdict == AGREE
-    other = answer("x", "z", logprobs=(-1.01, -1.0), gaps=(1.0, 0.03))
-    _, verdict, why = judge([compare(9, [[a] * 3] * 8, [[other] * 3] * 8)])
-    assert verdict == AGREE
-    assert "near-ties" in why
-    sure = answer("x", "y", logprobs=(-1.0, -1.0), gaps=(1.0, 2.0))
-    _, verdict, _ = judge([compare(9, [[sure] * 3] * 8, [[other] * 3] * 8)])
-    assert verdict == DIFFER
-
-
-def test_a_server_that_does_not_repeat_itself_says_nothing() -> None:
-    """Half of its own pairs differ."""
-    rng = np.random.default_rng(3)
-    _, verdict, why = judge(
-        [
-            compared(rng, flips=0.01),
-            compare(200, *[[[made(rng, flips=0.3) for _ in range(3)] for _ in range(8)] for _ in "ab"]),
-        ]
+def answers(
+    alone: str = "a" * N, *, first: str = "", batch: str = "", rounds: int = 2, again: str = "", **how: Any
+) -> PromptAnswers:
+    """Answers of a server to a prompt; what is not given is as the answers alone, and `again` is the last of those."""
+    others = [answer(alone, **how)] * (rounds - 1) + [answer(again or alone, **how)]
+    return PromptAnswers(
+        first=answer(first or alone, **how),
+        first_in_batch=False,
+        alone=others,
+        batch=[answer(batch or alone, **how)] * rounds,
     )
-    assert verdict == UNDECIDED
-    assert "at prompts of 200 tokens" in why
 
 
-def test_distances() -> None:
-    """Earlier differences are larger; drift is that of what came before."""
-    assert distance(answer("a", "b"), answer("a", "b")) == 0
-    assert distance(answer("a", "b"), answer("x", "b")) == 1
-    assert distance(answer("a", "b"), answer("a", "x")) == 0.5
-    assert distance(answer("a", "b"), answer("a")) == 0.5
-    assert drift(answer("a", "b", logprobs=(-1.0, -2.0)), answer("a", "x", logprobs=(-1.5, -9.0))) == 0.5
-    assert drift(answer("a"), answer("a", logprobs=(-1.0,))) is None
-    with pytest.raises(UsageError, match="use --repeats 2"):
-        compare(1, [[answer("a")]], [[answer("a")]])
+def compared(*servers: dict[str, Any], contexts: tuple[int, ...] = (512,), prompts: int = 12) -> Report:
+    """A judged comparison of servers whose answers to all prompts of all lengths are so."""
+    found = [c for n in contexts for c in compare_length(n, [[answers(**how)] * prompts for how in servers])]
+    return judge(found)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "runs", "lengths", "said"),
-    [
-        (8, 3, 10, ""),
-        (5, 3, 10, ""),
-        (4, 3, 10, "use --num-prompts 5 or more"),
-        (9, 2, 1, "use --num-prompts 10 or more"),
-        (10, 2, 1, ""),
-        (
-            8,
-            2,
-            10,
-            "by --num-prompts 8 and --repeats 2 no difference could be told from chance at 10 lengths; use --num-prompts 11",
-        ),
-        (11, 2, 10, ""),
-        (8, 1, 1, "use --repeats 3 or more"),
-        (8, 3, 40, ""),
-        (8, 3, 41, "41 lengths of prompts are too many for one comparison; name fewer with --context."),
-    ],
-)
-def test_a_comparison_that_could_find_no_difference_is_refused(
-    prompts: int, runs: int, lengths: int, said: str
-) -> None:
-    """Of n prompts with r answers of each side there are C(2r − 1, r)ⁿ relabellings, and the least p is 1 of them."""
-    if not said:
-        check_decides(prompts, runs, lengths)
-        return
-    with pytest.raises(UsageError) as error:
-        check_decides(prompts, runs, lengths)
-    assert said in str(error.value)
+WRONG = "a" * 4 + "b" * (N - 4)
 
 
-def test_only_near_ties_are_called_so() -> None:
-    """Two prompts cannot show that an answer that is sure to differ does, but it is no tie."""
-    sure, other = answer("x", "y", gaps=(1.0, 2.0)), answer("x", "z", gaps=(1.0, 2.0))
-    _, verdict, why = judge([compare(9, [[sure] * 3] * 2, [[other] * 3] * 2)])
-    assert (verdict, "near-ties" in why) == (AGREE, False)
+class TestPairs:
+    """Two answers to one prompt."""
+
+    def test_equal_answers_are_the_same(self) -> None:
+        """All tokens are compared."""
+        found = compare_pair(answer("abc"), answer("abc"))
+        assert (found.kind, found.first, found.drift, found.compared, found.tokens) == (SAME, None, 0.0, 3, 3)
+
+    @pytest.mark.parametrize(("ahead", "kind"), [(0.05, NEAR_TIE), (0.2, NEAR_TIE), (0.21, TOKEN), (3.0, TOKEN)])
+    def test_a_near_tie_is_told_by_both_log_probabilities(self, ahead: float, kind: str) -> None:
+        """Rounding moves each log-probability by 0.1 at most, so that tokens within 0.2 may change places."""
+        near, sure = answer("axx", second="b", ahead=0.05), answer("bxx", second="a", ahead=ahead)
+        for x, y in ((near, sure), (sure, near)):
+            found = compare_pair(x, y)
+            assert (found.kind, found.first, found.compared, found.tokens) == (kind, 0, 1, 3)
+            assert found.gap == pytest.approx(max(ahead, 0.05))
+
+    def test_a_token_that_is_not_among_the_likeliest_is_further_apart_than_those(self) -> None:
+        """`z` is in no list: behind a second that is 0.5 behind, it is no near-tie; behind one at 0.1, unknown."""
+        assert compare_pair(answer("a", ahead=0.5), answer("z", ahead=0.5)).kind == TOKEN
+        assert compare_pair(answer("a", ahead=0.1), answer("z", ahead=0.1)).kind == UNKNOWN
+        alone = Answer(tokens=["a"], names=["a"], logprobs=[-1.0], tops=[{"a": -1.0}])
+        assert compare_pair(alone, answer("z", ahead=0.1)).kind == UNKNOWN
+
+    def test_without_log_probabilities_a_difference_cannot_be_attributed(self) -> None:
+        """One side's are enough."""
+        silent = answer("b", logprobs=False)
+        assert compare_pair(answer("a", logprobs=False), silent).kind == UNKNOWN
+        assert compare_pair(answer("a", logprobs=False), answer("a", logprobs=False)).kind == SAME
+        one = Answer(tokens=["a"], names=["a"], logprobs=[-1.0], tops=[{"a": -1.0, "b": -4.0}])
+        named = Answer(tokens=["b"], names=["b"], logprobs=[-1.0])
+        assert compare_pair(one, named).kind == TOKEN
+
+    def test_an_answer_that_ends_earlier_differs_at_its_end(self) -> None:
+        """There is no token to say how likely it was."""
+        found = compare_pair(answer("ab"), answer("abc"))
+        assert (found.kind, found.first, found.compared, found.tokens) == (UNKNOWN, 2, 3, 3)
+
+    @pytest.mark.parametrize(
+        ("off", "tokens", "kind"), [(0.09, 8, SAME), (0.11, 8, DRIFT), (0.11, 3, SAME), (0.5, 4, DRIFT)]
+    )
+    def test_equal_tokens_whose_log_probabilities_are_apart_drift(self, off: float, tokens: int, kind: str) -> None:
+        """By more than the tolerance on average, over at least four tokens."""
+        found = compare_pair(answer("a" * tokens), answer("a" * tokens, off=off))
+        assert found.kind == kind
+        assert found.drift == pytest.approx(off)
+
+    def test_a_drift_before_a_near_tie_is_a_drift(self) -> None:
+        """The near-tie does not hide it."""
+        tied = {"second": "b", "ahead": 0.05}
+        other = answer("aaaaa", second="a", ahead=0.05, off=0.5)
+        other = Answer(
+            tokens=[*other.tokens[:4], "b"],
+            names=[*other.names[:4], "b"],
+            logprobs=other.logprobs,
+            tops=[*other.tops[:4], {"b": -0.5, "a": -0.55}],
+        )
+        assert compare_pair(answer("aaaaa", **tied), other).kind == DRIFT  # type: ignore[arg-type]
 
 
-def test_the_first_difference_is_looked_for() -> None:
-    """Between the last length that agrees and the first that differs, until an answer reaches from one to the other."""
-    rng = np.random.default_rng(4)
-    judged, _, _ = judge([compared(rng), compared(rng, wrong=0)])
-    good, bad = judged
-    lengths = [replace(good, context=256), replace(bad, context=512)]
-    assert between(lengths, 32) == 384
-    assert between([replace(good, context=480), lengths[1]], 32) is None
-    assert between([good], 32) is None
-    assert between([bad], 32) is None
+class TestVerdicts:
+    """Over all pairs."""
+
+    def test_equal_servers_agree_and_say_what_could_have_been_seen(self) -> None:
+        """24 prompts of two lengths: a share p of wrong prompts is missed with (1 − p)^24, which is 5 % at 11.7 %."""
+        report = compared({}, {}, contexts=(64, 512))
+        assert (report.verdict, report.coverage, report.findings, report.undecided) == (AGREE, 1.0, [], [])
+        assert report.detectable.prompts == pytest.approx(1 - 0.05 ** (1 / 24))
+        assert report.detectable.prompts_of_a_length == pytest.approx(1 - 0.05 ** (1 / 12))
+        tokens = 24 * N  # of `repeat`, which has one pair of each prompt
+        assert report.detectable.tokens == pytest.approx(3 / tokens, rel=0.01)
+        verdict, seen, *_ = format_verdict(report)
+        assert verdict == (
+            "AGREE: B answers as A does up to prompts of 512 tokens. A differed from itself in 0 of 120 pairs, B differed "
+            "from itself in 0 of 120 pairs and B differed from A in 0 of 120 pairs."
+        )
+        assert seen.startswith(
+            "A difference in 11.7% of prompts (22% of those of one length), or in 0.39% of tokens, would have been seen with 95% confidence"
+        )
+
+    def test_one_server_is_never_said_to_agree(self) -> None:
+        """The verdict says how often it differed from itself."""
+        report = compared({})
+        assert report.verdict == CONSISTENT
+        assert format_verdict(report)[0] == (
+            "CONSISTENT: up to prompts of 512 tokens, the server differed from itself in 0 of 60 pairs."
+        )
+
+    @pytest.mark.parametrize(
+        ("how", "effect", "words"),
+        [
+            ({"first": WRONG}, CACHE, "when a prompt is asked again (prefix cache)"),
+            ({"batch": WRONG}, BATCH, "between answers alone and in a batch"),
+        ],
+    )
+    @pytest.mark.parametrize("side", ["A", "B", "both", "one"])
+    def test_a_server_that_differs_from_itself_differs(
+        self, how: dict[str, Any], effect: str, words: str, side: str
+    ) -> None:
+        """Whichever it is, both of them, and of one server, too: its own differences are judged by themselves."""
+        sides = {"A": [how, {}], "B": [{}, how], "both": [how, how], "one": [how]}[side]
+        report = compared(*sides)
+        assert report.verdict == DIFFER
+        found = {finding.server for finding in report.findings if finding.effect == effect}
+        assert found == {"both": {"A", "B"}, "one": {"A"}}.get(side, {side})
+        who = "the server" if side == "one" else min(found)
+        assert (
+            f"{who} differs from itself from prompts of 512 tokens on {words}: 12 of 12 prompts"
+            in format_verdict(report)[0]
+        )
+
+    def test_servers_that_differ_from_each_other_differ(self) -> None:
+        """In the fifth token, from 512 tokens on; the first length that differs is looked for between."""
+        found = [
+            *compare_length(64, [[answers()] * 12] * 2),
+            *compare_length(512, [[answers()] * 12, [answers(WRONG)] * 12]),
+        ]
+        report = judge(found)
+        (finding,) = report.findings
+        assert (report.verdict, finding.effect, finding.server, finding.contexts) == (DIFFER, SERVERS, "AB", [512])
+        assert (finding.differing, finding.prompts, finding.first) == (12, 12, 5)
+        assert format_verdict(report)[0] == (
+            "DIFFER: B differs from A from prompts of 512 tokens on: 12 of 12 prompts beyond rounding, first in token 5 of an "
+            "answer (after 516 tokens of context)."
+        )
+        assert find_next_length(report, 32) == 288
+        assert find_next_length(report, 448) is None
+        assert find_next_length(judge(found[:7]), 32) is None
+
+    def test_drift_between_servers_is_a_difference(self) -> None:
+        """The tokens are the same."""
+        report = compared({}, {"off": 0.3})
+        assert [(f.effect, f.first) for f in report.findings] == [(SERVERS, None)]
+
+    def test_near_ties_are_no_difference(self) -> None:
+        """Every answer of B parts from A's at its last token, which A has 0.05 ahead."""
+        a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
+        b = {"alone": "a" * (N - 1) + "b", "second": "a", "ahead": 0.05}
+        report = compared(a, b)
+        assert report.verdict == AGREE
+        assert "B differed from A in 60 of 60 pairs (60 near-ties)" in format_verdict(report)[0]
+
+    def test_answers_that_part_at_once_show_nothing(self) -> None:
+        """At a near-tie in the first token: nothing of the others is compared."""
+        a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
+        b = {"alone": "b" * N, "second": "a", "ahead": 0.05}
+        report = compared(a, b)
+        assert (report.verdict, report.undecided, report.coverage) == (UNDECIDED, [FEW_TOKENS], 1 / N)
+
+    def test_differences_that_cannot_be_attributed_are_undecided(self) -> None:
+        """Without log-probabilities a near-tie and a fault look the same."""
+        report = compared({"logprobs": False}, {"alone": WRONG, "logprobs": False})
+        assert (report.verdict, report.undecided) == (UNDECIDED, [UNATTRIBUTED, FEW_TOKENS])
+        assert "no log-probabilities say whether those are near-ties" in format_verdict(report)[0]
+        assert "compared by their tokens alone" in format_verdict(report)[-1]
+        assert compared({"logprobs": False}, {"logprobs": False}).verdict == AGREE
+
+    def test_a_rare_difference_is_undecided(self) -> None:
+        """One prompt of twelve: neither agreement nor more than chance."""
+        found = compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(WRONG)]])
+        report = judge(found)
+        assert (report.verdict, report.undecided) == (UNDECIDED, [RARE])
+        assert "ask more with --num-prompts" in format_verdict(report)[0]
+
+    def test_a_pair_that_is_real_prevents_agreement_also_where_most_of_a_prompts_are_not(self) -> None:
+        """One of five."""
+        report = judge(compare_length(512, [[answers()] * 12, [*[answers()] * 11, answers(first=WRONG, rounds=4)]]))
+        assert report.verdict == UNDECIDED
+
+    def test_servers_that_do_not_repeat_themselves_are_undecided_and_one_of_both_differs(self) -> None:
+        """Half of the prompts get another answer under the same conditions, from both servers or from B alone."""
+        noisy = [answers(again=WRONG)] * 6 + [answers()] * 6
+        both = judge([c for n in (64, 128, 256) for c in compare_length(n, [noisy, noisy])])
+        assert (both.verdict, both.undecided) == (UNDECIDED, [NOISY])
+        one = judge([c for n in (64, 128, 256) for c in compare_length(n, [[answers()] * 12, noisy])])
+        assert one.verdict == DIFFER
+        assert (REPEAT, "B") in {(f.effect, f.server) for f in one.findings}
+        alone = judge([c for n in (64, 128, 256) for c in compare_length(n, [noisy])])
+        assert [f.effect for f in alone.findings] == [REPEAT]
+
+    def test_repeats_say_what_chance_may_do(self) -> None:
+        """A share of differing prompts as among repeats is no finding."""
+        noisy = [answers(again=WRONG)] * 3 + [answers()] * 9
+        batch = [answers(batch=WRONG)] * 3 + [answers()] * 9
+        found = compare_length(512, [noisy, noisy]) + compare_length(1024, [batch, batch])
+        assert not [f for f in judge(found).findings if f.effect == BATCH]
+
+    def test_nothing_compared_is_no_agreement(self) -> None:
+        """Answers without a token."""
+        assert compared({"alone": ""}, {"alone": ""}).verdict == UNDECIDED
+
+    def test_the_table_has_a_row_for_each_server_and_length(self) -> None:
+        """With what differs beyond chance marked."""
+        table = make_table(compared({}, {"batch": WRONG}), ["http://a", "http://b"])
+        assert [column.header for column in table.columns][2:] == [
+            "repeated",
+            "asked again",
+            "in a batch",
+            "B from A",
+            "drift",
+        ]
+        assert [list(column.cells) for column in table.columns][4] == ["0/24", "24/24 *"]
+
+    def test_what_is_known_of_the_prefix_cache_is_said(self) -> None:
+        """Its hits, that there were none, or that nobody knows."""
+        report = compared({}, {}, contexts=(512,))
+        *_, a, b = format_verdict(report, [CacheUse(hit_tokens=512), CacheUse()])
+        assert a == "A reports prefix-cache hits of 512 tokens."
+        assert b == "B does not report prefix-cache hits, so whether answers used its cache is unknown."
+        assert "its cache was not tested" in format_verdict(report, [CacheUse(hit_tokens=0)])[-1]
+        assert "name longer ones" in format_verdict(compared({}, contexts=(64,)), [CacheUse()])[-1]
+
+
+class TestStatistics:
+    """Against values worked out by hand."""
+
+    def test_tails_and_bounds(self) -> None:
+        """Heads of a fair coin, and the rule of three."""
+        assert compute_tail(3, 3, 0.5) == pytest.approx(0.125)
+        assert compute_tail(2, 3, 0.5) == pytest.approx(0.5)
+        assert compute_tail(0, 3, 0.5) == 1.0
+        assert upper_bound(0, 60) == pytest.approx(1 - 0.05 ** (1 / 60))
+        assert upper_bound(0, 0) == upper_bound(5, 5) == 1.0
+        assert 1 - compute_tail(3, 40, upper_bound(2, 40)) == pytest.approx(0.05)
+
+    def test_fisher(self) -> None:
+        """4 of 4 against 0 of 4: 1 of 70 tables is as extreme on one side."""
+        assert compute_fisher(4, 4, 0, 4) == pytest.approx(2 / math.comb(8, 4))
+        assert compute_fisher(0, 4, 4, 4) == pytest.approx(2 / math.comb(8, 4))
+        assert compute_fisher(2, 4, 2, 4) == 1.0
+        assert compute_fisher(0, 4, 0, 4) == 1.0
+
+    def test_holm(self) -> None:
+        """The smallest of three is held against a third of the level, the next against half of it."""
+        key = (REPEAT, "A")
+        tests = {(key, 0): LEVEL / 3, (key, 1): LEVEL / 2, (key, 2): LEVEL * 1.1}
+        assert reject_by_holm(tests) == {(key, 0), (key, 1)}
+        assert reject_by_holm({(key, 0): LEVEL / 2.9, (key, 1): LEVEL / 2, (key, 2): LEVEL}) == set()
+
+    def test_detectable_is_of_the_effect_that_was_seen_least(self) -> None:
+        """Nothing seen: nothing could have been."""
+        made = [
+            Comparison(effect=effect, server="A", context=9, prompts=n, pairs=n, compared=100 * n, tokens=100 * n)
+            for effect, n in ((REPEAT, 5), (CACHE, 10))
+        ]
+        found = compute_detectable(made)
+        assert found.prompts == pytest.approx(1 - 0.05 ** (1 / 5))
+        assert found.tokens == pytest.approx(1 - 0.05 ** (1 / 500))
+        assert compute_detectable([]).tokens == 1.0
+
+    @pytest.mark.parametrize(
+        ("prompts", "rounds", "lengths", "servers", "said"),
+        [
+            (12, 2, 1, 1, ""),
+            (12, 2, 10, 2, ""),
+            (5, 2, 10, 2, ""),
+            (4, 2, 10, 2, "with --num-prompts 4 no difference could be told from chance; use --num-prompts 5 or more."),
+            (8, 2, 1, 1, "use --num-prompts 12 or more"),
+            (12, 1, 1, 1, "--repeats 1 does not repeat anything; use --repeats 2 or more."),
+        ],
+    )
+    def test_a_comparison_that_could_find_no_difference_is_refused(
+        self, prompts: int, rounds: int, lengths: int, servers: int, said: str
+    ) -> None:
+        """Also where every prompt differed."""
+        if not said:
+            check_decides(prompts, rounds, lengths, servers)
+            return
+        with pytest.raises(UsageError) as error:
+            check_decides(prompts, rounds, lengths, servers)
+        assert said in str(error.value)
+
+    def test_what_is_not_refused_decides(self) -> None:
+        """Where every prompt of one length differs, in the effect that is tested with the others."""
+        for servers, lengths, prompts in ((1, 1, 12), (2, 1, 9), (2, 10, 5)):
+            check_decides(prompts, 2, lengths, servers)
+            right = [[answers()] * prompts] * servers
+            wrong = [[answers(batch=WRONG)] * prompts, *right[1:]]
+            found = [c for n in range(1, lengths) for c in compare_length(n, right)] + compare_length(lengths, wrong)
+            assert judge(found).verdict == DIFFER
 
 
 def test_lengths_of_prompts() -> None:
@@ -181,21 +384,42 @@ def test_lengths_of_prompts() -> None:
         contexts_for([300], 300, 32)
 
 
+def test_prompts_of_a_seed_and_a_length_are_the_same_each_time() -> None:
+    """And different from each other."""
+    first, other = make_prompts(50, 2, 30, 1)
+    assert [p.tolist() for p in make_prompts(50, 2, 30, 1)] == [first.tolist(), other.tolist()]
+    assert first.tolist() != other.tolist()
+    assert make_prompts(50, 1, 30, 2)[0].tolist() != first.tolist()
+
+
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
         (
             b'{"choices":[{"text":" a b","logprobs":{"tokens":[" a"," b"],"token_logprobs":[-1,-2],"top_logprobs":[{" a":-1," c":-1.5},{" b":-2}]}}]}',
-            Answer(tokens=[" a", " b"], logprobs=[-1.0, -2.0], gaps=[0.5, float("inf")]),
+            Answer(
+                tokens=[" a", " b"],
+                names=[" a", " b"],
+                logprobs=[-1.0, -2.0],
+                tops=[{" a": -1, " c": -1.5}, {" b": -2}],
+            ),
         ),
         (
             b'{"choices":[{"message":{"content":"a"},"logprobs":{"content":[{"token":"a","logprob":-1,"top_logprobs":[{"token":"a","logprob":-1},{"token":"b","logprob":-3}]}]}}]}',
-            Answer(tokens=["a"], logprobs=[-1.0], gaps=[2.0]),
+            Answer(tokens=["a"], names=["a"], logprobs=[-1.0], tops=[{"a": -1, "b": -3}]),
         ),
         (b'{"choices":[{"text":"some words"}]}', Answer(tokens=["some", "words"])),
         (b'{"choices":[{"text":"x","token_ids":[5,6]}]}', Answer(tokens=["5", "6"])),
+        (
+            b'{"choices":[{"text":"x","token_ids":[5],"logprobs":{"tokens":["x"],"token_logprobs":[-1],"top_logprobs":[{"x":-1,"y":null}]}}]}',
+            Answer(tokens=["5"], names=["x"], logprobs=[-1.0], tops=[{"x": -1}]),
+        ),
+        (
+            b'{"choices":[{"text":"x","token_ids":[5],"logprobs":{"tokens":["x"],"token_logprobs":[null],"top_logprobs":null}}]}',
+            Answer(tokens=["5"]),
+        ),
     ],
-    ids=["completions", "chat", "text", "ids"],
+    ids=["completions", "chat", "text", "ids", "both", "null"],
 )
 def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
     """With as much as each says."""
@@ -204,18 +428,15 @@ def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
     assert answer_of(choices[0]) == wanted
 
 
-async def found_between(a: Model, b: Model, contexts: list[int], script: Script | None = None) -> list[Found]:
-    """Of two servers in this process."""
+QUESTIONS = Questions(prompts=8, tokens=16, rounds=2, seed=0, endpoint="completions", tolerance=0.1)
+
+
+async def compare_models(a: Model, b: Model, contexts: list[int], script: Script | None = None) -> Report:
+    """Judge two servers in this process."""
     async with Running(script, a) as first, Running(script, b) as second:
-        return await ask_all(
-            [Target.at(first.url, timeout_s=5), Target.at(second.url, timeout_s=5)],
-            contexts=contexts,
-            prompts=5,
-            tokens=16,
-            repeats=3,
-            seed=0,
-            endpoint="completions",
-        )
+        targets = [Target.at(first.url, timeout_s=5), Target.at(second.url, timeout_s=5)]
+        found, _ = await compare_servers(targets, QUESTIONS, contexts=contexts)
+        return judge(found)
 
 
 @pytest.mark.parametrize(
@@ -230,20 +451,22 @@ async def found_between(a: Model, b: Model, contexts: list[int], script: Script 
 )
 def test_injected_faults_are_found_at_their_place(b: Model, wrong: list[int]) -> None:
     """From 300 tokens of context on: at prompts of 290 in the eleventh token."""
-    found = asyncio.run(found_between(Model(), b, [100, 200, 290, 400]))
-    judged, _, why = judge(found)
-    assert [f.context for f in judged if f.differs] == wrong
+    report = asyncio.run(compare_models(Model(), b, [100, 200, 290, 400]))
+    assert [n for n in (100, 200, 290, 400) if report.differs_at(n)] == wrong
+    assert report.verdict == (DIFFER if wrong else AGREE)
     if b.wrong_from:
-        assert "first in token 11 of an answer (after 300 tokens of context)" in why
+        assert "first in token 11 of an answer (after 300 tokens of context)" in format_verdict(report)[0]
 
 
-def test_servers_without_logprobs_are_judged_by_tokens() -> None:
+def test_servers_without_logprobs_are_never_said_to_agree_where_they_differ() -> None:
     """Also where they take no token ids."""
-    strict = Model(strict=True, wrong_from=60)
-    found = asyncio.run(found_between(Model(strict=True), strict, [20, 100], Script(takes_ids=False, token_ids=False)))
-    judged, verdict, _ = judge(found)
-    assert verdict == DIFFER
-    assert [f.differs for f in judged] == [False, True]
+    script = Script(takes_ids=False, token_ids=False)
+    report = asyncio.run(compare_models(Model(strict=True), Model(strict=True, wrong_from=60), [20, 100], script))
+    assert (report.verdict, report.logprobs) == (DIFFER, True)
+    without = Model(strict=True, logprobs=False)
+    wrong = Model(strict=True, logprobs=False, wrong_from=60)
+    assert asyncio.run(compare_models(without, wrong, [20, 100], script)).verdict == UNDECIDED
+    assert asyncio.run(compare_models(without, without, [20, 100], script)).verdict == AGREE
 
 
 def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +476,7 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
         (["--url", "http://127.0.0.1:9", "--url", "x", "--url", "y"], "--url is given 3 times"),
         (["--url", "http://127.0.0.1:9", "--context", "0"], "--context"),
         (["--url", "http://127.0.0.1:9", "--num-prompts", "2"], "use --num-prompts 5 or more"),
+        (["--url", "http://127.0.0.1:9", "--extra-body", '{"temperature": 1}'], "dcpbench sets temperature itself"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -261,12 +485,19 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
         err = capsys.readouterr().err
         assert said in err
         assert "Traceback" not in err
+    words = ["--context", "300,400", "--new-tokens", "4", "--num-prompts", "9"]
+    words += ["--header", "X-Team: blue", "--extra-body", '{"priority": 3}', "-o", str(tmp_path / "out")]
     with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(["verify", "--url", url, "--context", "16,32", "--new-tokens", "4", "--num-prompts", "5", "--json"])
+        cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code
     said = json.loads(capsys.readouterr().out)
-    assert said["verdict"] == AGREE
-    assert [c["context"] for c in said["contexts"]] == [16, 32]
+    assert (said["verdict"], said["servers"], said["urls"]) == (CONSISTENT, 1, [url])
+    assert {c["context"] for c in said["comparisons"]} == {300, 400}
+    assert said["caches"][0]["hit_tokens"] > 0
+    assert json.loads((tmp_path / "out" / "answers.json").read_text())["seed"] == said["seed"]
+    assert "blue" not in json.dumps(said) + (tmp_path / "out" / "answers.json").read_text()
+    sent = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert {(one["headers"]["x-team"], one["body"]["priority"]) for one in sent} == {("blue", 3)}
 
 
 def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
@@ -275,7 +506,7 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
     async def main() -> tuple[list[object], list[object]]:
         async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
             targets = [Target.at(one.url), Target.at(other.url)]
-            await ask_all(targets, contexts=[16], prompts=1, tokens=4, repeats=2, seed=0, endpoint="completions")
+            await compare_servers(targets, QUESTIONS, contexts=[16])
             of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
             return of_one, of_other
 
@@ -284,11 +515,52 @@ def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
     assert one[-1] == other[-1]
 
 
-def test_the_shortest_prompts_at_which_a_server_differs_from_itself_are_named() -> None:
-    """Of three lengths the second and third are too noisy to say anything."""
-    rng = np.random.default_rng(1)
-    found = [compared(rng, 100), compared(rng, 200), compared(rng, 400)]
-    noisy = [replace(f, differ_within=within) for f, within in zip(found, (0.0, 0.6, 0.7), strict=True)]
-    _, verdict, said = judge(noisy)
-    assert verdict == UNDECIDED
-    assert "at prompts of 200 tokens 60% of a server's own answers differ" in said
+def test_each_prompt_is_asked_new_and_again_alone_and_in_a_batch() -> None:
+    """Of 8 prompts 4 are new alone, 4 in a batch of 8; then all alone and all at once, twice."""
+
+    async def main() -> list[tuple[int, float, float]]:
+        async with Running(Script(ttft_ms=30)) as server:
+            await compare_servers([Target.at(server.url)], QUESTIONS, contexts=[300])
+            sent = [s for s in server.server.sent if s.prompt_tokens == 300]
+            return [(hash(tuple(s.body["prompt"])), s.came_s, s.ended_s) for s in sent]
+
+    sent = asyncio.run(main())
+    at_once = [sum(came < end and begin < ended for _, begin, end in sent) for _, came, ended in sent]
+    assert at_once == [1] * 4 + [8] * 8 + ([1] * 8 + [8] * 8) * 2
+    names = [name for name, _, _ in sent]
+    assert len(set(names)) == 8
+    assert len(set(names[:4])) == 4
+    assert set(names[4:12]) == set(names)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[str]:
+    """The address of the stand-in engines, in a process of their own."""
+    with faulty_engine() as url:
+        yield url
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_planted_faults_are_found_and_right_engines_are_not_blamed(pair: str, engines: str) -> None:
+    """`python -m tools.server_agreement faults` does it 50 times, and at more lengths."""
+    contexts = "4096" if pair == "long prompts" else "512"
+    found = verify(engines, PAIRS[pair], "--context", contexts, "--num-prompts", "12", "--new-tokens", "16")
+    right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
+    assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
+
+
+def test_a_cache_that_is_warm_from_the_beginning_changes_no_verdict(engines: str) -> None:
+    """The same prompts again: their first answers are wrong, too."""
+    for _ in range(2):
+        found = verify(engines, ("good", "cache"), "--context", "512", "--seed", "7", "--new-tokens", "16")
+        assert found["verdict"] == DIFFER
+
+
+def test_the_table_of_faults_holds_what_must_hold() -> None:
+    """One AGREE of a fault, or one DIFFER of a right pair, fails it."""
+    lines = [{"pair": name, "verdict": "AGREE" if name in RIGHT else "DIFFER"} for name in PAIRS] * 50
+    assert table_of_faults(lines)[1]
+    assert table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
+    assert not table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]
+    assert not table_of_faults([*lines, {"pair": "batch", "verdict": "AGREE"}])[1]
+    assert not table_of_faults([*lines, {"pair": "right, bf16 noise", "verdict": "DIFFER"}])[1]

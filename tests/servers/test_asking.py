@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +16,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep
 from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import RequestError, Target
+from dcpbench.servers.conditions import make_prompts
 from dcpbench.servers.events import Choice, read_completion
 from dcpbench.servers.load import Call, Outcome
 from dcpbench.servers.presets import PRESETS
@@ -166,7 +166,7 @@ def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
 
 
 @pytest.mark.parametrize(
-    ("choice", "tokens", "logprobs", "gaps"),
+    ("choice", "tokens", "logprobs", "tops"),
     [
         ({"text": "a  b"}, ["a", "b"], [], []),
         ({"text": "a b", "token_ids": [4, 5]}, ["4", "5"], [], []),
@@ -180,7 +180,7 @@ def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
             },
             ["a", "b"],
             [],
-            [3.0, math.inf],
+            [],
         ),
         (
             {"logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": [{"b": -4, "a": -1}]}},
@@ -192,16 +192,16 @@ def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
             {"logprobs": {"content": [{"token": "a", "logprob": -1, "top_logprobs": None}]}, "token_ids": [9]},
             ["9"],
             [-1.0],
-            [math.inf],
+            [{}],
         ),
     ],
 )
 def test_an_answer_is_what_a_server_tells_of_its_tokens(
-    choice: dict[str, Any], tokens: list[str], logprobs: list[float], gaps: list[float]
+    choice: dict[str, Any], tokens: list[str], logprobs: list[float], tops: list[dict[str, float]]
 ) -> None:
     (read,) = read_completion(json.dumps({"choices": [choice]}).encode()).choices or []
     found = ask.answer_of(read)
-    assert (found.tokens, found.logprobs, found.gaps) == (tokens, logprobs, gaps)
+    assert (found.tokens, found.logprobs, found.tops) == (tokens, logprobs, tops)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_lengths_of_prompts_double_as_far_as_a_server_takes_them(
 
 
 def test_prompts_of_a_length_are_the_same_each_time_and_different_from_each_other() -> None:
-    first, other = ask.prompts_of(50, 2, 30, 1)
-    assert [p.tolist() for p in ask.prompts_of(50, 2, 30, 1)] == [first.tolist(), other.tolist()]
+    first, other = make_prompts(50, 2, 30, 1)
+    assert [p.tolist() for p in make_prompts(50, 2, 30, 1)] == [first.tolist(), other.tolist()]
     assert (len(first), first.dtype, first.tolist() != other.tolist()) == (50, np.int32, True)
     assert 0 <= first.min() <= first.max() < 30
     with pytest.raises(
@@ -339,6 +339,8 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 
         def __exit__(self, *_: object) -> None:
             pass
+
+        read_log = staticmethod(lambda: "")
 
         def wait(self, limit_s: float, tell: Callable[[str], None]) -> float:
             tell(f"starting, {limit_s:g} s at most")
@@ -491,11 +493,43 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "wanted"),
-    [("completions", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})],
+    ("stopped", "limit_s", "reason"),
+    [
+        (True, None, "a signal ended the run before the first token. Serve the load anew with --resume."),
+        (True, 9.0, "a signal ended the run before the first token. Serve the load anew with --resume."),
+        (False, 9.0, "cut off by --limit 9s; use a longer one."),
+    ],
 )
-def test_the_likelier_two_are_asked_for_until_a_server_refuses_them(endpoint: str, wanted: dict[str, Any]) -> None:
-    """Then the same is asked without, and so is all else; what other errors say is passed on."""
+def test_a_run_without_a_token_says_what_ended_it(
+    tmp_path: Path, stopped: bool, limit_s: float | None, reason: str
+) -> None:
+    """A signal before the first token is no reason for a longer --limit."""
+    point = serve_record_builder.point()
+    request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
+    run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
+    record = measure._record(
+        point,
+        measure.Asked(target=Target.at("http://127.0.0.1:9")),
+        info.ServerInfo(),
+        Manner(endpoint="completions", model="m", extras={}, vocab=9),
+        Settings(limit_seconds=limit_s),
+        tmp_path,
+        measure._Sent([request], run=run),  # type: ignore[arg-type]
+        failed="",
+        stopped=stopped,
+    )
+    assert record.outcome == "failed"
+    assert (record.reason or "").endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "wanted"),
+    [("completions", {"logprobs": 20}), ("chat", {"logprobs": True, "top_logprobs": 20})],
+)
+def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
+    endpoint: str, wanted: dict[str, Any]
+) -> None:
+    """20, then 5, then 2, then none; what it takes is kept, and what other errors say is passed on."""
     refuses = {"message": "logprobs is unknown"}
     choice = {"index": 0, "text": "a b", "message": {"content": "a b"}}
     client = Answering(lambda _, said: (400, refuses) if "logprobs" in said else (200, {"choices": [choice]}))
@@ -504,7 +538,9 @@ def test_the_likelier_two_are_asked_for_until_a_server_refuses_them(endpoint: st
     for _ in range(2):
         assert asyncio.run(side.answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
     bodies = [body for _, body in client.asked]
-    assert [{name: body[name] for name in wanted if name in body} for body in bodies] == [wanted, {}, {}]
+    name = "logprobs" if endpoint == "completions" else "top_logprobs"
+    tried = [{key: body[key] for key in wanted if key in body} for body in bodies]
+    assert tried == [wanted, wanted | {name: 5}, wanted | {name: 2}, {}, {}]
     for body in bodies:
         assert (body["stream"], body["seed"], "stream_options" in body, body["ignore_eos"]) == (False, 0, False, True)
     client = Answering(lambda *_: (200, {"choices": []}))

@@ -11,7 +11,8 @@ import pytest
 from dcpbench import cli
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.runs import read_run
-from dcpbench.servers.measure import judged, without_key
+from dcpbench.servers.client import Target
+from dcpbench.servers.measure import judged, without_secrets
 from dcpbench.serving.samples import read_samples
 from tools.client_accuracy import QUICK, check, served, truth
 
@@ -141,6 +142,14 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
         ("--warm-up -1", "--warm-up -1 is negative"),
         ("--engine vllm", "--engine starts a server, and --url measures one that runs already; leave out --url"),
+        ("--header X-Team", "--header takes a name and a value with a colon between them"),
+        ("--header content-length:9", "--header content-length: dcpbench sets this header itself"),
+        ("--header X-A:1 --header x-a:2", "--header x-a is given twice"),
+        ("--header X-A:", "--header X-A: its value is empty"),
+        ("--extra-body {", "is no JSON"),
+        ("--extra-body [1]", "is no JSON object"),
+        ('--extra-body {"stream":false,"model":"m"}', "dcpbench sets model and stream itself; leave them out"),
+        ('--extra-body {"max_tokens":5}', "dcpbench sets max_tokens itself; leave it out"),
         ("--serve-cmd x{port}", "leave out --url http://127.0.0.1:9 to start one, or leave out --serve-cmd."),
     ],
 )
@@ -223,7 +232,44 @@ def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran) -> None:
     said = msgspec.structs.replace(
         ran.record, reason='wrong key sk-with"quotes', detail={"command": 'x sk-with"quotes'}
     )
-    told = msgspec.json.encode(without_key(said, 'sk-with"quotes')).decode()
+    told = msgspec.json.encode(without_secrets(said, ['sk-with"quotes'])).decode()
     assert "sk-with" not in told
     assert told.count("(API key)") == 2
-    assert without_key(said, "wrong") == said
+    assert without_secrets(said, ["wrong"]) == said
+
+
+def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names and the fields are in the record; the command line has no value, and a secret that a server repeats is blotted out."""
+    run, secret = tmp_path / "run", "tok-0123456789abcdef"
+    words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
+    words += ["--output-tokens", "4", "--no-check-client", "-o", str(run)]
+    words += [
+        "--header",
+        f"Authorization: Bearer {secret}",
+        "--header=X-Route: blue-lane",
+        "--extra-body",
+        '{"priority": 3}',
+    ]
+    with pytest.MonkeyPatch.context() as patch, served(f"--api-key {secret}", tmp_path / "log") as url:
+        patch.setattr("sys.argv", ["dcpbench", "serve", "--url", url, *words])
+        code, out, err = dcpbench(capsys, "serve", "--url", url, *words)
+    assert code == 0, err
+    (record,) = read_run(run).records
+    assert record.server is not None
+    assert record.server.facts["headers"] == "Authorization, X-Route"
+    assert record.server.facts["extra_body"] == '{"priority":3}'
+    assert record.environment is not None
+    assert "--header 'Authorization: …' '--header=X-Route: …'" in record.environment.command
+    everything = out + err + "".join(p.read_text("latin-1") for p in run.rglob("*") if p.is_file())
+    assert secret not in everything
+    assert "blue-lane" not in everything
+    sent = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert {(s["headers"]["authorization"], s["headers"]["x-route"]) for s in sent} == {
+        (f"Bearer {secret}", "blue-lane")
+    }
+    assert {s["body"]["priority"] for s in sent} == {3}
+    repeated = msgspec.structs.replace(record, reason=f"wrong token {secret}")
+    blotted = without_secrets(repeated, Target.at(url, headers=(("Authorization", f"Bearer {secret}"),)).secrets)
+    assert blotted.reason == "wrong token (API key)"

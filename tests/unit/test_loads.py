@@ -321,7 +321,7 @@ def test_any_other_objective_is_refused(value: object, words: str) -> None:
             512,
             "2 req/s burstiness 0.5, 8 × 10→3 tokens",
         ),
-        ({"arrival": TRACE, "trace": "a.jsonl"}, 512, "at the trace's times, 8 of a.jsonl"),
+        ({"arrival": TRACE, "trace": "a.jsonl"}, 512, "trace times, 8 of a.jsonl"),
         ({"arrival": GAMMA, "request_rate": 0.5, "paced": True}, 3, "0.5 req/s, 8 × 10→3 tokens, 3 at once"),
         ({"mode": "replay"}, 8, "8 clients, 8 × 10→3 tokens, replay"),
     ],

@@ -234,7 +234,7 @@ class TestReport:
         assert names == {f"serve-{kind}-live-gamma-kimi-k2.png" for kind in kinds}
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "4 req/s Poisson · 400 in · 40 out" in text
-        assert "at the trace's times · requests of chat.jsonl" in text
+        assert "trace times · requests of chat.jsonl" in text
         assert "No steady throughput: nothing is targeted in an open loop" in text
 
 
@@ -408,7 +408,7 @@ class TestWords:
             ({"arrival": "gamma", "request_rate": 2.5}, "2.5 req/s Poisson, as drawn"),
             ({"arrival": "gamma", "request_rate": 2.5, "paced": None}, "2.5 req/s Poisson"),
             ({"arrival": "gamma", "request_rate": 2.0, "burstiness": 0.5, "paced": True}, "2 req/s gamma 0.5"),
-            ({"arrival": "trace", "trace": "chat.jsonl"}, "at the trace's times"),
+            ({"arrival": "trace", "trace": "chat.jsonl"}, "trace times"),
         ],
     )
     def test_arrivals(self, changes: dict[str, Any], text: str) -> None:

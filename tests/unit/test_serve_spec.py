@@ -310,7 +310,7 @@ class TestRejections:
         found = expand(requests=str(path))
         assert str(found[0].error).endswith("65,536 positions; take longer ones out of the file.")
         (line,) = rejected_lines(grid.table(found))
-        assert line.partition(" at ")[2].startswith("the trace's times, 1 of long.csv: ")
+        assert line.partition(" at ")[2].startswith("trace times, 1 of long.csv: ")
 
     def test_chunks_are_an_axis_that_names_of_points_say(self) -> None:
         """Engines have room for the largest; a run with one chunk does not repeat it in every line."""

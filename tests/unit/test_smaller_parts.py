@@ -313,17 +313,49 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("failed", "cancelled", "rejected", "said"),
+    ("failed", "cancelled", "rejected", "ended", "said"),
     [
-        (2, 0, 0, "no output token came: 2 requests failed; the first one: f0"),
-        (2, 1, 0, "no output token came: 2 requests failed, 1 other cut off; the first one: f0"),
-        (0, 0, 0, "no request was submitted, so there is nothing to report; give --num-requests 1 or more."),
-        (0, 3, 0, "no output token came: 0 requests rejected and 3 cut off; use a longer --limit."),
-        (0, 1, 2, "no output token came: 2 requests rejected and 1 cut off; the first one rejected: r0"),
+        (2, 0, 0, {}, "no output token came: 2 requests failed; the first one: f0"),
+        (2, 1, 0, {}, "no output token came: 2 requests failed, 1 other cut off; the first one: f0"),
+        (0, 0, 0, {}, "no request was submitted, so there is nothing to report; give --num-requests 1 or more."),
+        (
+            0,
+            3,
+            0,
+            {"limit_s": 1.5},
+            "no output token came: 0 requests rejected and 3 cut off by --limit 1.5s; use a longer one.",
+        ),
+        (
+            0,
+            3,
+            0,
+            {"limit_s": 60.0, "interrupted": True},
+            (
+                "no output token came: 0 requests rejected and 3 cut off: a signal ended the run before the first token. "
+                "Serve the load anew with --resume."
+            ),
+        ),
+        (
+            0,
+            3,
+            0,
+            {},
+            (
+                "no output token came: 0 requests rejected and 3 cut off, though neither --limit nor a signal ended the run; "
+                "read the log of the server or of the run."
+            ),
+        ),
+        (
+            0,
+            1,
+            2,
+            {"interrupted": True},
+            "no output token came: 2 requests rejected and 1 cut off; the first one rejected: r0",
+        ),
     ],
 )
 def test_where_no_token_came_the_first_that_was_refused_says_why(
-    failed: int, cancelled: int, rejected: int, said: str
+    failed: int, cancelled: int, rejected: int, ended: dict[str, Any], said: str
 ) -> None:
     def of(letter: str, count: int) -> list[Any]:
         return [SimpleNamespace(failed=f"{letter}{n}", rejected=f"{letter}{n}") for n in range(count)]
@@ -333,7 +365,7 @@ def test_where_no_token_came_the_first_that_was_refused_says_why(
         outcome.CANCELLED: of("c", cancelled),
         outcome.FAILED: of("f", failed),
     }
-    assert outcome._nothing_came(found) == said
+    assert outcome._nothing_came(found, **ended) == said
 
 
 @pytest.mark.parametrize(

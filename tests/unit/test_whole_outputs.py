@@ -51,6 +51,8 @@ from dcpbench.reports import export, frames, markdown, overview, plots, sections
 from dcpbench.reports import terminal as report_terminal
 from dcpbench.reports.page.points import page_data
 from dcpbench.servers import agreement
+from dcpbench.servers.agreement_text import format_verdict, make_table
+from dcpbench.servers.conditions import CacheUse
 from dcpbench.servers.presets import PRESETS, Engine, launched
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
@@ -787,43 +789,30 @@ def test_command_lines_of_servers(tmp_path: Path) -> None:
     hold("servers.txt", "\n".join(lines), tmp_path)
 
 
-def test_verdicts_on_answers_of_two_servers(tmp_path: Path) -> None:
-    """Found at one length and judged over several: differing tokens, near-ties, drift, noise of their own."""
-    rng = np.random.default_rng(5)
-    ways: dict[str, tuple[dict[str, float], dict[str, float]]] = {
-        "alike": ({}, {}),
-        "wrong": ({"noise": 0.02}, {"wrong": 3, "noise": 0.02}),
-        "off": ({"noise": 0.02}, {"off": 0.3, "noise": 0.02}),
-        "a little off": ({"noise": 0.02}, {"off": 0.05, "noise": 0.02}),
-        "noisy": ({"flips": 0.2}, {"flips": 0.2}),
-        "both": ({"flips": 0.002}, {"wrong": 1, "off": 0.4}),
+def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
+    """The sentences of all effects: of right and faulty servers, of near-ties, and without log-probabilities."""
+    wrong, tied = agreeing.WRONG, {"second": "b", "ahead": 0.05}
+    sides: dict[str, list[dict[str, Any]]] = {
+        "equal": [{}, {}],
+        "one": [{}],
+        "cache": [{}, {"first": wrong}],
+        "batch of both": [{"batch": wrong}, {"batch": wrong}],
+        "one, batch": [{"batch": wrong}],
+        "wrong": [{}, {"alone": wrong}],
+        "drift": [{}, {"off": 0.3}],
+        "near-ties": [tied, {"alone": "a" * 31 + "b", "second": "a", "ahead": 0.05}],
+        "first token": [tied, {"alone": "b" * 32, "second": "a", "ahead": 0.05}],
+        "no logprobs": [{"logprobs": False}, {"alone": wrong, "logprobs": False}],
+        "unrepeatable": [{"again": wrong}, {"again": wrong}],
+        "unrepeatable B": [{}, {"again": wrong}],
     }
-    found = {
-        (name, context, runs): agreement.compare(
-            context, *[[[agreeing.made(rng, **how) for _ in range(runs)] for _ in range(6)] for how in sides]
-        )
-        for name, sides in ways.items()
-        for context, runs in ((64, 2), (1024, 3))
-    }
-    tied = agreeing.answer("x", "y", gaps=(1.0, 0.1))
-    for gap in (0.1, 0.11):
-        mine = agreeing.answer("x", "z", gaps=(1.0, gap))
-        found[f"tied {gap}", 64, 3] = agreement.compare(64, [[mine] * 3] * 8, [[tied] * 3] * 8)
-    lines = [
-        f"{name} {context} {runs}: {json.dumps(rounded(msgspec.to_builtins(f)))}"
-        for (name, context, runs), f in found.items()
-    ]
-    for a, b in itertools.product(found.values(), repeat=2):
-        if a.context < b.context or a is b:
-            judged, verdict, why = agreement.judge([a] if a is b else [a, b])
-            flags = [f"{f.tokens_differ:d}{f.drifts:d}" for f in judged]
-            next_one = [agreement.between(judged, apart) for apart in (959, 960)]
-            lines.append(f"{' '.join(flags)} {next_one} {verdict}: {why}")
-    middle = msgspec.structs.replace(found["alike", 64, 2], context=256)
-    last = msgspec.structs.replace(found["alike", 64, 2], context=2048)
-    for several in ([found["wrong", 64, 2], middle, found["wrong", 1024, 3]], [middle, found["off", 1024, 3], last]):
-        judged, verdict, why = agreement.judge(several)
-        lines.append(f"{agreement.between(judged, 10)} {verdict}: {why}")
+    lines = []
+    for name, servers in sides.items():
+        for contexts in ((64,), (256, 1024)):
+            report = agreeing.compared(*servers, contexts=contexts)
+            caches = [CacheUse(hit_tokens=0), CacheUse()][: len(servers)]
+            lines += [f"{name} {contexts} {agreement.find_next_length(report, 32)}", *format_verdict(report, caches)]
+            lines += [str([list(column.cells) for column in make_table(report, ["a", "b"]).columns])]
     hold("agreement.txt", "\n".join(lines), tmp_path)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
-from dcpbench.points.names import CLOSED, GAMMA, LIVE
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, TRACE_TIMES
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -140,7 +140,6 @@ def _no_room(frames: Frames) -> list[dict[str, Any]]:
 
 
 LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}
-IN_TIME = "at the trace's times"
 """When requests come."""
 SAME = [*LOAD, "label"]
 """What only a point and its comparison with its baseline share."""
@@ -244,7 +243,7 @@ def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
         pairs = zip(table["model"], table["context"], strict=True)
         return [f"{model}, context {context:,} tokens" for model, context in pairs]
     said = zip(table["model"], table["load_arrival"], table["rest"], table["mode"], strict=True)
-    return [f"{model}, {LOOPS.get(arrival, IN_TIME)}, {rest}, {mode}" for model, arrival, rest, mode in said]
+    return [f"{model}, {LOOPS.get(arrival, TRACE_TIMES)}, {rest}, {mode}" for model, arrival, rest, mode in said]
 
 
 def _numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:

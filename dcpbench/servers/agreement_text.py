@@ -1,0 +1,156 @@
+"""Text of a judged comparison of servers' answers (agreement.py): the table, and the sentences of the verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from dcpbench.servers.agreement import (
+    AGREE,
+    BATCH,
+    CACHE,
+    CONFIDENCE,
+    CONSISTENT,
+    DIFFER,
+    EFFECTS,
+    FEW_TOKENS,
+    MIN_COVERAGE,
+    NOISY,
+    RARE,
+    REPEAT,
+    SERVERS,
+    UNATTRIBUTED,
+)
+from dcpbench.show.numbers import short_number
+from dcpbench.show.text import counted, listed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.servers.agreement import Comparison, Finding, Report
+    from dcpbench.servers.conditions import CacheUse
+
+WHEN = {
+    REPEAT: "when a request is repeated under the same conditions",
+    CACHE: "when a prompt is asked again (prefix cache)",
+    BATCH: "between answers alone and in a batch",
+}
+TITLES = {REPEAT: "repeated", CACHE: "asked again", BATCH: "in a batch", SERVERS: "B from A"}
+DOUBTS = {
+    NOISY: "servers differ from themselves beyond rounding when a request is repeated, so their differences cannot be told apart",
+    RARE: "some answers differ beyond rounding, too few to be told from chance; ask more with --num-prompts",
+    UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
+    FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
+}
+MIN_CACHED_CONTEXT = 256  # tokens of a prompt of which any prefix cache keeps whole blocks
+
+
+def make_table(report: Report, urls: Sequence[str]) -> Table:
+    """Return a table with a row for each server at each length, and a column for each effect."""
+    names = " and ".join(f"{name}: {url}" for name, url in zip("AB", urls, strict=False))
+    caption = "Pairs of answers that differ beyond rounding, of all pairs; near-ties in parentheses; ? unknown; * beyond chance."
+    table = Table(box=SIMPLE_HEAD, title=f"Greedy answers, {names}", caption=caption)
+    effects = EFFECTS if report.servers > 1 else EFFECTS[:-1]
+    for title in ("prompt tokens", "server", *(TITLES[effect] for effect in effects), "drift"):
+        table.add_column(title, justify="right")
+    found = {(c.context, c.server, c.effect): c for c in report.comparisons}
+    for context in sorted({c.context for c in report.comparisons}):
+        for server in "AB"[: report.servers]:
+            row = [found.get((context, "AB" if effect == SERVERS else server, effect)) for effect in effects]
+            row = [c if c is None or c.effect != SERVERS or server == "B" else None for c in row]
+            drift = max((c.drift for c in row if c is not None and c.drift is not None), default=None)
+            table.add_row(f"{context:,}", server, *map(_format_cell, row), short_number(drift))
+    return table
+
+
+def _format_cell(c: Comparison | None) -> str:
+    if c is None:
+        return ""
+    ties = f" ({c.near_ties})" if c.near_ties else ""
+    unknown = f" {c.unknown}?" if c.unknown else ""
+    return f"{c.real}/{c.pairs}{ties}{unknown}{' *' if c.differs else ''}"
+
+
+def format_verdict(report: Report, caches: Sequence[CacheUse] = ()) -> list[str]:
+    """Return the sentences below the table, the verdict first."""
+    lines = [f"{report.verdict}: {_format_reason(report)}"]
+    if report.verdict != DIFFER:
+        lines.append(_format_detectable(report))
+    if not report.logprobs:
+        lines.append("The servers give no log-probabilities: answers were compared by their tokens alone.")
+    lines += [_format_cache(name, use, report) for name, use in zip("AB", caches, strict=False)]
+    return lines
+
+
+def _format_reason(report: Report) -> str:
+    if report.verdict == DIFFER:
+        return " ".join(_format_finding(finding, report) for finding in report.findings)
+    if report.verdict == AGREE:
+        return f"B answers as A does up to prompts of {_longest(report):,} tokens. {_capital(_format_own(report))}"
+    if report.verdict == CONSISTENT:
+        return f"up to prompts of {_longest(report):,} tokens, {_format_own(report)}"
+    return f"{'; '.join(DOUBTS[doubt] for doubt in report.undecided)}. {_capital(_format_own(report))}"
+
+
+def _format_finding(finding: Finding, report: Report) -> str:
+    who = "B differs from A" if finding.effect == SERVERS else f"{_name(finding.server, report)} differs from itself"
+    what = [who]
+    lengths = sorted({c.context for c in report.comparisons})
+    if not finding.contexts:
+        what.append("over all lengths of prompts")
+    elif finding.contexts == [n for n in lengths if n >= finding.contexts[0]]:
+        what.append(f"from prompts of {finding.contexts[0]:,} tokens on")
+    else:
+        what.append(f"at prompts of {listed([f'{n:,}' for n in finding.contexts])} tokens")
+    what.append(WHEN.get(finding.effect, ""))
+    place = ""
+    if finding.first is not None:
+        context = f" (after {finding.contexts[0] + finding.first - 1:,} tokens of context)" if finding.contexts else ""
+        place = f", first in token {finding.first} of an answer{context}"
+    return f"{' '.join(filter(None, what))}: {finding.differing} of {counted(finding.prompts, 'prompt')} beyond rounding{place}."
+
+
+def _format_own(report: Report) -> str:
+    """Return how often pairs of a server's own answers, and of both servers', differed."""
+    parts = []
+    for server in ("A", "B", "AB")[: 3 if report.servers > 1 else 1]:
+        of = [c for c in report.comparisons if c.server == server]
+        pairs, ties, other = (sum(getattr(c, name) for c in of) for name in ("pairs", "near_ties", "unknown"))
+        real = sum(c.real for c in of)
+        who = "B differed from A" if server == "AB" else f"{_name(server, report)} differed from itself"
+        kinds = [f"{n} {kind}" for n, kind in ((ties, "near-ties"), (real, "beyond rounding"), (other, "unknown")) if n]
+        parts.append(f"{who} in {ties + real + other} of {pairs:,} pairs" + (f" ({', '.join(kinds)})" if kinds else ""))
+    return f"{listed(parts)}."
+
+
+def _format_detectable(report: Report) -> str:
+    found = report.detectable
+    return (
+        f"A difference in {found.prompts:.1%} of prompts ({found.prompts_of_a_length:.0%} of those of one length), or in "
+        f"{found.tokens:.2%} of tokens, would have been seen with {CONFIDENCE:.0%} confidence; {report.coverage:.0%} of tokens were compared."
+    )
+
+
+def _format_cache(name: str, use: CacheUse, report: Report) -> str:
+    who = _capital(_name(name, report))
+    if _longest(report) < MIN_CACHED_CONTEXT:
+        return f"{who}: prompts of fewer than {MIN_CACHED_CONTEXT} tokens may not be in a prefix cache; name longer ones with --context."
+    if use.hit_tokens is None:
+        return f"{who} does not report prefix-cache hits, so whether answers used its cache is unknown."
+    if not use.hit_tokens:
+        return f"{who} reports no prefix-cache hit: its cache was not tested."
+    return f"{who} reports prefix-cache hits of {use.hit_tokens:,} tokens."
+
+
+def _longest(report: Report) -> int:
+    return max(c.context for c in report.comparisons)
+
+
+def _name(server: str, report: Report) -> str:
+    return server if report.servers > 1 else "the server"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,148 @@
+"""Greedy answers of servers under known conditions: to new and repeated prompts, alone and in a batch.
+
+For each length a server is asked
+
+    1. the first half of the prompts, each alone        they are new
+    2. all prompts at once                              the second half is new, and answered in a batch
+    3. all prompts, each alone, then all at once        as often as --repeats says
+
+so that each half has its first answer without a prefix-cache hit, and every later answer can have one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from dcpbench.servers import info as server_info
+from dcpbench.servers.agreement import PromptAnswers, compare_length
+from dcpbench.servers.ask import Side, contexts_for
+from dcpbench.servers.client import Client
+from dcpbench.servers.prompts import IDS, find_manner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dcpbench.servers.agreement import Answer, Comparison
+    from dcpbench.servers.client import Target
+
+
+class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefix-cache hits of a server during a comparison, as it reports them."""
+
+    hit_tokens: int | None = None  # None if it does not report them
+
+    def __add__(self, other: CacheUse) -> CacheUse:
+        """Return the hits of both; unknown if either is."""
+        known = self.hit_tokens is not None and other.hit_tokens is not None
+        return CacheUse(hit_tokens=(self.hit_tokens or 0) + (other.hit_tokens or 0) if known else None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What servers are asked."""
+
+    prompts: int  # of each length
+    tokens: int  # of an answer
+    rounds: int
+    seed: int
+    endpoint: str
+    tolerance: float
+    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+async def compare_servers(
+    targets: Sequence[Target],
+    questions: Questions,
+    *,
+    contexts: Sequence[int] | None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Comparison], list[CacheUse]]:
+    """Ask one or two servers, one after the other at each length, and compare their answers; not yet judged.
+
+    Raises WorkerError if a server does not answer, UsageError for lengths that it does not take.
+    """
+    clients = [Client(target) for target in targets]
+    try:
+        sides = await _make_sides(clients, questions)
+        vocab = min(side.manner.vocab for side in sides)
+        longest = min((side.longest for side in sides if side.longest is not None), default=None)
+        before = [await server_info.counters(client) for client in clients]
+        found: list[Comparison] = []
+        cached: list[list[int | None]] = [[] for _ in sides]
+        for context in contexts_for(contexts, longest, questions.tokens):
+            prompts = make_prompts(context, questions.prompts, vocab, questions.seed)
+            answers = []
+            for side, hits in zip(sides, cached, strict=True):
+                tell(f"prompts of {context:,} tokens, {side.client.target.url}")
+                answers.append(await ask_prompts(side, prompts, questions.tokens, questions.rounds))
+                hits += [answer.cached_tokens for one in answers[-1] for answer in (*one.alone, *one.batch)]
+            found += compare_length(context, answers, questions.tolerance)
+        after = [await server_info.counters(client) for client in clients]
+        counts = [now.since(then)["cached_tokens"] for now, then in zip(after, before, strict=True)]
+        return found, [CacheUse(hit_tokens=_count_hits(*of)) for of in zip(counts, cached, strict=True)]
+    finally:
+        for client in clients:
+            client.close()
+
+
+async def ask_prompts(side: Side, prompts: Sequence[np.ndarray], tokens: int, rounds: int) -> list[PromptAnswers]:
+    """Return the answers of one server to prompts of one length, in the order of the module's table."""
+
+    async def ask_alone(some: Sequence[np.ndarray]) -> list[Answer]:
+        return [await side.answer(prompt, tokens) for prompt in some]
+
+    async def ask_at_once() -> list[Answer]:
+        return list(await asyncio.gather(*(side.answer(prompt, tokens) for prompt in prompts)))
+
+    half = len(prompts) // 2
+    new = await ask_alone(prompts[:half])
+    together = await ask_at_once()
+    alone, batches = [], []
+    for _ in range(rounds):
+        alone.append(await ask_alone(prompts))
+        batches.append(await ask_at_once())
+    return [
+        PromptAnswers(
+            first=new[i] if i < half else together[i],
+            first_in_batch=i >= half,
+            alone=[answers[i] for answers in alone],
+            batch=[answers[i] for answers in batches],
+        )
+        for i in range(len(prompts))
+    ]
+
+
+def make_prompts(context: int, count: int, vocab: int, seed: int) -> list[np.ndarray]:
+    """Return prompts of `context` random token ids, which have no beginning in common."""
+    generator = np.random.Generator(np.random.PCG64([seed, context]))
+    return [generator.integers(0, vocab, context, dtype=np.int32) for _ in range(count)]
+
+
+async def _make_sides(clients: Sequence[Client], questions: Questions) -> list[Side]:
+    """Find out how each server is asked; where one takes no token ids, both get the text that A's words make."""
+    sides = [await _make_side(client, questions) for client in clients]
+    if all(side.manner.prompts == IDS for side in sides):
+        return sides
+    sides = [await _make_side(client, questions, text=True) for client in clients]
+    text = sides[0].manner.text
+    return [Side(s.client, dataclasses.replace(s.manner, text=text), s.longest) for s in sides]
+
+
+async def _make_side(client: Client, questions: Questions, *, text: bool = False) -> Side:
+    info = await server_info.ask(client)
+    card = info.model(None)
+    manner = await find_manner(client, card.id, questions.endpoint, text=text, extra_body=questions.extra_body)
+    return Side(client, manner, card.max_model_len)
+
+
+def _count_hits(counter: int | None, answers: Sequence[int | None]) -> int | None:
+    """Return the tokens of prefix-cache hits: by the server's counter, else by the usage of its answers."""
+    if counter is not None:
+        return counter
+    known = [n for n in answers if n is not None]
+    return sum(known) if known else None
