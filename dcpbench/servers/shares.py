@@ -1,8 +1,8 @@
-"""A load that several processes send: each its share, with an event loop of its own, all by the machine's one clock.
+"""Send a load from several processes, each with its share of the requests and its own event loop.
 
-Of a closed loop the clients are divided, and each request, or session, goes to one of them beforehand; of an open loop the requests,
-in turn by the time at which they are due. time.perf_counter() reads the same clock in all processes of a machine, so
-that their times need no correction.
+A closed loop is divided by clients; each request or session belongs to one client in advance. The requests of an open loop are dealt in
+turn, in the order of their due times. time.perf_counter() reads the same clock in all processes of a machine, so their times need
+no correction.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import dataclasses
 import multiprocessing
 import signal
 import time
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import WorkerError
 from dcpbench.servers.client import Client
 from dcpbench.servers.load import Run, Told
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,16 +30,18 @@ if TYPE_CHECKING:
     from dcpbench.servers.load import Call, Outcome, Pace
 
 AHEAD_S = 0.25
-"""From the moment that a start is agreed on until then."""
-TELL_S = 0.5
+"""Time between the choice of a start and the start."""
+PROGRESS_S = 0.5
 STOP_S = 10.0
-"""For a process to say what it has once it is stopped."""
-READY, TOLD, DONE, STOP = "ready", "told", "done", "stop"
+"""Limit for a stopped process to send its outcomes."""
+END_S = 5.0
+"""Limit for a terminated process to end, after which it is killed."""
+READY, PROGRESS, DONE, STOP = "ready", "progress", "done", "stop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one process sends."""
+    """The part of a load that one process sends."""
 
     target: Target
     calls: Sequence[Call]
@@ -50,7 +54,7 @@ class Share:
 
 
 def divided(number: int, parts: int) -> list[int]:
-    """A number in as many whole parts, as even as can be, the larger ones first."""
+    """Divide a number into whole parts that differ by at most 1, larger parts first."""
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
@@ -65,7 +69,7 @@ def deal(
     retries: int = 0,
     realtime: bool = False,
 ) -> list[Share]:
-    """Shares of a load, none of them empty; see the module."""
+    """Divide a load into shares, none of them empty, as the module describes."""
     count = max(min(processes, len(calls), *(n for n in (clients, at_once) if n is not None)), 1)
     hands = clients if clients is not None else count
     return [
@@ -83,7 +87,7 @@ def deal(
 
 
 class Shares:
-    """A load on its way in several processes, which is read like a Run; `outcomes` are there once it has ended."""
+    """Run a load in several processes, with the interface of Run; `outcomes` are complete when it has ended."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self.shares = shares
@@ -91,17 +95,17 @@ class Shares:
         self.outcomes: list[Outcome] = []
         self.paces: list[Pace] = []
         self.start_s = 0.0
-        self._told = [Told()] * len(shares)
+        self._progress = [Told()] * len(shares)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._said: list[asyncio.Queue[tuple[str, Any]]] = []
+        self._messages: list[asyncio.Queue[tuple[str, Any]]] = []
 
     def told(self) -> Told:
-        """How far it is, as the processes said last."""
-        return Told(*(sum(getattr(told, f.name) for told in self._told) for f in dataclasses.fields(Told)))
+        """Return the sum of the last progress of each process."""
+        return Told(*(sum(getattr(told, f.name) for told in self._progress) for f in dataclasses.fields(Told)))
 
     async def prepare(self, connections: int) -> None:
-        """Start the processes, with so many connections to the server in all. Raises WorkerError."""
+        """Start the processes and open this many connections to the server in total. Raises WorkerError."""
         context, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
         each = divided(connections, len(self.shares))
         for number, share in enumerate(self.shares):
@@ -114,7 +118,7 @@ class Shares:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-            self._said.append(asyncio.Queue())
+            self._messages.append(asyncio.Queue())
             loop.add_reader(ours.fileno(), self._hear, number)
         try:
             for number in range(len(self.shares)):
@@ -124,36 +128,56 @@ class Shares:
             raise
 
     async def run(self, start_s: float | None = None) -> None:
-        """To the end, or to the limit; where it is cancelled, what has come until then is kept. Raises WorkerError."""
+        """Send all requests, to the end or to the limit, and keep their outcomes.
+
+        Where it is cancelled or a process ends, the other processes are stopped and their outcomes are kept. Raises WorkerError.
+        """
         self.start_s = max(start_s or 0.0, time.perf_counter() + AHEAD_S)
+        self._send_all(self.start_s)
+        taking = [asyncio.create_task(self._take(number)) for number in range(len(self._pipes))]
         try:
-            for pipe in self._pipes:
-                pipe.send(self.start_s)
-            for number in range(len(self._pipes)):
-                await self._take(number)
-        except asyncio.CancelledError:
-            for pipe in self._pipes:
-                with contextlib.suppress(OSError):
-                    pipe.send(STOP)
-            with contextlib.suppress(TimeoutError, WorkerError):
-                async with asyncio.timeout(STOP_S):
-                    for number in range(len(self.paces), len(self._pipes)):
-                        await self._take(number)
-            raise
+            await asyncio.wait(taking, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            self.outcomes.sort(key=lambda outcome: outcome.submitted_s)
-            self.close()
+            try:
+                await self._stop(taking)
+            finally:
+                self.outcomes.sort(key=lambda outcome: outcome.submitted_s)
+                self.close()
+        for task in taking:
+            task.result()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, by SIGKILL where SIGTERM does not."""
         for pipe in self._pipes:
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             pipe.close()
         for process in self._processes:
             process.terminate()
+        for process in self._processes:
+            process.join(END_S)
+            process.kill()  # one that is stopped or stuck does not end otherwise
             process.join()
         self._pipes.clear()
         self._processes.clear()
+
+    def _send_all(self, message: float | str) -> None:
+        """Send a message to each process; one that has ended is noticed where its outcomes are awaited."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(message)
+
+    async def _stop(self, taking: Sequence[asyncio.Task[None]]) -> None:
+        """Stop the processes whose outcomes have not come, and wait for them."""
+        left = {task for task in taking if not task.done()}
+        if left:
+            self._send_all(STOP)
+            _, left = await asyncio.wait(left, timeout=STOP_S)
+        if left:
+            say(
+                f"{len(left)} of {len(taking)} client processes did not answer within {STOP_S:g} s; their requests are in no record."
+            )
+        for task in left:
+            task.cancel()
 
     async def _take(self, number: int) -> None:
         outcomes, pace = await self._wait(number, DONE)
@@ -161,24 +185,24 @@ class Shares:
         self.paces.append(pace)
 
     async def _wait(self, number: int, kind: str) -> Any:  # noqa: ANN401 -- of several kinds
-        """What comes with the next message of a kind. Raises WorkerError where the process ends before."""
-        said, what = await self._said[number].get()
-        if said == kind:
-            return what
+        """Return the content of a process's next message of a kind. Raises WorkerError where the process ends before."""
+        received, content = await self._messages[number].get()
+        if received == kind:
+            return content
         code = self._processes[number].exitcode
         raise WorkerError(f"a process of the client ended with exit code {code}; try --client-processes 1.")
 
     def _hear(self, number: int) -> None:
         try:
-            kind, what = self._pipes[number].recv()
+            kind, content = self._pipes[number].recv()
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._pipes[number].fileno())
             self._processes[number].join(1)
-            kind, what = "", None
-        if kind == TOLD:
-            self._told[number] = what
+            kind, content = "", None
+        if kind == PROGRESS:
+            self._progress[number] = content
         else:
-            self._said[number].put_nowait((kind, what))
+            self._messages[number].put_nowait((kind, content))
 
 
 @contextlib.asynccontextmanager
@@ -193,7 +217,7 @@ async def sending(
     retries: int = 0,
     realtime: bool = False,
 ) -> AsyncIterator[Run | Shares]:
-    """A load that this process sends, or several; nothing of it is left once the block ends."""
+    """Provide a load that this process or several processes send, and end all of it with the block."""
     shares = deal(
         target, calls, clients, processes, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime
     )
@@ -210,7 +234,12 @@ async def sending(
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """What is started here does not hear Ctrl-C, of which it is told."""
+    """Block Ctrl-C in the processes that are started here: their parent tells them to stop, and they answer with their outcomes.
+
+    The first process that multiprocessing starts would come with a tracker, behind which Python unblocks SIGINT: so the tracker
+    is started before.
+    """
+    resource_tracker.ensure_running()
     numbers = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -220,7 +249,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def work(pipe: Connection, share: Share) -> None:
-    """One process: sends its share once it is told when, and says what came of it. It ends when its parent does."""
+    """Run one process: send a share from the given start, send the outcomes back, and end when the parent does."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
         asyncio.run(_work(pipe, share))
 
@@ -244,17 +273,23 @@ async def _work(pipe: Connection, share: Share) -> None:
             pipe.send((DONE, ([], run.pace)))
             return
         running = loop.create_task(run.run(start_s))
-        loop.add_reader(pipe.fileno(), running.cancel)  # told to stop, or alone
-        telling = loop.create_task(_tell(pipe, run))
+
+        def stop() -> None:
+            """Cancel once: the message stays readable, and a second cancellation would interrupt the clean-up."""
+            loop.remove_reader(pipe.fileno())
+            running.cancel()
+
+        loop.add_reader(pipe.fileno(), stop)  # a message to stop, or the parent's end
+        reporting = loop.create_task(_report(pipe, run))
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        telling.cancel()
+        reporting.cancel()
         for outcome in run.outcomes:
             outcome.call = dataclasses.replace(outcome.call, data=b"", session=None)
         pipe.send((DONE, (run.outcomes, run.pace)))
 
 
-async def _tell(pipe: Connection, run: Run) -> None:
+async def _report(pipe: Connection, run: Run) -> None:
     while True:
-        await asyncio.sleep(TELL_S)
-        pipe.send((TOLD, run.told()))
+        await asyncio.sleep(PROGRESS_S)
+        pipe.send((PROGRESS, run.told()))

@@ -436,8 +436,8 @@ def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = sleeping(monkeypatch, [0.0], 2)
     sent = list[object]()
     with pytest.raises(Slept):
-        asyncio.run(shares._tell(SimpleNamespace(send=sent.append), SimpleNamespace(told=lambda: "so far")))  # type: ignore[arg-type]
-    assert (slept, sent) == ([shares.TELL_S] * 2, [(shares.TOLD, "so far")] * 2)
+        asyncio.run(shares._report(SimpleNamespace(send=sent.append), SimpleNamespace(told=lambda: "so far")))  # type: ignore[arg-type]
+    assert (slept, sent) == ([shares.PROGRESS_S] * 2, [(shares.PROGRESS, "so far")] * 2)
 
 
 @pytest.mark.parametrize(

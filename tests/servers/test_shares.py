@@ -21,10 +21,11 @@ from dcpbench.servers import null_server
 from dcpbench.servers import shares as sharing
 from dcpbench.servers.client import Target
 from dcpbench.servers.load import Call, Outcome, Pace
-from dcpbench.servers.measure import CHUNKS_EACH, processes_for
+from dcpbench.servers.measure import CHUNKS_EACH, WARM_UP_OUTPUT, processes_for
 from dcpbench.servers.prompts import EXACT, Manner
-from dcpbench.servers.shares import DONE, READY, STOP, TOLD, Shares, deal, divided, sending
+from dcpbench.servers.shares import DONE, PROGRESS, READY, STOP, Shares, deal, divided, sending
 from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
 
@@ -139,7 +140,7 @@ def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
                 assert isinstance(run, Shares)
                 await run.prepare(2)
                 running = asyncio.create_task(run.run())
-                while not run.paces or not all(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- likewise
+                while not run.paces or sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- likewise
                     await asyncio.sleep(0.01)
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -150,6 +151,72 @@ def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
     assert [(o.call.number, o.ended) for o in run.outcomes] in ([(0, True), (1, False)], [(1, False), (0, True)])
     assert all(o.answer is not None and len(o.answer.chunk_s) == 1 for o in run.outcomes)
     assert len(run.paces) == 2
+
+
+def test_ctrl_c_is_blocked_in_every_process() -> None:
+    """A terminal sends SIGINT to the whole group, and a process that hears it ends without its outcomes.
+
+    A new interpreter is needed: Python starts multiprocessing's tracker with the first process, and unblocks SIGINT there.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.servers.blocked_signals"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["SIGHUP SIGINT"] * 3
+
+
+def test_where_one_process_dies_the_outcomes_of_the_others_are_kept() -> None:
+    """The first of three is killed while all wait for their second token."""
+
+    async def main() -> Shares:
+        async with Running(Script(gap_ms=5000), Model()) as server:
+            target = Target.at(server.url)
+            async with sending(target, calls_to(target, 3), 3, 3) as run:
+                assert isinstance(run, Shares)
+                await run.prepare(3)
+                running = asyncio.create_task(run.run())
+                while sum(bool(sent.token_s) for sent in server.server.sent) < 3:  # noqa: ASYNC110 -- likewise
+                    await asyncio.sleep(0.01)
+                pid = run._processes[0].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                with pytest.raises(WorkerError, match="ended with exit code -9"):
+                    await running
+                return run
+
+    run = asyncio.run(main())
+    assert [(o.call.number, o.ended) for o in run.outcomes] in ([(1, False), (2, False)], [(2, False), (1, False)])
+
+
+def test_a_process_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that is stopped, by SIGSTOP, does not answer and does not end."""
+    monkeypatch.setattr(sharing, "STOP_S", 0.5)
+    monkeypatch.setattr(sharing, "END_S", 0.5)
+
+    async def main() -> Shares:
+        async with Running(Script(gap_ms=5000), Model()) as server:
+            target = Target.at(server.url)
+            async with sending(target, calls_to(target, 2), 2, 2) as run:
+                assert isinstance(run, Shares)
+                await run.prepare(2)
+                running = asyncio.create_task(run.run())
+                while sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- likewise
+                    await asyncio.sleep(0.01)
+                pid = run._processes[0].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGSTOP)
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+                return run
+
+    assert [o.call.number for o in asyncio.run(main()).outcomes] == [1]
+    assert (
+        "1 of 2 client processes did not answer within 0.5 s; their requests are in no record."
+        in capsys.readouterr().err
+    )
 
 
 def test_a_process_that_dies_is_a_sentence() -> None:
@@ -244,6 +311,36 @@ def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: P
         (record,) = read_run(tmp_path / "run").records
         assert record.outcome == "failed"
         assert (record.reason or "").startswith("interrupted")
+
+
+@pytest.mark.long
+def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path) -> None:
+    """The signal goes to the whole group, as a terminal sends it; four requests are on their way in two processes."""
+
+    async def main() -> int | None:
+        async with Running(Script(gap_ms=100), Model()) as server:
+            words = "--device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 500"
+            ours = await asyncio.create_subprocess_exec(
+                *[sys.executable, "-m", "dcpbench.cli", "serve", "--url", server.url, *words.split()],
+                *["--client-processes", "2", "-o", str(tmp_path / "run")],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
+            while sum(len(s.token_s) > WARM_UP_OUTPUT for s in server.server.sent) < 4 and ours.returncode is None:  # noqa: ASYNC110 -- likewise
+                await asyncio.sleep(0.01)
+            os.killpg(ours.pid, signal.SIGINT)
+            return await ours.wait()
+
+    assert asyncio.run(main()) == 128 + signal.SIGINT
+    (record,) = read_run(tmp_path / "run").records
+    assert (record.reason or "").startswith("interrupted")
+    assert record.server
+    assert record.server.client
+    assert record.server.client.processes == 2
+    assert record.serve
+    assert len(read_samples(tmp_path / "run" / record.serve.samples_file)) == 4
 
 
 def point(**load: object) -> object:
@@ -373,7 +470,7 @@ def test_a_process_sends_its_share_when_it_is_told_and_says_what_came_of_it(told
                     await asyncio.sleep(0.01)
                 ours.send(STOP)
             while (said := await asyncio.to_thread(ours.recv))[0] != DONE:
-                assert said[0] == TOLD
+                assert said[0] == PROGRESS
             await working
             outcomes, pace = said[1]
             return outcomes, pace

@@ -1,0 +1,34 @@
+"""Print which of Ctrl-C's signals are blocked in each of three client processes: `python -m tests.servers.blocked_signals`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from dcpbench.servers.client import Target
+from dcpbench.servers.load import Call
+from dcpbench.servers.shares import Shares, sending
+
+NOWHERE = Target.at("http://127.0.0.1:9")
+
+
+def blocked(pid: int) -> str:
+    """Return the names of the blocked ones among SIGHUP and SIGINT."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigBlk:"))
+    mask = int(line.split()[1], 16)
+    return " ".join(number.name for number in (signal.SIGHUP, signal.SIGINT) if mask >> (number - 1) & 1)
+
+
+async def main() -> None:
+    """Start the processes, and look."""
+    calls = [Call(n, NOWHERE.request("POST", "/v1/completions", b""), 1) for n in range(3)]
+    async with sending(NOWHERE, calls, 3, 3) as run:
+        assert isinstance(run, Shares)
+        await run.prepare(3)
+        for process in run._processes:
+            print(blocked(process.pid or 0))  # noqa: T201 -- what it is for
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
