@@ -24,16 +24,9 @@ from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
 from dcpbench.syncs.dry_run import device_tensor
 from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
-from dcpbench.syncs.dry_run.device_tensor import (
-    DeviceTensor,
-    become,
-    device_tensors,
-    is_pinned,
-    mark_pinned,
-    on_host,
-    run_operator,
-    to_device,
-)
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned, mark_pinned, set_data, to_device
+from dcpbench.syncs.dry_run.operators import device_tensors, on_host, run_operator
+from dcpbench.syncs.dry_run.subclasses import install_subclasses
 from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, wait, waits_of
 from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
@@ -237,7 +230,7 @@ class CallMode(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__" and func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             tensor, other = args
             if isinstance(other, DeviceTensor) and not isinstance(tensor, DeviceTensor):
-                return become(tensor, other)
+                return set_data(tensor, other)
         if self.run.assume_device and func in _device_constructors() and _unplaced(kwargs):
             return self._assumed(func, args, kwargs)
         return func(*args, **kwargs)
@@ -322,6 +315,7 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
         restored.callback(patches.restore)
         install(patches, run.wait_by_name)
         install_libraries(patches, run)
+        install_subclasses(patches)
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
         def begin_thread(thread: Any) -> None:
@@ -337,18 +331,15 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
     """Settings of torch for which there is no attribute to replace."""
-    lift, swap = torch._C._only_lift_cpu_tensors(), torch.__future__.get_swap_module_params_on_conversion()
+    lift = torch._C._only_lift_cpu_tensors()
     cudnn = torch._C._get_cudnn_enabled()
     # Lists then become host tensors first, of which the copy to the GPU is an operator that can be seen.
     torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
-    # Parameters stay the same objects when a module moves, as on a GPU.
-    torch.__future__.set_swap_module_params_on_conversion(True)
     torch._C._set_cudnn_enabled(False)  # noqa: FBT003
     try:
         yield
     finally:
         torch._C._set_only_lift_cpu_tensors(lift)
-        torch.__future__.set_swap_module_params_on_conversion(swap)
         torch._C._set_cudnn_enabled(cudnn)
 
 

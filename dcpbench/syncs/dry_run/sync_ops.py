@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, device_tensors, is_pinned
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned
+from dcpbench.syncs.dry_run.operators import device_tensors
 from dcpbench.syncs.live.pageable import copy_of
 from dcpbench.syncs.sites import Sync
 

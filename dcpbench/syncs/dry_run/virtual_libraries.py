@@ -12,7 +12,7 @@ import torch.autograd.graph
 from torch.utils._pytree import tree_map
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, rebuild, swap
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.steps import Range, Work
 
@@ -29,8 +29,6 @@ def install_libraries(patches: Patches, run: DryRun) -> None:
     _backward(patches, run)
     patches.put(torch, compile=_eager, load=_load(torch.load))
     patches.put(torch.serialization, load=torch.load)
-    patches.put(torch.utils, swap_tensors=swap)
-    torch.serialization.add_safe_globals([rebuild])
     if torch.distributed.is_available():
         _collectives(patches, run)
     if importlib.util.find_spec("triton"):

@@ -1,0 +1,111 @@
+"""Runs an operator that is not composed of others on the host values of device tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, to_device
+from dcpbench.syncs.dry_run.slow_operators import in_float32, slow_version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+HOST = torch.device("cpu")
+
+
+def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator that is not composed of others on the values; of what would be on the GPU it makes device tensors.
+
+    `device` decides where a new tensor is, else the arguments do.
+    """
+    tensors = list(device_tensors((*args, *kwargs.values())))
+    index = _target(tensors, kwargs)
+    result = _call(
+        func, on_host(args), on_host({**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+    )
+    if not tensors and index is None:
+        return result
+    known = {id(t.host_values): t for t in tensors}
+    if func._schema.is_mutable:
+        for tensor in tensors:
+            _follow(tensor)
+    if func._schema.name == "aten::_pack_padded_sequence":
+        return _wrapped(result[0], index, known), result[1]  # batch sizes are always the host's
+    return _wrapped(result, index, known)
+
+
+def _target(tensors: Sequence[DeviceTensor], kwargs: Mapping[str, Any]) -> int | None:
+    """Index of the GPU that new tensors are on; None for the host."""
+    device = kwargs.get("device")
+    if device is not None:
+        device = torch.device(device)
+        return (device.index or 0) if device.type == "cuda" else None
+    return (tensors[0].device.index or 0) if tensors else None
+
+
+def on_host(value: Any) -> Any:
+    """The same arguments with the values of device tensors, and the host where a GPU was named."""
+    if isinstance(value, DeviceTensor):
+        return value.host_values
+    if isinstance(value, torch.device):
+        return HOST if value.type == "cuda" else value
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(on_host, value))
+    return value
+
+
+def device_tensors(values: Iterable[Any]) -> Iterable[DeviceTensor]:
+    """Device tensors among arguments, also those in lists."""
+    for value in values:
+        if isinstance(value, DeviceTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from device_tensors(value)
+
+
+def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) -> Any:
+    if isinstance(result, torch.Tensor):
+        if id(result) in known:
+            return known[id(result)]
+        return result if index is None or isinstance(result, DeviceTensor) else _fresh(result, index, known)
+    if isinstance(result, list | tuple):
+        return type(result)(_wrapped(item, index, known) for item in result)
+    return result
+
+
+def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
+    """A new device tensor. A view of an ordinary tensor stays one in inference mode, as torch demands."""
+    ordinary = [t for t in known.values() if not t.is_inference()] if torch.is_inference_mode_enabled() else []
+    if any(t.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for t in ordinary):
+        with torch.inference_mode(mode=False):
+            return to_device(values, index)
+    return to_device(values, index)
+
+
+def _follow(tensor: DeviceTensor) -> None:
+    """Gives the stand-in the shape that an operator in place gave to the values: `t_`, `resize_`, `out=`."""
+    values = tensor.host_values
+    if tensor.shape == values.shape and tensor.stride() == values.stride():
+        return
+    with torch.utils._mode_utils.no_dispatch():
+        tensor.as_strided_(values.shape, values.stride(), values.storage_offset())
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
+            raise
+        slow = slow_version(func)
+        result = slow(*args, **kwargs) if slow is not None else in_float32(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        reason = str(error).partition(" with arguments")[0].partition("\n")[0]
+        raise NotImplementedError(
+            f"A dry run cannot run {func} on the CPU ({reason}); on a machine with a GPU, use `dcpbench syncs run`."
+        ) from None

@@ -1,0 +1,42 @@
+"""Functions of torch that create instances of a program's own tensor classes, for tensors on the virtual GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, as_kind, kind_of, swap
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.dry_run.virtual_cuda import Patches
+
+
+def install_subclasses(patches: Patches) -> None:
+    """Replace those functions until `patches.restore()`."""
+    make_subclass, as_subclass, new = (
+        torch.Tensor._make_subclass,
+        torch.Tensor.as_subclass,
+        torch.nn.Parameter.__new__,
+    )
+
+    def _make_subclass(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+        if not isinstance(data, DeviceTensor):
+            return make_subclass(kind_of(cls), data, require_grad, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return as_kind(data.detach().requires_grad_(require_grad), cls)
+
+    def _as_subclass(self: Any, cls: Any) -> Any:
+        if not isinstance(self, DeviceTensor):
+            return as_subclass(self, kind_of(cls))
+        with torch._C.DisableTorchFunctionSubclass():
+            return as_kind(torch.ops.aten.alias(self), cls)
+
+    def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if isinstance(data, DeviceTensor) and kind_of(type(data)) in {torch.Tensor, torch.nn.Parameter}:
+            return torch.Tensor._make_subclass(cls, data, requires_grad)
+        return new(cls, data, requires_grad)
+
+    patches.put(torch.Tensor, _make_subclass=staticmethod(_make_subclass), as_subclass=_as_subclass)
+    patches.put(torch.nn.Parameter, __new__=staticmethod(_new_parameter))
+    patches.put(torch.utils, swap_tensors=swap)
