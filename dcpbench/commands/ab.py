@@ -58,13 +58,15 @@ class Variants(Group):
         default="sweep",
         metavar="NAME",
     )
-    rounds: int = RUNS("Each round launches both variants once: A B, B A, A B, …", default=8, metavar="N")
+    rounds: int = RUNS(
+        "Each round launches both variants once: A B, B A, A B, … Verdicts need at least 4.", default=8, metavar="N"
+    )
 
 
 class JudgedInRounds(Judged):
-    """Rounds show themselves how launches scatter."""
+    """How rounds are compared; they show how launches scatter."""
 
-    launch_noise = "2%"
+    launch_noise = None
 
 
 class ShownInRounds(Shown):
@@ -101,7 +103,7 @@ def ab(
     """Run two variants in turn on this machine, so that drift cancels, and compare them round by round.
 
     Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
-    drifts evenly. Ctrl-C keeps what was measured; --resume goes on. Exit codes: those of compare, and 4 where points
+    drifts evenly. Ctrl-C keeps what was measured; --resume goes on. Exit codes: those of compare, and 4 if points
     failed.
 
     For example:

@@ -1,4 +1,4 @@
-"""`dcpbench compare`: whether B is faster or slower than A. `ab` judges and shows in the same way."""
+"""`dcpbench compare`: judge whether B is faster or slower than A. `ab` judges and shows in the same way."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,36 +16,34 @@ JUDGE = panel("How it is judged")
 
 
 class Judged(Group):
-    """How two sides are held against each other."""
+    """How two sides are compared."""
 
     fail_on: str | None = JUDGE(
-        "End with 1 where B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …; "
-        "undecided: also where a rule cannot be decided, alone where any verdict is UNDECIDED; missing: also where B "
-        "lacks a point. Points that fail in B alone always count. Default: none.",
+        "End with 1 if B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …, and with 3 if "
+        "a rule could not be judged, as with fewer than 4 launches of each side. undecided: also end with 1 if a rule is "
+        "not decided, alone if any verdict is UNDECIDED; missing: also if B lacks a point. Points that fail in B alone "
+        "always count. Default: none.",
         metavar="RULE,…",
     )
-    margin: str = JUDGE("Ratios within it are as good as the same.", default="1%", metavar="PERCENT")
-    launch_noise: str = JUDGE(
-        "Standard deviation of the difference of two launches of the same thing, assumed where each side has one; with "
-        "several it is measured.",
-        default="2%",
+    margin: str = JUDGE("Ratios within it count as the same.", default="1%", metavar="PERCENT")
+    launch_noise: str | None = JUDGE(
+        "Standard deviation of the difference of two launches of the same thing, if you know it: then fewer than 4 launches "
+        "of each side are judged by it. Default: none; it is measured from 4 launches on.",
         metavar="PERCENT",
     )
-    alpha: float = JUDGE(
-        "Chance of any FASTER or SLOWER where nothing differs, over all rows.", default=0.03, metavar="P"
-    )
+    alpha: float = JUDGE("Chance of any FASTER or SLOWER if nothing differs, over all rows.", default=0.05, metavar="P")
     metric: str | None = JUDGE(
         "Compare these alone: fewer tests at once find smaller differences. Default: all.", metavar="NAME,…"
     )
     allow_cpu: bool = JUDGE("Judge times of CPU runs, too, which say nothing about performance.", default=False)
 
     def options(self, *, paired: bool, across: str | None = None) -> "Options":
-        """What judges them. Raises UsageError for what is no share."""
+        """Return the options of `judge`. Raises UsageError for a value that is no share."""
         from dcpbench.compare.judging import Options
 
         return Options(
             margin=_share("--margin", self.margin),
-            launch_noise=_share("--launch-noise", self.launch_noise),
+            launch_noise=None if self.launch_noise is None else _share("--launch-noise", self.launch_noise),
             alpha=self.alpha,
             metrics=_words(self.metric),
             across=_words(across),
@@ -55,7 +53,7 @@ class Judged(Group):
 
 
 class Shown(Group):
-    """Where a comparison goes."""
+    """Where a comparison is written."""
 
     folder: Path | None = opt.OUTPUT(
         "Write compare.md, compare.json and the forest plot (PNG, SVG) there.", "-o", "--output", metavar="DIR"
@@ -67,7 +65,7 @@ class Shown(Group):
 
 
 class Matched(Group):
-    """What the sides are, and which of their points and launches belong together."""
+    """The launches of both sides, and which of their points and launches belong together."""
 
     with_a: list[Path] | None = opt.OPTION("One more launch of A; may be repeated.", metavar="RUN")
     with_b: list[Path] | None = opt.OPTION("One more launch of B; may be repeated.", metavar="RUN")
@@ -90,19 +88,20 @@ def compare(
     judged: Judged,
     shown: Shown,
 ) -> int:
-    """Say for every point that two runs share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.
+    """Say for every point that two sides share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.
 
-    One launch of each side cannot tell what differs from launch to launch; give several, or use `dcpbench ab`. Exit
-    codes: 0 · 1 a rule of --fail-on fails · 2 options or records that cannot be used · 141 whoever read the output went
-    away, which is no verdict. docs/comparing.md says how it is computed.
+    A side is a folder with at least 4 launches: fewer cannot show what differs from launch to launch, and times stay
+    UNDECIDED. `dcpbench ab` makes launches of both sides in turn. Exit codes: 0 · 1 a rule of --fail-on fails · 2 options
+    or records that cannot be used · 3 a rule could not be judged · 141 the reader of the output went away.
+    docs/comparing.md explains the statistics.
 
     For example:
 
-      dcpbench compare runs/main runs/branch
-
       dcpbench compare runs/main-launches/ runs/branch-launches/ --fail-on slower:2%,itl_p99:5%,syncs:+0 --github
 
-      dcpbench compare runs/monday runs/tuesday --across exchange -o difference
+      dcpbench compare runs/monday-launches/ runs/tuesday-launches/ --across exchange -o difference
+
+      dcpbench compare runs/main runs/branch
     """
     from dcpbench.commands.runs import say_cut_short
     from dcpbench.compare import outputs

@@ -1,4 +1,4 @@
-"""A comparison for CI: annotations of GitHub Actions, and JUnit XML, which others show beside the tests."""
+"""Write a comparison for CI: annotations of GitHub Actions, and JUnit XML, which other systems show with the tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ TITLE = "dcpbench compare"
 
 
 def github(c: Comparison) -> str:
-    """Failures as errors, changes for the worse and undecided rules as warnings, the verdicts as a notice."""
+    """Return failures and unjudged rules as errors, changes for the worse and undecided rules as warnings, verdicts as a notice."""
     errors = [ci.annotation("error", f.message, f"{TITLE}: {f.rule}") for f in c.fails]
+    errors += [ci.annotation("error", f.message, f"not judged: {f.rule}") for f in c.unjudged]
     failed = {(f.point, f.metric) for f in c.fails}
     warnings = [
         ci.annotation("warning", f"{p.name}: {row.title} {row.verdict}, ratio {row.ratio or 0:.4f}", row.verdict)
@@ -33,15 +34,17 @@ def github(c: Comparison) -> str:
 
 
 def junit(c: Comparison) -> str:
-    """A case for each row and for each point that ran on one side only.
+    """Return a case for each row and for each point that ran on one side only.
 
-    Rows that a rule fails are failures, those that it cannot decide are skipped with what would decide them.
+    Rows that a rule fails are failures, rows that it could not judge are errors, and rows that it cannot decide are skipped
+    with what would decide them. A rule without any row is an error of its own.
     """
     suites = {"metrics": [_case(point, row, c) for point in c.points for row in point.rows]}
-    for failure in c.fails:
-        if not failure.metric:
-            case = ci.junit_case(failure.point, failure.rule)
-            ci.junit_result(case, "failure", failure.message, failure.message, of=failure.rule)
+    for finding in (*c.fails, *c.unjudged):
+        if not finding.metric:
+            case = ci.junit_case(finding.point, finding.rule)
+            kind = "failure" if finding.status == "fails" else "error"
+            ci.junit_result(case, kind, finding.message, finding.message, of=finding.rule)
             suites.setdefault("points", []).append(case)
     return ci.junit(TITLE, suites)
 
@@ -53,6 +56,8 @@ def _case(point: PointResult, row: Row, c: Comparison) -> Element:
     failure = next((f for f in c.fails if f.point == point.name and f.metric == row.metric), None)
     if failure:
         ci.junit_result(case, "failure", failure.message, text, of=failure.rule)
+    elif row.gate == "unjudged":
+        ci.junit_result(case, "error", f"not judged: {row.reason}", text)
     elif row.gate == "undecided":
         ci.junit_result(case, "skipped", f"undecided: {row.reason or text}")
     else:

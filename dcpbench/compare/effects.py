@@ -1,9 +1,7 @@
-"""The ratio of two sides and how well it is known: launches above repeats above samples. All on logarithms.
+"""Compute the ratio of two sides and how well it is known: launches above repeats above samples. All on logarithms.
 
-Of many ratios at once `rejected` says which may be believed, and `level` how wide their intervals must be for it.
-
-A launch is one process that measured, with its own memory, clocks and communicators: what it does to all its samples
-alike shows only between launches. docs/comparing.md derives every formula.
+A launch is one process that measured, with its own memory, clocks and communicators. These change all samples of a launch
+together, so that only several launches show how much they matter. docs/comparing.md derives every formula.
 """
 
 from __future__ import annotations
@@ -11,89 +9,116 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from dcpbench.compare import student
 from dcpbench.compare.resampling import Error, joint
+from dcpbench.records import student
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-POWER = 0.8
-"""Chance of a verdict with which `more_launches` reckons."""
-MOST_LAUNCHES = 50
-"""More than these on each side are not worth proposing."""
+MIN_LAUNCHES = 4  # of each side, or rounds: fewer do not show how launches scatter
+POWER = 0.8  # chance of a verdict for which `more_launches` plans
+MAX_LAUNCHES = 50  # of each side; more are not worth proposing
+LAUNCH_CORRELATION = 0.5  # allowed between a launch and the next one of its side
+ROUND_CORRELATION = 0.125  # the same between the differences of rounds A B, B A, …, from that of launches
+EXTRA_DF = 2.0  # degrees of freedom of correlated launches beyond the launches of the smaller side
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one launch says of one metric of one point."""
+    """One metric of one point, as one launch knows it."""
 
-    log: float
-    """Mean logarithm over its repeats."""
-    within: Error | None
-    """How well it is known as far as this launch can tell; None where it left no samples."""
+    log: float  # mean logarithm over its repeats
+    within: Error | None  # error as far as this launch can tell; None without samples
     repeats: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
+class Scale:
+    """A variance of an effect and the degrees of freedom with which it was estimated."""
+
+    variance: float
+    df: float
+
+    def compute_half_width(self, tail: float) -> float:
+        """Return how far the end of an interval lies that is missed with probability `tail`."""
+        return math.sqrt(self.variance) * student.quantile(tail, self.df) if self.variance else 0.0
+
+    def compute_p(self, distance: float) -> float:
+        """Return the chance of an effect at least this far out, if there is none."""
+        if self.variance == 0:
+            return 0.0 if distance > 0 else 1.0
+        return student.sf(distance / math.sqrt(self.variance), self.df)
+
+
+@dataclasses.dataclass(frozen=True)
 class Effect:
-    """log(B / A), its variance, and where that comes from."""
+    """The logarithm of B / A with its variance."""
 
     log: float
-    variance: float | None
-    """None where nothing says how well it is known."""
+    variance: float | None  # for independent launches; None if nothing shows how launches scatter
     df: float
-    spread: float
-    """Standard deviation of a launch (paired: of a round's difference), for reckoning how many more are needed."""
+    spread: float  # standard deviation of a launch, or of a round's difference, from which more launches are planned
     launches: tuple[int, int]
     paired: bool = False
-    assumed: bool = False
-    """Whether the scatter of launches was assumed, as each side has one."""
-    below: float = 0.0
-    above: float = 0.0
-    """By how much less and more it may be where a side is a forecast: how far the ends of that reach, beyond all scatter."""
+    assumed: bool = False  # the scatter of launches was given by the user
+    below: float = 0.0  # how much less it may be if a side is a forecast, beyond all scatter
+    above: float = 0.0  # how much more it may be
+    correlated: Scale | None = None  # for launches that depend on the launch before them
 
     @property
     def error(self) -> float:
-        """Standard error of `log`; infinite where it is not known."""
+        """The standard error of `log` for independent launches; infinite if it is not known."""
         return math.inf if self.variance is None else math.sqrt(self.variance)
 
+    @property
+    def missing_launches(self) -> tuple[int, int]:
+        """How many more launches A and B need before they are judged."""
+        if self.assumed:
+            return 0, 0
+        a, b = (max(MIN_LAUNCHES - n, 0) for n in self.launches)
+        return a, b
+
     def interval(self, tail: float) -> tuple[float, float]:
-        """Of the logarithm; each end is missed with probability `tail`."""
-        half = self.error * student.quantile(tail, self.df) if self.error else 0.0
+        """Return the interval of the logarithm of which each end is missed with probability `tail`."""
+        half = max((scale.compute_half_width(tail) for scale in self._scales), default=math.inf)
         return self.log - self.below - half, self.log + self.above + half
 
     @property
     def least(self) -> float:
-        """How far from equality it is at that end which is nearer to it; below 0 where it lies between both."""
+        """The distance from equality of the nearer end of a forecast; below 0 if equality lies between both ends."""
         return self.log - self.below if self.log > 0 else -self.log - self.above
 
     @property
     def most(self) -> float:
-        """And at the other."""
+        """The distance from equality of the other end."""
         return max(self.log + self.above, self.below - self.log)
 
     def p_differs(self) -> float:
-        """Of the hypothesis that both sides are the same."""
+        """Return the p-value of the hypothesis that both sides are the same."""
         return min(1.0, 2 * self._beyond(self.least))
 
     def p_same(self, margin: float) -> float:
-        """Of the hypothesis that they differ by `margin` or more: two one-sided tests (Schuirmann, 1987)."""
+        """Return the p-value of the hypothesis that they differ by `margin` or more (two one-sided tests, Schuirmann 1987)."""
         return max(self._beyond(margin - self.log - self.above), self._beyond(margin + self.log - self.below))
 
-    def _beyond(self, distance: float) -> float:
+    @property
+    def _scales(self) -> list[Scale]:
+        """The scales that have to agree on a verdict; none if the scatter of launches is not known."""
         if self.variance is None:
-            return 1.0
-        if self.variance == 0:
-            return 0.0 if distance > 0 else 1.0
-        return student.sf(distance / self.error, self.df)
+            return []
+        return [Scale(self.variance, self.df), *([self.correlated] if self.correlated else [])]
+
+    def _beyond(self, distance: float) -> float:
+        return max((scale.compute_p(distance) for scale in self._scales), default=1.0)
 
 
 def estimate(values: Sequence[float], errors: Sequence[Error | None]) -> Estimate:
-    """One launch: the mean logarithm of its repeats' values, which are positive.
+    """Return the mean logarithm of one launch's repeats, whose values are positive.
 
-    With several repeats their scatter counts, and never less than what their samples' scatter makes of it.
+    With several repeats their scatter counts, and never less than the scatter of their samples.
     """
     logs = [math.log(v) for v in values]
     known = [e for e in errors if e is not None]
@@ -105,61 +130,90 @@ def estimate(values: Sequence[float], errors: Sequence[Error | None]) -> Estimat
     return Estimate(logs[0], known[0] if known else None)
 
 
-def compare(a: Sequence[Estimate], b: Sequence[Estimate], launch_noise: float) -> Effect:
-    """The ratio of launches that have nothing to do with each other.
+def compare(a: Sequence[Estimate], b: Sequence[Estimate], launch_noise: float | None = None) -> Effect:
+    """Return the ratio of launches that are not paired.
 
-    Several launches on both sides: Welch's t. Several on one: the other one's scatter is taken to be the same (pooled
-    variance). One on each: `launch_noise`, the assumed standard deviation of the difference of two launches, is added
-    to what samples say.
+    The variance is Welch's, S²_A / J_A + S²_B / J_B, and two tests have to agree: one for independent launches, with the
+    degrees of freedom of the smaller side, which hold however much the scatter of the sides differs; and one for launches
+    that correlate with the launch before them, whose means scatter more (`inflate`). With fewer than MIN_LAUNCHES on a side
+    the scatter is unknown, unless the user gives `launch_noise`, the standard deviation of the difference of two launches.
     """
     log = statistics.fmean(e.log for e in b) - statistics.fmean(e.log for e in a)
     counts = (len(a), len(b))
-    if max(counts) == 1:
-        return _assumed(a[0], b[0], launch_noise)
-    several = [side for side in (a, b) if len(side) > 1]
-    if len(several) == 1:
-        # One launch's scatter stands for the other's: the same formula for each side, from the side that has several.
-        (side,) = several
-        variance = _of_launch(side)
-        return Effect(log, variance / counts[0] + variance / counts[1], len(side) - 1.0, math.sqrt(variance), counts)
+    if min(counts) < MIN_LAUNCHES:
+        return _compare_few(a, b, log, launch_noise)
     parts = [(_of_launch(side) / len(side), len(side) - 1.0) for side in (a, b)]
-    total = sum(v for v, _ in parts)
-    spread = math.sqrt((_of_launch(a) + _of_launch(b)) / 2)
-    return Effect(log, total, satterthwaite(parts), spread, counts)
+    inflated = [(v * inflate(n, LAUNCH_CORRELATION), df) for (v, df), n in zip(parts, counts, strict=True)]
+    smaller = min(counts)
+    return Effect(
+        log,
+        variance=sum(v for v, _ in parts),
+        df=smaller - 1.0,
+        spread=math.sqrt((_of_launch(a) + _of_launch(b)) / 2),
+        launches=counts,
+        correlated=Scale(sum(v for v, _ in inflated), min(satterthwaite(inflated), smaller + EXTRA_DF)),
+    )
 
 
-def compare_paired(a: Sequence[Estimate], b: Sequence[Estimate], launch_noise: float) -> Effect:
-    """The ratio of launches that were made in pairs, so that what a pair shares cancels: a t test of differences."""
+def compare_paired(a: Sequence[Estimate], b: Sequence[Estimate], launch_noise: float | None = None) -> Effect:
+    """Return the ratio of launches that were made in pairs, so that what a pair shares cancels: a t test of differences."""
     differences = [y.log - x.log for x, y in zip(a, b, strict=True)]
     n = len(differences)
-    if n == 1:
-        return dataclasses.replace(_assumed(a[0], b[0], launch_noise), paired=True)
+    if n < MIN_LAUNCHES:
+        return dataclasses.replace(_compare_few(a, b, statistics.fmean(differences), launch_noise), paired=True)
     inside = statistics.fmean(_within(x) + _within(y) for x, y in zip(a, b, strict=True))
     variance = max(statistics.variance(differences), inside)
-    return Effect(statistics.fmean(differences), variance / n, n - 1.0, math.sqrt(variance), (n, n), paired=True)
+    inflated = Scale(variance / n * inflate(n, ROUND_CORRELATION), n - 1.0)
+    return Effect(
+        statistics.fmean(differences),
+        variance=variance / n,
+        df=n - 1.0,
+        spread=math.sqrt(variance),
+        launches=(n, n),
+        paired=True,
+        correlated=inflated,
+    )
+
+
+@lru_cache(maxsize=256)
+def inflate(launches: int, correlation: float) -> float:
+    """Return the factor by which the variance of a mean exceeds S² / n if launches are an AR(1) process.
+
+    The mean of n launches has the variance σ²·g, g = (1 + 2·Σ(1 - k/n)·ρᵏ) / n, and S² has the mean σ²·(1 - g)·n / (n - 1):
+    the factor is g·(n - 1) / (1 - g).
+    """
+    n = launches
+    g = (1 + 2 * sum((1 - k / n) * correlation**k for k in range(1, n))) / n
+    return g * (n - 1) / (1 - g)
 
 
 def more_launches(effect: Effect, margin: float, tail: float) -> int | None:
-    """How many more launches of each side (paired: rounds) would settle it in 4 of 5 cases, were the ratio as it seems.
+    """Return how many more launches of each side, or rounds, decide it in 4 of 5 cases if the ratio is as it seems.
 
-    The smallest n with (t(tail) + t(1 - POWER)) · error(n) ≤ distance, the distance being that to 1 for a difference
-    beyond the margin and that to the margin for one within it, from that end of a forecast which is nearer. None where
-    more than MOST_LAUNCHES would be needed.
+    The smallest n with h(n) + t(1 - POWER)·error(n) ≤ distance, h(n) being half of the interval of n launches. The distance
+    is that to 1 for a difference beyond the margin and that to the margin for one within it, from the nearer end of a
+    forecast. None if more than MAX_LAUNCHES are needed.
     """
     distance = effect.least if abs(effect.log) > margin else margin - effect.most
     have = min(effect.launches)
-    for n in range(max(2, have), MOST_LAUNCHES + 1):
-        df = (n - 1.0) * (1 if effect.paired else 2)
-        error = effect.spread * math.sqrt((1 if effect.paired else 2) / n)
-        if (student.quantile(tail, df) + student.quantile(1 - POWER, df)) * error <= distance:
+    for n in range(max(MIN_LAUNCHES, have), MAX_LAUNCHES + 1):
+        if _needed_distance(n, effect, tail) <= distance:
             return max(n - have, 1)
     return None
 
 
-def rejected(p_values: Sequence[float], alpha: float) -> int:
-    """How many hypotheses may be rejected: the largest k for which the k-th smallest p is at most alpha·k/m.
+def find_least_visible(effect: Effect, tail: float) -> float | None:
+    """Return the smallest difference of logarithms that is found in 4 of 5 cases; None if scatter is not known."""
+    if effect.variance is None:
+        return None
+    half = effect.interval(tail)[1] - effect.log
+    return half + effect.error * student.quantile(1 - POWER, max(effect.df, 1.0))
 
-    Benjamini and Hochberg (1995). Where nothing differs at all, the chance of any rejection is at most alpha; else the
+
+def rejected(p_values: Sequence[float], alpha: float) -> int:
+    """Return how many hypotheses are rejected: the largest k for which the k-th smallest p is at most alpha·k/m.
+
+    Benjamini and Hochberg (1995). If nothing differs at all, the chance of any rejection is at most alpha; else the
     expected share of wrong ones among the rejected is. Holds for independent tests, and for tests that are positively
     dependent, as metrics of one point are (Benjamini and Yekutieli, 2001).
     """
@@ -168,35 +222,63 @@ def rejected(p_values: Sequence[float], alpha: float) -> int:
 
 
 def level(p_values: Sequence[float], alpha: float) -> float:
-    """What a p must not exceed to be rejected, which is 1 - confidence of the intervals: alpha · max(1, R) / m.
+    """Return the largest p that is rejected, which is 1 - confidence of the intervals: alpha · max(1, R) / m.
 
-    Intervals at this level exclude equality exactly where it is rejected, and on average at most alpha of those shown
-    for rejected ones miss their ratio (Benjamini and Yekutieli, 2005).
+    Intervals at this level exclude equality exactly if it is rejected, and on average at most alpha of the intervals of
+    rejected hypotheses miss their ratio (Benjamini and Yekutieli, 2005).
     """
     return alpha * max(1, rejected(p_values, alpha)) / max(1, len(p_values))
 
 
 def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
-    """Degrees of freedom of a sum of variances, each with its own: (Σv)² / Σ(v² / df)."""
+    """Return the degrees of freedom of a sum of variances, each with its own: (Σv)² / Σ(v² / df)."""
     total = sum(v for v, _ in parts)
     below = sum(v * v / df for v, df in parts if v > 0 and not math.isinf(df))
     return total * total / below if below > 0 else math.inf
 
 
-def _assumed(a: Estimate, b: Estimate, launch_noise: float) -> Effect:
-    log = b.log - a.log
+def _compare_few(a: Sequence[Estimate], b: Sequence[Estimate], log: float, launch_noise: float | None) -> Effect:
+    """Return the ratio of too few launches to show their scatter; its variance is known only with `launch_noise`.
+
+    Two single launches add the error of their samples. Of several the larger of their own and the given scatter counts.
+    """
+    counts = (len(a), len(b))
+    if launch_noise is None:
+        return Effect(log, None, 1.0, 0.0, counts)
     spread = launch_noise / math.sqrt(2)
-    if a.within is None or b.within is None:
-        return Effect(log, None, 1.0, spread, (1, 1), assumed=True)
-    parts = [*joint(a.within, b.within), (launch_noise**2, math.inf)]
-    return Effect(log, sum(v for v, _ in parts), satterthwaite(parts), spread, (1, 1), assumed=True)
+    first, second = a[0].within, b[0].within
+    if max(counts) > 1:
+        parts = [_assume_spread(side, spread) for side in (a, b)]
+    elif first is None or second is None:
+        return Effect(log, None, 1.0, spread, counts, assumed=True)
+    else:
+        parts = [*joint(first, second), (launch_noise**2, math.inf)]
+    return Effect(log, sum(v for v, _ in parts), satterthwaite(parts), spread, counts, assumed=True)
+
+
+def _assume_spread(side: Sequence[Estimate], spread: float) -> tuple[float, float]:
+    """Return the variance of a side's mean with its degrees of freedom, which the user's figure has without end."""
+    own = _of_launch(side) if len(side) > 1 else _within(side[0])
+    n = len(side)
+    return (own / n, max(n - 1.0, 1.0)) if own > spread**2 else (spread**2 / n, math.inf)
+
+
+def _needed_distance(n: int, effect: Effect, tail: float) -> float:
+    """Return the distance that n launches of each side, or n rounds, decide in 4 of 5 cases."""
+    if effect.paired:
+        error, power = effect.spread / math.sqrt(n), student.quantile(1 - POWER, n - 1.0)
+        half = student.quantile(tail, n - 1.0) * math.sqrt(inflate(n, ROUND_CORRELATION))
+        return (half + power) * error
+    error, power = effect.spread * math.sqrt(2 / n), student.quantile(1 - POWER, 2.0 * (n - 1))
+    correlated = student.quantile(tail, min(2.0 * (n - 1), n + EXTRA_DF)) * math.sqrt(inflate(n, LAUNCH_CORRELATION))
+    return (max(student.quantile(tail, n - 1.0), correlated) + power) * error
 
 
 def _of_launch(side: Sequence[Estimate]) -> float:
-    """Variance of one launch: that between launches, never less than that within them."""
+    """Return the variance of one launch: that between launches, never less than that within them."""
     return max(statistics.variance(e.log for e in side), statistics.fmean(_within(e) for e in side))
 
 
 def _within(one: Estimate) -> float:
-    """Of its steps; requests are the same in every launch."""
+    """Return the variance of a launch's steps; requests are the same in every launch."""
     return one.within.variance if one.within and not one.within.of_requests else 0.0

@@ -1,4 +1,4 @@
-"""--fail-on: which changes for the worse end a command with exit code 1."""
+"""Apply --fail-on: find changes for the worse, and rows on which a rule could not have found any."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dcpbench.compare.model import Comparison, Finding, PointResult, Row
 from dcpbench.compare.words import range_text
 from dcpbench.errors import UsageError
 from dcpbench.records import metrics
-from dcpbench.show.numbers import short_number
+from dcpbench.show.numbers import percent, short_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-WORDS = ("undecided", "missing")
-"""Rules without a limit."""
+WORDS = ("undecided", "missing")  # rules without a limit
+STATUSES = ("", "passes", "undecided", "unjudged", "fails")  # of a row, the later ones outweigh the earlier ones
 EXAMPLE = "--fail-on slower:2%,itl_p99:5%,syncs:+0"
 _LIMIT = re.compile(r"(?:(?P<share>\d+(?:\.\d+)?)%|\+(?P<more>\d+(?:\.\d+)?))")
 
@@ -28,14 +28,12 @@ class Rule:
 
     text: str
     name: str
-    share: float | None = None
-    """By what share of A a metric may be worse."""
-    more: float | None = None
-    """Or by how much, in its unit."""
+    share: float | None = None  # share of A by which a metric may be worse
+    more: float | None = None  # or the amount, in its unit
 
 
 def read_rules(text: str | None) -> list[Rule]:
-    """`slower:2%,syncs:+0` as rules. Raises UsageError with what to type instead."""
+    """Parse `slower:2%,syncs:+0`. Raises UsageError with what to type instead."""
     return [_rule(part.strip()) for part in text.split(",")] if text is not None else []
 
 
@@ -59,12 +57,12 @@ def _rule(text: str) -> Rule:
 
 
 def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
-    """Judge the comparison by the rules: its findings, and each row's `gate`.
+    """Judge the comparison by the rules: fill in its findings and the `gate` of each row.
 
-    A row that was sampled fails where its corrected interval leaves out equality on the worse side and its ratio is
-    beyond the limit; it is undecided where the interval reaches beyond the limit. `undecided` without a rule of a metric
-    fails for every row whose verdict is UNDECIDED. With any rule, points that ran in A and not in B fail, too: a change
-    that breaks points is no faster for it.
+    A sampled row fails if its corrected interval leaves out equality on the worse side and its ratio is beyond the limit.
+    It is undecided if the interval reaches beyond the limit, and unjudged if it has no test: a rule passes nothing that it
+    could not have failed. `undecided` without a rule of a metric fails for every row whose verdict is UNDECIDED. With any
+    rule, points that ran in A and not in B fail, too: a change that breaks points is no faster for it.
     """
     comparison.rules = [rule.text for rule in rules]
     if not rules:
@@ -84,17 +82,17 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
         missing += [(p.name, t) for p in comparison.points for t in p.not_compared if t.endswith("(absent in B)")]
         findings += [Finding(rule="missing", point=name, message=f"{name}: {text}") for name, text in missing]
     findings += [
-        Finding(rule=text, message=f"{text}: no compared point has it", status="undecided")
+        Finding(rule=text, message=f"{text}: no compared point has it", status="unjudged")
         for text in unused(comparison, rules)
     ]
     if "undecided" in words:
         for finding in findings:
             finding.status = "fails"
-    comparison.findings = sorted(findings, key=lambda f: f.status != "fails")
+    comparison.findings = sorted(findings, key=lambda f: STATUSES.index(f.status), reverse=True)
 
 
 def unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
-    """Rules about metrics that no compared point has: they guard nothing, which must be said."""
+    """Return the rules about metrics that no compared point has: they guard nothing."""
     seen = {(p.workload, row.metric) for p in comparison.points for row in p.rows}
     return [
         rule.text for rule in rules if rule.name not in WORDS and not any(_is_of(rule, w, metric) for w, metric in seen)
@@ -106,15 +104,23 @@ def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Fin
         if rule.name in WORDS or not _is_of(rule, point.workload, row.metric):
             continue
         status = _status(row, rule)
-        row.gate = max(row.gate, status, key=("", "passes", "undecided", "fails").index)
+        row.gate = max(row.gate, status, key=STATUSES.index)
         if status != "passes":
-            said = "worse by" if status == "fails" else "may be worse by"
-            ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
-            message = (
-                f"{point.name}: {row.title} {said} more than {rule.text.partition(':')[2]}: "
-                f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"
-            )
+            message = f"{point.name}: {_describe(row, rule, status)}"
             yield Finding(rule=rule.text, point=point.name, metric=row.metric, status=status, message=message)
+
+
+def _describe(row: Row, rule: Rule, status: str) -> str:
+    """Return what a rule finds of a row, with the numbers, and what it could have found if that is undecided."""
+    limit = rule.text.partition(":")[2]
+    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
+    numbers = f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"
+    if status == "fails":
+        return f"{row.title} worse by more than {limit}: {numbers}"
+    if status == "unjudged":
+        return f"{row.title} could not be judged: {numbers}; {row.reason}"
+    visible = "" if row.least_visible is None else f"; {percent(row.least_visible - 1)} worse would have been found"
+    return f"{row.title} may be worse by more than {limit}: {numbers}{visible}"
 
 
 def _undecided(point: PointResult, row: Row) -> Finding:
@@ -126,17 +132,17 @@ def _undecided(point: PointResult, row: Row) -> Finding:
 
 
 def _is_of(rule: Rule, workload: str, metric: str) -> bool:
-    """Whether the rule is about this row's metric."""
+    """Return whether the rule is about this row's metric."""
     found = metrics.named(rule.name, workload)
     return found is not None and found.option == metric
 
 
-def _status(row: Row, rule: Rule) -> Literal["fails", "undecided", "passes"]:
+def _status(row: Row, rule: Rule) -> Literal["fails", "unjudged", "undecided", "passes"]:
     if not row.sampled:
         change = row.a - row.b if row.higher_is_better else row.b - row.a
         return "fails" if change > (rule.more if rule.more is not None else (rule.share or 0) * row.a) else "passes"
-    if row.low is None:
-        return "undecided"
+    if not row.judged:
+        return "unjudged"
     limit = _limit(row, rule)
     if row.differs and _worse(row, row.ratio) > limit:
         return "fails"
@@ -144,7 +150,7 @@ def _status(row: Row, rule: Rule) -> Literal["fails", "undecided", "passes"]:
 
 
 def _limit(row: Row, rule: Rule) -> float:
-    """As a logarithm of how much worse: a time 2 % longer and a rate that takes 2 % longer alike."""
+    """Return the limit as a logarithm of how much longer a time is, or how much longer a rate takes for the same."""
     if rule.share is not None:
         return math.log1p(rule.share)
     more = rule.more or 0.0

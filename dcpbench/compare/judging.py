@@ -1,4 +1,4 @@
-"""From two sides to verdicts: effects of all rows, one correction for all of them, and what would decide the rest."""
+"""Judge two sides: compute the effects of all rows, correct for all of them, and say what would decide the rest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dcpbench.compare.environments import differences, marks
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
 from dcpbench.compare.samples import Requests, comparable, error_of, requests_of
 from dcpbench.compare.sides import apart, match
+from dcpbench.compare.words import count_launches
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import point_name
 from dcpbench.records.metrics import compared
 from dcpbench.records.record import forecast, functional
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.show.text import counted, printable
 
 if TYPE_CHECKING:
@@ -30,29 +30,22 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
-    Sampled = tuple[Record, Requests]
-    """A record with its step samples, and its requests."""
+    Sampled = tuple[Record, Requests]  # a record with its step samples, and its requests
 
 CPU_REASON = "ran on a CPU, whose times say nothing about performance; --allow-cpu judges them all the same"
-NO_ENDS = "a forecast says nothing of how far off this may be; measure the layout to judge it"
-"""Of metrics for which forecasts have no ends."""
+NO_ENDS = "a forecast has no bounds for this metric; measure the layout to judge it"
 WITHIN_ENDS = "it lies within the ends of the forecast; measure the layout to judge it"
-FIRST_LAUNCHES = 4
-"""With one launch of each side these make five, from which their scatter is known well enough to reckon with."""
-LARGEST_LOG = 700.0
-"""exp of more does not fit into a double."""
+NO_SAMPLES = "the records hold no samples, so nothing shows how this scatters; measure at least 4 launches of each side"
+MAX_LOG = 700.0  # exp of more does not fit into a double
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How two sides are compared."""
 
-    margin: float = 0.01
-    """Two values within this share of each other are as good as the same."""
-    alpha: float = 0.03
-    """Chance of any FASTER or SLOWER where nothing differs: below the 5 % that are promised, with room."""
-    launch_noise: float = REPEATS_AGREE_WITHIN
-    """Standard deviation of the difference of two launches of the same thing; used where each side has one."""
+    margin: float = 0.01  # two values within this share of each other count as the same
+    alpha: float = 0.05  # chance of any FASTER or SLOWER if nothing differs
+    launch_noise: float | None = None  # standard deviation of the difference of two launches, if the user knows it
     metrics: Sequence[str] = ()
     across: Sequence[str] = ()
     paired: bool = False
@@ -61,16 +54,16 @@ class Options:
 
 @dataclasses.dataclass
 class _Test:
-    """A row on its way to a verdict."""
+    """A row that gets a verdict from its effect."""
 
     row: Row
     effect: effects.Effect
 
 
 def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
-    """Compare B with A, every metric of every point that both have.
+    """Compare B with A: every metric of every point that both have.
 
-    Raises UsageError where they have no point in common, and where `paired` is asked of sides of different length.
+    Raises UsageError if they have no point in common, and for `paired` sides of different length.
     """
     if options.paired and len(a) != len(b):
         raise UsageError(
@@ -104,7 +97,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         only_a=[name_of(r.point) for r in matched.only_a],
         only_b=[name_of(r.point) for r in matched.only_b],
         broken=[*(_broken(r, "a") for r in matched.broken_a), *(_broken(r, "b") for r in matched.broken_b)],
-        notes=_notes(a, b, tests, matched),
+        notes=_notes(a, b, points, options, matched),
     )
 
 
@@ -112,10 +105,10 @@ def name_of(point: Point) -> str:
     """The point in a line, whatever stands in its record; the repeat left out."""
     mode = f", {point.load.mode}" if point.load else ""
     try:
-        said = point_name(point).partition(", repeat ")[0]
+        name = point_name(point).partition(", repeat ")[0]
     except (ArithmeticError, ValueError, UsageError):
-        said = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
-    return printable(said[:300] + ("" if said.endswith(mode) else mode[:20]))
+        name = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
+    return printable(name[:300] + ("" if name.endswith(mode) else mode[:20]))
 
 
 def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:
@@ -132,6 +125,7 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
         marks_b=marks(r for _, rs in pair.b for r in rs),
     )
     sampled: dict[int, Sampled] = {}
+    unjudged: list[_Test] = []
     for metric in compared(workload, options.metrics):
         kind = metric.errors.get(workload)
         left, right = ([_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
@@ -162,7 +156,9 @@ def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tes
             found.without_ends.append(metric.brief)
         else:
             test.effect = dataclasses.replace(test.effect, below=unsure[0], above=unsure[1])
-            tests.append(test)
+            (tests if test.effect.variance is not None else unjudged).append(test)
+    for test in unjudged:
+        _explain(test, options)
     return found
 
 
@@ -246,8 +242,8 @@ def _about(metric: Metric) -> dict[str, Any]:
 def _decide(tests: Sequence[_Test], options: Options) -> None:
     """Correct all rows at once, then give each its interval and its verdict.
 
-    Two families: whether rows differ, and whether they are the same within the margin; a claim of one does not make
-    those of the other cheaper.
+    There are two families: whether rows differ, and whether they are the same within the margin. A claim of one does not
+    make those of the other cheaper.
     """
     margin = math.log1p(options.margin)
     differ = [t.effect.p_differs() for t in tests]
@@ -258,50 +254,68 @@ def _decide(tests: Sequence[_Test], options: Options) -> None:
     same_cut = same_level if effects.rejected(same, options.alpha) else -1.0
     for t, p, q in zip(tests, differ, same, strict=True):
         row = t.row
+        row.judged = True
         row.p_differs, row.p_same, row.differs = p, q, p <= cut
         is_same = q <= same_cut
         tail = same_level if is_same else level / 2
-        if t.effect.variance is not None:
-            row.low, row.high = (_exp(x) for x in t.effect.interval(tail))
-            row.confidence = 1 - 2 * tail
+        row.low, row.high = (_exp(x) for x in t.effect.interval(tail))
+        row.confidence = 1 - 2 * tail
+        visible = effects.find_least_visible(t.effect, level / 2)
+        row.least_visible = None if visible is None else _exp(visible)
         if is_same:
             row.verdict = "SAME"
         elif row.differs and t.effect.least > margin:
             row.verdict = "FASTER" if (t.effect.log > 0) == row.higher_is_better else "SLOWER"
         else:
-            _undecided(t, margin, level / 2, options.alpha)
+            _explain(t, options, level / 2)
 
 
-def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
-    row, effect = test.row, test.effect
+def _explain(test: _Test, options: Options, tail: float = 0.0) -> None:
+    """Give an UNDECIDED row its reason, and how many more launches would decide it."""
+    row, effect, margin = test.row, test.effect, math.log1p(options.margin)
     within = effect.least <= margin < abs(effect.log) or abs(effect.log) <= margin < effect.most
     if max(effect.below, effect.above) and (effect.least <= 0 or within):
         row.reason = WITHIN_ENDS
         return
+    if any(effect.missing_launches):
+        row.missing_launches = effect.missing_launches
+        row.more_launches = max(effect.missing_launches)
+        row.reason = _explain_few(effect)
+        return
     if effect.variance is None:
-        row.reason = "nothing beside the records says how this scatters; give more launches of each side"
-        row.more_launches = FIRST_LAUNCHES
+        row.reason = NO_SAMPLES
+        row.more_launches = effects.MIN_LAUNCHES
         return
-    unit = "rounds" if effect.paired else "launches of each side"
-    one = unit.replace("rounds", "round").replace("launches", "launch")
-    if effect.assumed:
-        row.more_launches = FIRST_LAUNCHES
-        row.reason = f"how launches scatter is not known; {FIRST_LAUNCHES} more {unit} show it"
-        return
-    # Sameness is judged in a family of its own, where all rows that are the same help each other.
-    row.more_launches = effects.more_launches(effect, margin, tail if abs(effect.log) > margin else alpha)
-    if row.more_launches is not None:
-        row.reason = f"about {row.more_launches} more {one if row.more_launches == 1 else unit} would decide it"
-    elif abs(abs(effect.log) - margin) < margin / 2:
-        row.reason = f"repeats cannot decide it: the ratio lies at the margin of {math.expm1(margin):.2g}"
-    else:
-        row.reason = f"more than {effects.MOST_LAUNCHES} {unit} would be needed; find out what makes launches scatter"
+    # SAME is a family of its own, in which all rows that are the same help each other.
+    row.more_launches = effects.more_launches(effect, margin, tail if abs(effect.log) > margin else options.alpha)
+    row.reason = _explain_open(effect, margin, row.more_launches)
     if row.differs:
         row.reason += "; it differs, but perhaps by less than the margin"
 
 
+def _explain_few(effect: effects.Effect) -> str:
+    a, b = effect.launches
+    if effect.paired:
+        return f"{counted(a, 'round')} cannot show how launches scatter; verdicts need {effects.MIN_LAUNCHES}"
+    return (
+        f"{count_launches(a)} of A and {b:,} of B cannot show how launches scatter; verdicts need "
+        f"{effects.MIN_LAUNCHES} of each side"
+    )
+
+
+def _explain_open(effect: effects.Effect, margin: float, more: int | None) -> str:
+    """Return why enough launches do not decide a row, and what would."""
+    several = "rounds" if effect.paired else "launches of each side"
+    if more is not None:
+        needed = counted(more, "more round") if effect.paired else f"{count_launches(more, 'more ')} of each side"
+        return f"about {needed} would decide it"
+    if abs(abs(effect.log) - margin) < margin / 2:
+        return f"more launches cannot decide it: the ratio lies at the margin of {math.expm1(margin):.2g}"
+    return f"more than {effects.MAX_LAUNCHES} {several} would be needed; find out what makes launches scatter"
+
+
 def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], margin: float) -> Row:
-    """What is counted and not sampled: the same number each time, or else whole ranges that do not overlap."""
+    """Compare counts, which are not sampled: the sides are the same, or their whole ranges do not overlap."""
     left, right = ([v for launch in side for v in launch] for side in (a, b))
     x, y = statistics.median(left), statistics.median(right)
     slack = 1.0 if metric.absolute else 1 + margin
@@ -309,6 +323,7 @@ def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[
     row = Row(
         **_about(metric),
         sampled=False,
+        judged=True,
         a=x,
         b=y,
         ratio=ratio if math.isfinite(ratio) else None,
@@ -328,7 +343,7 @@ def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[
 
 
 def _exp(log: float) -> float:
-    return math.exp(log) if abs(log) < LARGEST_LOG else (0.0 if log < 0 else math.inf)
+    return math.exp(log) if abs(log) < MAX_LOG else (0.0 if log < 0 else math.inf)
 
 
 def _broken(record: Record, side: Literal["a", "b"]) -> Broken:
@@ -336,15 +351,12 @@ def _broken(record: Record, side: Literal["a", "b"]) -> Broken:
     return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)
 
 
-def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test], matched: Matched) -> list[str]:
-    notes = []
-    if any(t.effect.assumed for t in tests):
-        notes.append(
-            "One launch on each side: what differs from launch to launch is not in these records, so it is assumed "
-            "(--launch-noise). More launches of each side, or `dcpbench ab`, measure it."
-        )
-    elif 1 in (len(a), len(b)) and tests:
-        notes.append("One side has a single launch: its launches are taken to scatter as the other side's do.")
+def _notes(
+    a: Sequence[Run], b: Sequence[Run], points: Sequence[PointResult], options: Options, matched: Matched
+) -> list[str]:
+    rows = [row for point in points for row in point.rows]
+    missing = [max(row.missing_launches[side] for row in rows) if rows else 0 for side in (0, 1)]
+    notes = [_ask_for_launches(missing[0], missing[1], options)] if any(missing) else []
     if {x.folder.resolve() for x in a} & {x.folder.resolve() for x in b}:
         notes.append("A and B share a folder: its records are compared with themselves.")
     elif same := sum(pair.shares_records for pair in matched.pairs):
@@ -356,11 +368,26 @@ def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test], matched: 
     return notes
 
 
+def _ask_for_launches(a: int, b: int, options: Options) -> str:
+    """Return what to type to get the launches that verdicts need."""
+    if options.paired:
+        return (
+            f"To get verdicts, make at least {effects.MIN_LAUNCHES} rounds: repeat the `dcpbench ab` command with --rounds 8 "
+            "--resume."
+        )
+    sides = [f"{count_launches(n, 'more ')} of {side}" for n, side in ((a, "A"), (b, "B")) if n]
+    options_of = " and ".join(f"--with-{side} RUN" for n, side in ((a, "a"), (b, "b")) if n)
+    return (
+        f"To get verdicts, measure {' and '.join(sides)}, each with an -o of its own, and add them with {options_of}; or let "
+        "`dcpbench ab` launch both sides in turn. If you know how much two launches differ, give it with --launch-noise."
+    )
+
+
 def _nothing(matched: Matched) -> str:
-    said = "A and B have no measured point in common"
+    nothing = "A and B have no measured point in common"
     if matched.broken_a or matched.broken_b:
         side, broken = ("B", matched.broken_b) if matched.broken_b else ("A", matched.broken_a)
-        return f"{said}; in {side} {name_of(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
+        return f"{nothing}; in {side} {name_of(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
     if matched.only_a and matched.only_b:
         x = matched.only_a[0]
         ways = [(apart(x.point, y.point), y) for y in matched.only_b]
@@ -370,5 +397,5 @@ def _nothing(matched: Matched) -> str:
             if names is None
             else f"to compare these two, add --across {','.join(names)}"
         )
-        return f"{said}: A has {name_of(x.point)}, B has {name_of(y.point)}; {what}."
-    return said + "; measure the same points in both."
+        return f"{nothing}: A has {name_of(x.point)}, B has {name_of(y.point)}; {what}."
+    return nothing + "; measure the same points in both."

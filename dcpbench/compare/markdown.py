@@ -50,7 +50,7 @@ def render(c: Comparison, *, picture: str = "") -> str:
 def _verdict(c: Comparison) -> str:
     sign = _sign(c)
     head = f"## {sign} {markdown(summary(c))}"
-    lines = bullets(markdown(f.message) for f in c.fails)
+    lines = bullets(markdown(f.message) for f in (*c.fails, *c.unjudged))
     gate = f"\n\n{markdown(gate_text(c))}" if c.rules else ""
     return head + gate + (f"\n\n{lines}" if lines else "")
 
@@ -61,7 +61,7 @@ def _sign(c: Comparison) -> str:
     if c.fails or any(row.worse for row in rows):
         return "❌" if c.fails else "🔴"
     undecided = not rows or any(row.verdict == "UNDECIDED" for row in rows)
-    return "❔" if undecided or any(f.status == "undecided" for f in c.findings) else "✅"
+    return "❔" if undecided or c.findings else "✅"
 
 
 def _differences(c: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""What a comparison found, as it is written to JSON: rows with verdicts below points, and what both sides differ in."""
+"""Define what a comparison finds and writes to JSON: rows with verdicts below points, and differences of the sides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Row(msgspec.Struct, kw_only=True):
     unit: str
     higher_is_better: bool
     absolute: bool = False
-    sampled: bool = True
-    """False for what is counted, where every difference is one."""
+    sampled: bool = True  # False for a count, of which every difference is one
+    judged: bool = False  # whether it could have got another verdict than UNDECIDED
     a: float
     """Geometric mean over launches, each the geometric mean of its repeats; of what is counted, the median."""
     b: float
@@ -37,14 +37,15 @@ class Row(msgspec.Struct, kw_only=True):
     differs: bool = False
     """Whether the corrected test says that A and B are not equal, by however little."""
     verdict: Verdict
-    reason: str = ""
-    """Why it is undecided."""
-    more_launches: int | None = None
-    """How many more launches of each side would decide it, were the ratio as it seems; null where they would not."""
+    least_visible: float | None = None  # smallest ratio above 1 that is found in 4 of 5 cases; null if not judged
+    reason: str = ""  # why it is undecided
+    more_launches: int | None = (
+        None  # launches of each side that would decide it, if the ratio is as it seems; null if none would
+    )
+    missing_launches: tuple[int, int] = (0, 0)  # launches of A and B without which it is not judged
     launches: tuple[int, int] = (1, 1)
     repeats: tuple[int, int] = (1, 1)
-    gate: str = ""
-    """`fails`, `undecided` or `passes` where --fail-on speaks of it."""
+    gate: str = ""  # what a rule of --fail-on finds: `fails`, `unjudged`, `undecided` or `passes`
 
     @property
     def worse(self) -> bool:
@@ -100,13 +101,17 @@ class Broken(msgspec.Struct, kw_only=True):
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """What a rule of --fail-on says of one row or point."""
+    """The result of a rule of --fail-on for one row or point.
+
+    `fails`: B is proven worse · `unjudged`: the row has no test that could have failed · `undecided`: it has one, and the
+    interval reaches beyond the limit.
+    """
 
     rule: str
     point: str = ""
     metric: str = ""
     message: str
-    status: Literal["fails", "undecided"] = "fails"
+    status: Literal["fails", "unjudged", "undecided"] = "fails"
 
 
 class Comparison(msgspec.Struct, kw_only=True):
@@ -120,9 +125,8 @@ class Comparison(msgspec.Struct, kw_only=True):
     across: list[str]
     margin: float
     alpha: float
-    launch_noise: float
-    tests: int
-    """Sampled rows: the family that verdicts are corrected for."""
+    launch_noise: float | None  # null if it was not given
+    tests: int  # judged rows that were sampled: the family that verdicts are corrected for
     counts: dict[str, int]
     """Rows by verdict."""
     cpu: bool
@@ -142,5 +146,10 @@ class Comparison(msgspec.Struct, kw_only=True):
 
     @property
     def fails(self) -> list[Finding]:
-        """Why the exit code is 1."""
+        """The findings that make the exit code 1."""
         return [f for f in self.findings if f.status == "fails"]
+
+    @property
+    def unjudged(self) -> list[Finding]:
+        """The findings that make the exit code 3 if no rule fails."""
+        return [f for f in self.findings if f.status == "unjudged"]

@@ -1,4 +1,4 @@
-"""How every comparison ends, of `compare` and of `ab`: printed, written, judged by --fail-on."""
+"""Print and write a comparison of `compare` or `ab`, and judge it by --fail-on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from dcpbench.compare.model import Comparison
     from dcpbench.records.runs import Run
 
-LEAST_ALPHA, MOST_SHARE = 1e-6, 0.5
+MIN_ALPHA, MAX_SHARE = 1e-6, 0.5
+NOT_JUDGED = 3  # exit code if a rule had nothing that could have failed it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Out:
-    """Where a comparison goes."""
+    """Where a comparison is written."""
 
     fail_on: str | None = None
     folder: Path | None = None
@@ -42,16 +43,19 @@ def check(options: Options, out: Out) -> None:
     """Raise UsageError for options that cannot work, before anything takes long."""
     gate.read_rules(out.fail_on)
     for name, value in (("--margin", options.margin), ("--launch-noise", options.launch_noise)):
-        if not 0 <= value <= MOST_SHARE:
+        if value is not None and not 0 <= value <= MAX_SHARE:
             raise UsageError(f"{name} {value * 100:g}% cannot be; give a share from 0% to 50%, such as {name} 1%.")
-    if not LEAST_ALPHA <= options.alpha <= MOST_SHARE:
-        raise UsageError(f"--alpha {options.alpha:g} cannot be; give a probability such as --alpha 0.03.")
+    if not MIN_ALPHA <= options.alpha <= MAX_SHARE:
+        raise UsageError(f"--alpha {options.alpha:g} cannot be; give a probability such as --alpha 0.05.")
     if unknown := [name for name in options.metrics if not metrics.is_option(name)]:
         raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(metrics.OPTIONS)}.")
 
 
 def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:
-    """Compare two sides, show and write what was found; 1 where a rule of --fail-on fails, else 0."""
+    """Compare two sides, show and write what was found, and return the exit code.
+
+    1 if a rule of --fail-on fails, else 3 if a rule could not be judged, else 0.
+    """
     rules = gate.read_rules(out.fail_on)
     found = judge(a, b, options)
     gate.apply(found, rules)
@@ -69,7 +73,7 @@ def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> 
         step_summary(markdown.render(found))
     for path in paths:
         (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
-    return 1 if found.fails else 0
+    return 1 if found.fails else NOT_JUDGED if found.unjudged else 0
 
 
 def write(found: Comparison, out: Out) -> list[Path]:

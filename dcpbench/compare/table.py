@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from dcpbench.compare.model import Comparison, PointResult, Row
 
-MOST_POINTS = 40
-"""That a terminal shows, worst first; JSON has them all."""
-MOST_DIFFERENCES = 20
+MAX_POINTS = 40  # in a terminal, worst first; JSON has them all
+MAX_DIFFERENCES = 20
 STYLES = {
     "SLOWER": "red bold",
     "FASTER": "green bold",
@@ -43,7 +42,7 @@ HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+mor
 
 def render(c: Comparison, *, every: bool = False) -> list[Text]:
     """Lines for `rich`, none of which is read as markup; `every`: all points."""
-    shown = c.points if every else c.points[:MOST_POINTS]
+    shown = c.points if every else c.points[:MAX_POINTS]
     lines = [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
     lines += [Text(note, style="yellow") for note in notes_above(c)]
     lines += _differences(c)
@@ -57,9 +56,9 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
     lines += [Text(note) for note in c.notes]
     lines += list(_open_ends(c))
     if gate := gate_text(c):
-        lines += [Text(f"- {f.message}", style="red") for f in c.fails[:MOST_DIFFERENCES]]
-        undecided = any(f.status == "undecided" for f in c.findings)
-        lines.append(Text(gate, style="red bold" if c.fails else "yellow" if undecided else "green"))
+        shown = [*c.fails, *c.unjudged, *(f for f in c.findings if f.status == "undecided")][:MAX_DIFFERENCES]
+        lines += [Text(f"- {f.message}", style="red" if f.status == "fails" else "yellow") for f in shown]
+        lines.append(Text(gate, style="red bold" if c.fails else "yellow" if c.findings else "green"))
     return lines
 
 
@@ -80,9 +79,9 @@ def _differences(c: Comparison) -> list[Text]:
     if not c.differences:
         return [Text("Environment and settings: the same.")]
     lines = [Text("Not the same in A and B:", style="bold")]
-    lines += [Text(f"  {d.what}: {d.a} | {d.b}") for d in c.differences[:MOST_DIFFERENCES]]
-    if len(c.differences) > MOST_DIFFERENCES:
-        lines.append(Text(f"  and {len(c.differences) - MOST_DIFFERENCES} more"))
+    lines += [Text(f"  {d.what}: {d.a} | {d.b}") for d in c.differences[:MAX_DIFFERENCES]]
+    if len(c.differences) > MAX_DIFFERENCES:
+        lines.append(Text(f"  and {len(c.differences) - MAX_DIFFERENCES} more"))
     return lines
 
 
@@ -112,9 +111,9 @@ def _row(row: Row) -> Text:
 
 
 def _open_ends(c: Comparison) -> Iterator[Text]:
-    """What would decide what is undecided, each way once."""
+    """Yield what would decide what is undecided, each way once."""
     rows = [row for point in c.points for row in point.rows if row.verdict == "UNDECIDED" and row.reason]
-    decidable = sorted(row.more_launches for row in rows if row.more_launches and max(row.launches) > 1)
+    decidable = sorted(row.more_launches for row in rows if row.judged and row.more_launches)
     if decidable:
         most = f" to {decidable[-1]}" if decidable[-1] > decidable[0] else ""
         what = "rounds" if c.paired else "launches of each side"
@@ -123,7 +122,7 @@ def _open_ends(c: Comparison) -> Iterator[Text]:
         )
     reasons: dict[str, int] = {}
     for row in rows:
-        if not row.more_launches or max(row.launches) == 1:
+        if not (row.judged and row.more_launches):
             reasons[row.reason] = reasons.get(row.reason, 0) + 1
     for reason, times in sorted(reasons.items(), key=lambda item: -item[1])[:6]:
         yield Text(f"UNDECIDED, {times}×: {reason}.")

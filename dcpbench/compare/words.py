@@ -1,9 +1,10 @@
-"""Numbers and sentences that every form of a comparison shares."""
+"""Format the numbers and sentences that all forms of a comparison share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.compare.effects import MIN_LAUNCHES
 from dcpbench.compare.model import WORST_FIRST
 from dcpbench.show.text import counted, listed
 
@@ -68,37 +69,41 @@ def notes_above(c: Comparison) -> list[str]:
     return [note for note in (CPU_NOTE if c.cpu else "", forecast_note(c)) if note]
 
 
+def count_launches(n: int, more: str = "") -> str:
+    """Return `1 launch`, `3 more launches`."""
+    return f"{n:,} {more}{'launch' if n == 1 else 'launches'}"
+
+
 def how(c: Comparison) -> str:
-    """How verdicts were reached, in a sentence or two."""
+    """Return how verdicts were reached, in a sentence or two."""
     if not c.tests:
-        return "No time was judged."
-    launches = "1 launch" if len(c.a) == 1 else f"{len(c.a)} launches"
+        return "No time or rate was judged."
     paired = ", paired by round" if c.paired else ""
-    between = (
-        f" Intervals are between launches, of which one is assumed to differ from the next by {c.launch_noise * 100:g} % "
-        "(--launch-noise); the scatter of `dcpbench show` is within a launch."
-        if len(c.a) == len(c.b) == 1
-        else ""
+    assumed = (
+        ""
+        if c.launch_noise is None
+        else f" Where a side has fewer than {MIN_LAUNCHES} launches, two launches of the same thing are assumed to differ by "
+        f"{c.launch_noise * 100:g} % (--launch-noise)."
     )
     return (
-        f"{counted(c.tests, 'test')} of {launches} against {len(c.b)}{paired}; verdicts and intervals are corrected "
-        f"for all of them: where nothing differs, at most {c.alpha * 100:g} % of comparisons show any FASTER or "
-        f"SLOWER. SAME: within {c.margin * 100:g} %.{between}"
+        f"{counted(c.tests, 'test')} of {count_launches(len(c.a))} against {len(c.b)}{paired}; verdicts and intervals are "
+        f"corrected for all of them: if nothing differs, at most {c.alpha * 100:g} % of comparisons show any FASTER or "
+        f"SLOWER. SAME: within {c.margin * 100:g} %.{assumed}"
     )
 
 
 def gate_text(c: Comparison) -> str:
-    """What --fail-on found, in one line; empty without it."""
+    """Return what --fail-on found, in one line; empty without it."""
     if not c.rules:
         return ""
-    undecided = sum(f.status == "undecided" for f in c.findings)
-    more = f"; {undecided} undecided" if undecided else ""
     rules = ", ".join(c.rules)
-    return (
-        f"{counted(len(c.fails), 'failure')} by --fail-on {rules}{more}."
-        if c.fails
-        else f"--fail-on {rules}: passed{more}."
-    )
+    unjudged, undecided = len(c.unjudged), sum(f.status == "undecided" for f in c.findings)
+    more = f"; {undecided} undecided" if undecided else ""
+    if c.fails:
+        return f"{counted(len(c.fails), 'failure')} by --fail-on {rules}{f'; {unjudged} not judged' if unjudged else ''}{more}."
+    if unjudged:
+        return f"--fail-on {rules}: {unjudged} could not be judged, so the gate is UNDECIDED (exit code 3){more}."
+    return f"--fail-on {rules}: {'nothing is proven worse' if undecided else 'passed'}{more}."
 
 
 def not_matched(c: Comparison, most: int = 10) -> list[str]:

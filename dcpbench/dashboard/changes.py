@@ -1,14 +1,16 @@
-"""Where the history of a point changes for good: PELT proposes, permutations decide, Welch says how much.
+"""Find lasting changes in the history of a point: PELT proposes them, a calibrated test decides.
 
-1. Single odd runs are pulled in: a value further than 4 standard deviations from the median of the five around it takes
-   that median (Hampel's filter). One odd run is not a change, and neither is the newest run alone.
-2. ruptures' PELT (KernelCPD, linear kernel: exact least squares) splits the logarithms, in units of their run-to-run
-   standard deviation, with the penalty 3·ln(runs) for each split and at least 3 runs on each side.
-3. Each split must be such as shuffled runs hardly ever have: among 999 permutations of the runs on its two sides, the
-   largest t over all splits is as large in fewer than 1 % of them. The least sure split is dropped first.
-4. A change below 0.5 % is not marked, however sure it is.
+1. Replace odd runs. A run is odd if it lies more than 4 standard deviations from the median of its four neighbours, and
+   at most two runs of the history lie at least half as far out. One odd run is not a change.
+2. Propose steps. ruptures' PELT (KernelCPD, linear kernel: exact least squares) splits the logarithms, in units of their
+   run-to-run standard deviation, with a penalty of 3·ln(runs) for each split and at least MIN_SIDE runs on each side.
+3. Test each step between its neighbouring steps. Its size has to be at least `required_score` standard errors. The
+   standard error assumes noise with the autocorrelation of the residuals, and at least MIN_CORRELATION. The least certain
+   step is dropped first; then its neighbours are tested again.
+4. Ignore a change below 0.5 %, however certain it is.
 
-Runs are taken to scatter independently; a slow drift is found as one or several steps.
+`python -m tools.statistics_check` calibrates `required_score`: an unchanged history that grows from MIN_RUNS to 60 runs and
+is looked at after every run is ever marked in at most 1 of 100 cases. docs/dashboard.md states for which noise.
 """
 
 from __future__ import annotations
@@ -30,39 +32,61 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-LEAST_RUNS = 6
-"""Histories shorter than two sides of a change are not looked at."""
-LEAST_SIDE = 3
-PENALTY = 3.0
-"""Times ln(runs), in units of the variance."""
-ODD = 4.0
-WINDOW = 2
-"""Runs on each side of the one that the filter looks at."""
-PERMUTATIONS = 999
-SIGNIFICANCE = 0.01
-LEAST_CHANGE = 0.005
-SURE = 0.95
-TO_SIGMA = 1.4826
-"""Median absolute deviation to standard deviation, of normal noise."""
+MIN_RUNS = 12  # of a history, and of the two sides of a step together: fewer do not show their own scatter
+MIN_SIDE = 4  # runs on each side of a step
+PENALTY = 3.0  # of a split, times ln(runs), in units of the variance
+ODD = 4.0  # standard deviations beyond which a run can be odd
+MAX_ODD = 2  # runs that lie that far out; more of them are part of the noise
+USUAL = 0.9  # quantile of deviations from which the scatter is estimated: two-valued noise has a median of 0
+TO_SIGMA = 1.875  # that quantile to the standard deviation, for normal noise and the median of four neighbours
+DIFFERENCE_TO_SIGMA = 2.326  # the same for the difference of two neighbouring runs: 1.645·√2
+MIN_SCORE = 5.6  # standard errors of a step in a long history
+SCORE_OF_SHORT = 20.0  # more standard errors for a short history, times 1 / runs
+MIN_CORRELATION = 0.3  # of successive runs: short histories show less than there is
+MAX_CORRELATION = 0.8
+MIN_CHANGE = 0.005
+CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A step between two neighbouring runs of a history."""
 
-    before: int
-    """Index of the last run of the old level; the first of the new one is `before + 1`."""
-    old: float
+    before: int  # index of the last run of the old level; the new level begins at `before + 1`
+    old: float  # level in the unit of the values: a geometric mean, or a plain mean if a value is not positive
     new: float
-    """Levels, in the unit of the values: geometric means, or plain ones where a value is not positive."""
-    ratio: float | None
-    """new / old with its 95 % interval; null where a value is not positive."""
+    ratio: float | None  # new / old with its 95 % interval; None if a value is not positive
     low: float | None
     high: float | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The difference of two levels and how well it is known."""
+
+    difference: float
+    error: float  # standard error, for autocorrelated runs
+    runs: int
+
+    @property
+    def score(self) -> float:
+        """The size of the step in standard errors."""
+        size = abs(self.difference)
+        return size / self.error if self.error > 0 else (math.inf if size > 0 else 0.0)
+
+    @property
+    def certainty(self) -> float:
+        """The score as a share of the required one; below 1 for a step that chance may have made."""
+        return self.score / required_score(self.runs)
+
+
+def required_score(runs: int) -> float:
+    """Return how many standard errors a step among so many runs needs."""
+    return MIN_SCORE + SCORE_OF_SHORT / runs
+
+
 def find(values: Sequence[float]) -> tuple[Change, ...]:
-    """The changes of a history, oldest first; `values` are medians of runs in order, all finite.
+    """Return the changes of a history, oldest first; `values` are medians of runs in order, all finite.
 
     Raises MissingPackageError without ruptures.
     """
@@ -72,102 +96,117 @@ def find(values: Sequence[float]) -> tuple[Change, ...]:
 @lru_cache(maxsize=100_000)  # a server builds again and again, and few histories grew meanwhile
 def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
     x = np.asarray(values, dtype=np.float64)
-    if len(x) < LEAST_RUNS or float(np.ptp(x)) == 0:
+    if len(x) < MIN_RUNS or float(np.ptp(x)) == 0:
         return ()
     relative = bool((x > 0).all())
-    level = _without_odd(np.log(x) if relative else x)
-    least = math.log1p(LEAST_CHANGE) if relative else 0.0
-    bounds = _sure(level, _proposed(level))
+    level = _replace_odd_runs(np.log(x) if relative else x)
+    smallest = math.log1p(MIN_CHANGE) if relative else 0.0
+    bounds = _drop_uncertain(level, _propose(level))
     found = []
     for i in range(1, len(bounds) - 1):
-        one, other = level[bounds[i - 1] : bounds[i]], level[bounds[i] : bounds[i + 1]]
-        old, new = float(one.mean()), float(other.mean())
-        step = new - old
-        if abs(step) > least and relative:
-            ends = [math.exp(x) for x in (old, new, step, step - _welch(one, other), step + _welch(one, other))]
-            found.append(Change(bounds[i] - 1, *ends))
-        elif abs(step) > least:
+        before, after = level[bounds[i - 1] : bounds[i]], level[bounds[i] : bounds[i + 1]]
+        step = measure_step(before, after)
+        if abs(step.difference) <= smallest:
+            continue
+        old, new = float(before.mean()), float(after.mean())
+        if not relative:
             found.append(Change(bounds[i] - 1, old, new, None, None, None))
+            continue
+        half = _half_interval(step)
+        ends = (old, new, step.difference, step.difference - half, step.difference + half)
+        found.append(Change(bounds[i] - 1, *map(math.exp, ends)))
     return tuple(found)
 
 
-def _without_odd(x: Floats) -> Floats:
-    """Values with single odd ones replaced by the median around them."""
-    sigma = _sigma(x)
-    inside = np.median(np.lib.stride_tricks.sliding_window_view(x, 2 * WINDOW + 1), axis=1)
-    first = [np.median(x[: i + WINDOW + 1]) for i in range(WINDOW)]
-    last = [np.median(x[i - WINDOW :]) for i in range(len(x) - WINDOW, len(x))]
-    around = np.concatenate([first, inside, last])
-    return np.where(np.abs(x - around) > ODD * sigma, around, x)
+def _replace_odd_runs(x: Floats) -> Floats:
+    """Return the values with each odd run replaced by the median of its neighbours."""
+    around = _median_of_neighbours(x)
+    away = x - around
+    limit = ODD * float(np.quantile(np.abs(away), USUAL)) / TO_SIGMA
+    replaced = x.copy()
+    for i in np.flatnonzero(np.abs(away) > limit):
+        as_far = np.count_nonzero((x - around[i]) * np.sign(away[i]) >= abs(away[i]) / 2)
+        if as_far <= MAX_ODD:
+            replaced[i] = around[i]
+    return replaced
 
 
-def _sigma(x: Floats) -> float:
-    """Run-to-run standard deviation from differences of neighbours, to which a step adds only one.
-
-    Differences past three robust deviations are cut, so that odd runs and steps hardly widen it.
-    """
-    differences = np.abs(np.diff(x))
-    robust = float(np.median(differences)) * TO_SIGMA
-    if robust == 0:
-        return 0.0
-    return float(np.sqrt(np.mean(np.minimum(differences, 3 * robust) ** 2) / 2))
+def _median_of_neighbours(x: Floats) -> Floats:
+    """Return for each run the median of up to two runs before and two runs behind it."""
+    around = np.empty_like(x)
+    neighbours = np.sort(np.stack([x[:-4], x[1:-3], x[3:-1], x[4:]]), axis=0)
+    around[2:-2] = (neighbours[1] + neighbours[2]) / 2
+    around[0], around[-1] = x[1:3].mean(), x[-3:-1].mean()
+    around[1], around[-2] = np.median(x[[0, 2, 3]]), np.median(x[[-4, -3, -1]])
+    return around
 
 
-def _proposed(x: Floats) -> list[int]:
-    """PELT's bounds of segments, 0 and the length included."""
-    scale = _sigma(x) or float(abs(x).max()) * 1e-9 or 1.0
-    steps = detector().fit((x - x.mean()).reshape(-1, 1) / scale)
+def _propose(x: Floats) -> list[int]:
+    """Return the bounds of PELT's segments, 0 and the length included."""
+    usual = float(np.quantile(np.abs(np.diff(x)), USUAL)) / DIFFERENCE_TO_SIGMA
+    scale = usual or float(abs(x).max()) * 1e-9 or 1.0
+    steps = make_detector().fit((x - x.mean()).reshape(-1, 1) / scale)
     return [0, *(int(end) for end in steps.predict(pen=PENALTY * math.log(len(x))))]
 
 
-def detector() -> KernelCPD:
-    """ruptures' PELT. Raises MissingPackageError without it."""
+def make_detector() -> KernelCPD:
+    """Return ruptures' PELT. Raises MissingPackageError without it."""
     try:
         from ruptures import KernelCPD
     except ImportError as e:
         raise MissingPackageError(
             f"change points need the package ruptures; type: {how_to_install('dashboard')}"
         ) from e
-    return KernelCPD(kernel="linear", min_size=LEAST_SIDE)
+    return KernelCPD(kernel="linear", min_size=MIN_SIDE)
 
 
-def _sure(x: Floats, bounds: list[int]) -> list[int]:
-    """Bounds without those that chance makes, the least sure dropped first: its sides then test its neighbours."""
+def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
+    """Return the bounds without steps that chance makes, the least certain dropped first.
+
+    A dropped step joins its two sides, so that its neighbours are then tested against more runs.
+    """
     while len(bounds) > 2:  # noqa: PLR2004 - the two ends
-        chances = [_chance(x[a:c], b - a) for a, b, c in zip(bounds, bounds[1:], bounds[2:], strict=False)]
-        worst = max(range(len(chances)), key=chances.__getitem__)
-        if chances[worst] <= SIGNIFICANCE:
+        certainties = [_certainty(x, *ends) for ends in zip(bounds, bounds[1:], bounds[2:], strict=False)]
+        worst = min(range(len(certainties)), key=certainties.__getitem__)
+        if certainties[worst] >= 1:
             break
         del bounds[worst + 1]
     return bounds
 
 
-def _chance(x: Floats, split: int) -> float:
-    """Share of permutations in which some split has a t as large as this one's."""
-    shuffled = np.random.default_rng(len(x)).permuted(np.tile(x, (PERMUTATIONS, 1)), axis=1)
-    here = _t(x[None, :])[0, split - LEAST_SIDE]
-    return float(1 + np.sum(_t(shuffled).max(axis=1) >= here * (1 - 1e-9))) / (PERMUTATIONS + 1)
+def _certainty(x: Floats, begin: int, split: int, end: int) -> float:
+    return measure_step(x[begin:split], x[split:end]).certainty if end - begin >= MIN_RUNS else 0.0
 
 
-def _t(rows: Floats) -> Floats:
-    """|t| of every split of each row that leaves LEAST_SIDE runs on both sides."""
-    n = rows.shape[1]
-    rows = rows - rows.mean(axis=1, keepdims=True)
-    k = np.arange(LEAST_SIDE, n - LEAST_SIDE + 1)
-    left = np.cumsum(rows, axis=1)[:, k - 1]
-    between = left**2 * (1 / k + 1 / (n - k))
-    within = np.maximum((rows**2).sum(axis=1, keepdims=True) - between, 0.0)
-    spread = np.maximum(within / (n - 2), np.finfo(np.float64).eps * (rows**2).sum(axis=1, keepdims=True))
-    found: Floats = np.sqrt(between / np.where(spread > 0, spread, 1.0))
-    return found
+def measure_step(before: Floats, after: Floats) -> Step:
+    """Return the difference of two levels with a standard error for runs whose noise is an AR(1) process.
+
+    A mean of k runs has the variance σ²·g(k), g(k) = (1 + 2·Σ(1 - j/k)·ρʲ) / k, and the squared residuals of both
+    sides sum to σ²·(n - k·g(k) - (n - k)·g(n - k)) on average. ρ comes from neighbouring residuals; estimates from n runs
+    on two levels are too small by about 2·(1 + 3ρ) / n (Marriott and Pope 1954, for each mean that is fitted).
+    """
+    sides = [side - side.mean() for side in (before, after)]
+    n = len(before) + len(after)
+    power = sum(float(e @ e) for e in sides)
+    difference = float(after.mean() - before.mean())
+    if power <= np.finfo(np.float64).eps ** 2 * difference**2:
+        return Step(difference, 0.0, n)
+    rho = sum(float(e[1:] @ e[:-1]) for e in sides) / power
+    rho += 2 * (1 + 3 * max(rho, 0.0)) / n
+    rho = min(max(rho, MIN_CORRELATION), MAX_CORRELATION)
+    shares = [_variance_of_mean(len(side), rho) for side in sides]
+    variance = power / (n - sum(len(side) * share for side, share in zip(sides, shares, strict=True)))
+    return Step(difference, math.sqrt(variance * sum(shares)), n)
 
 
-def _welch(one: Floats, other: Floats) -> float:
-    """Half of Welch's 95 % interval of the difference of two means."""
+def _variance_of_mean(runs: int, rho: float) -> float:
+    """Return the variance of the mean of so many successive runs, in units of the variance of one run."""
+    lags = np.arange(1, runs)
+    return float(1 + 2 * ((1 - lags / runs) * rho**lags).sum()) / runs
+
+
+def _half_interval(step: Step) -> float:
+    """Return half of the 95 % interval of a step."""
     from scipy.special import stdtrit
 
-    a, b = one.var(ddof=1) / len(one), other.var(ddof=1) / len(other)
-    if a + b == 0:
-        return 0.0
-    freedom = (a + b) ** 2 / (a**2 / (len(one) - 1) + b**2 / (len(other) - 1))
-    return float(stdtrit(freedom, (1 + SURE) / 2) * math.sqrt(a + b))
+    return float(stdtrit(step.runs - 2, (1 + CONFIDENCE) / 2)) * step.error

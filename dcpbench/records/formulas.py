@@ -12,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import UsageError
 from dcpbench.points.names import OBJECTIVES
-from dcpbench.records.record import Emulated, Interval, Latencies, Metrics, Percentiles
+from dcpbench.records.record import Emulated, Latencies, Metrics, Percentiles
 from dcpbench.records.stats import least_samples, median_interval, percentile
 
 if TYPE_CHECKING:
@@ -264,12 +266,12 @@ def decode_metrics(
         raise UsageError("a step takes more than 0 ms; leave out samples that were not measured.")
     step = median_interval(step_samples_ms)
     shorter, longer = (share * step.median for share in unsure)
-    step = Interval(median=step.median, low=step.low - shorter, high=step.high + longer, samples=step.samples)
-    tok_s = Interval(
+    step = msgspec.structs.replace(step, low=step.low - shorter, high=step.high + longer)
+    tok_s = msgspec.structs.replace(
+        step,
         median=concurrency * 1e3 / step.median,
         low=concurrency * 1e3 / step.high,
         high=concurrency * 1e3 / step.low,
-        samples=step.samples,
     )
     return Metrics(
         step_ms=step,

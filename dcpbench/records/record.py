@@ -52,6 +52,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     samples: int
+    autocorrelation: float | None = None  # of neighbouring samples; None in records written before it was measured
+    effective_samples: float | None = None  # independent samples that know the median as well
 
 
 READ_LOG = ". Read logs/"

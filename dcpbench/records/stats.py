@@ -1,6 +1,6 @@
-"""Medians with intervals, percentiles with floors, when to stop, and whether repeats agree. No torch, no numpy.
+"""Compute medians with intervals, percentiles with floors, when to stop, and whether repeats agree. No torch, no numpy.
 
-Nothing here assumes a distribution: step times are skewed and have outliers, so intervals come from order statistics.
+Intervals come from order statistics, because step times are skewed and have outliers. They allow for correlated samples.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
+from dcpbench.records import student
+from dcpbench.records.autocorrelation import measure_correlation
 from dcpbench.records.record import Interval
 
 if TYPE_CHECKING:
@@ -18,24 +20,33 @@ if TYPE_CHECKING:
 
 REPEATS_AGREE_WITHIN = 0.02
 """Repeats of a point agree when their medians differ by no more than this share."""
-CONFIDENCE = 0.95
-"""Of intervals."""
-FLOOR_CONFIDENCE = 0.99
-"""Confidence of the bound that a percentile needs (MLPerf endpoints)."""
+CONFIDENCE = 0.95  # of intervals
+MIN_EFFECTIVE = 6  # independent samples without which no pair of order statistics covers the median with 95 %
+FLOOR_CONFIDENCE = 0.99  # of the bound that a percentile needs (MLPerf endpoints)
 MEDIAN, MAXIMUM = 50, 100
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Median with a distribution-free confidence interval, in the unit of the samples.
+    """Return the median with its confidence interval; `samples` are in the order in which they were taken.
 
-    The interval is [x_(k), x_(n+1-k)] of the sorted samples, with the largest k for which it covers the true median
-    with 95 %: 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95. With fewer than 6 samples no pair reaches 95 %:
-    then it is the smallest and the largest sample. Raises UsageError for no samples and for NaN or infinite ones.
+    The interval is [x_(k), x_(n+1-k)] of the sorted samples. For independent samples k is the largest one for which it
+    covers the true median with 95 %: 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95. For correlated ones the number of samples below
+    the median has `inflation` times the variance, so that k ≤ n/2 - t·√(n · inflation)/2, with Student's t for n / inflation
+    - 1 degrees of freedom. With fewer than MIN_EFFECTIVE effective samples no pair reaches 95 %: then it is the smallest
+    and the largest sample. Raises UsageError for no samples and for NaN or infinite ones.
     """
     ordered = _sorted_finite(samples)
-    n = len(ordered)
-    k = _interval_rank(n)
-    return Interval(median=_quantile(ordered, 0.5), low=ordered[k - 1], high=ordered[n - k], samples=n)
+    n, median = len(ordered), _quantile(ordered, 0.5)
+    found = measure_correlation(samples, median)
+    k = _interval_rank(n) if found.inflation == 1 else min(_interval_rank(n), _correlated_rank(n, found.inflation))
+    return Interval(
+        median=median,
+        low=ordered[k - 1],
+        high=ordered[n - k],
+        samples=n,
+        autocorrelation=found.neighbours,
+        effective_samples=found.count_effective(n),
+    )
 
 
 def percentile(samples: Sequence[float], p: float) -> float | None:
@@ -75,21 +86,29 @@ def least_samples(p: float) -> int:
 class StopRule:
     """When a point has been measured enough."""
 
-    precision: float = 0.01
-    """Half-width of the 95 % interval of the median, as a share of the median."""
-    seconds: float = 10.0
-    """Time limit; past it a point that is not precise is marked `noisy`."""
-    least_samples: int = 20
-    """Never stop before this many samples, not even at the time limit."""
+    precision: float = 0.01  # half-width of the 95 % interval of the median, as a share of the median
+    seconds: float = 10.0  # time limit, after which a point that is not precise is marked `noisy`
+    least_samples: int = 20  # measuring never stops before this many samples, not even at the time limit
 
     def done(self, samples: Sequence[float], elapsed_s: float) -> str | None:
-        """`precise` or `noisy` when measuring may stop, None while it must go on. Sorts: call it every few samples."""
+        """Return `precise` or `noisy` if measuring may stop, or None. Sorts the samples: call it every few samples."""
         if len(samples) < self.least_samples:
             return None
-        interval = median_interval(samples)
-        if max(interval.high - interval.median, interval.median - interval.low) <= self.precision * interval.median:
+        if self._precise(samples):
             return "precise"
         return "noisy" if elapsed_s >= self.seconds else None
+
+    def _precise(self, samples: Sequence[float]) -> bool:
+        """Return whether the interval is narrow enough, and rests on enough samples to be one of 95 %."""
+        ordered = _sorted_finite(samples)
+        median, k = _quantile(ordered, 0.5), _interval_rank(len(ordered))
+        if not self._narrow(median, ordered[k - 1], ordered[-k]):
+            return False  # independent samples have the narrowest interval, and it costs least
+        found = median_interval(samples)
+        return (found.effective_samples or 0) >= MIN_EFFECTIVE and self._narrow(found.median, found.low, found.high)
+
+    def _narrow(self, median: float, low: float, high: float) -> bool:
+        return max(high - median, median - low) <= self.precision * median
 
 
 def settled(previous_median: float | None, median: float, tolerance: float = 0.01) -> bool:
@@ -122,9 +141,15 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
+def _correlated_rank(n: int, inflation: float) -> int:
+    """Return the rank k of the lower end for samples whose number below the median has `inflation` times the variance."""
+    t = student.quantile((1 - CONFIDENCE) / 2, max(n / inflation - 1, 1.0))
+    return max(math.floor(n / 2 - t * math.sqrt(n * inflation) / 2), 1)
+
+
 @lru_cache(maxsize=4096)
 def _interval_rank(n: int) -> int:
-    """Largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95, at least 1.
+    """Return the largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95, at least 1.
 
     The sum starts ten standard deviations below n/2, where what is left out is below 1e-22.
     """

@@ -97,8 +97,10 @@ def compared(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -
     )
 
 
-def of_launches(tmp_path: Path, count: int, faster: float = 1.0, **how: Any) -> Comparison:
-    """So many launches of each side, which scatter by 0.2 %."""
+def of_launches(
+    tmp_path: Path, count: int, faster: float = 1.0, launch_noise: float | None = None, **how: Any
+) -> Comparison:
+    """Compare so many launches of each side, which scatter by 0.2 %."""
     a = write_launches(tmp_path / "a", count, seed=1, cv=0.002, **how)
     b = write_launches(tmp_path / "b", count, seed=2, cv=0.002, faster=faster, **how)
-    return judge(read_side([a]), read_side([b]), Options())
+    return judge(read_side([a]), read_side([b]), Options(launch_noise=launch_noise))

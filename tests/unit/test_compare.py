@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dcpbench.compare import sides, words
-from dcpbench.compare.judging import CPU_REASON, NO_ENDS, WITHIN_ENDS, Options, judge
+from dcpbench.compare.judging import CPU_REASON, NO_ENDS, NO_SAMPLES, WITHIN_ENDS, Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.layout import Layout
@@ -56,11 +56,14 @@ def rows(c: Comparison) -> dict[str, str]:
 class TestRealRecords:
     def test_two_passes_of_one_sweep_are_not_called_different(self) -> None:
         """run1 and run2 ran the same 55 points one after the other; launches moved whole layouts by up to 0.85 %."""
-        found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options())
+        found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options(launch_noise=0.02))
         assert len(found.points) == 55
         assert found.tests == 55
         assert set(found.counts) <= {"SAME", "UNDECIDED"}
         assert len(found.only_a) == 9
+        unknown = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options())
+        assert unknown.tests == 0
+        assert {row.verdict for p in unknown.points for row in p.rows if row.sampled} == {"UNDECIDED"}
 
     def test_a_run_is_no_faster_than_itself(self) -> None:
         found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run1"]), Options())
@@ -198,46 +201,66 @@ class TestMatching:
 
 class TestVerdicts:
     def test_b_is_faster_where_all_launches_say_so(self, tmp_path: Path) -> None:
-        found = of_launches(tmp_path, 3, faster=1.05)
+        found = of_launches(tmp_path, 4, faster=1.05)
         assert found.counts["FASTER"] == 4
         row = found.points[0].rows[0]
         assert row.ratio == pytest.approx(1 / 1.05, abs=0.01)
         assert row.high < 1
         assert row.differs
+        assert row.judged
 
     def test_b_is_slower_and_the_same(self, tmp_path: Path) -> None:
-        assert of_launches(tmp_path / "x", 3, faster=0.95).counts["SLOWER"] == 4
+        assert of_launches(tmp_path / "x", 4, faster=0.95).counts["SLOWER"] == 4
         same = of_launches(tmp_path / "y", 6)
         assert same.points[0].rows[0].verdict == "SAME"
         assert 0.99 < same.points[0].rows[0].low < 1 < same.points[0].rows[0].high < 1.01
 
-    def test_one_launch_each_decides_only_what_no_launch_noise_explains(self, tmp_path: Path) -> None:
-        """Launches differ by 2 %, one standard deviation: 3 % is within two of these, 30 % is not."""
-        small = of_launches(tmp_path / "x", 1, faster=1.03)
-        assert {row.verdict for p in small.points for row in p.rows if row.sampled} == {"UNDECIDED"}
+    @pytest.mark.parametrize(("launches", "missing"), [(1, 3), (2, 2), (3, 1)])
+    def test_fewer_than_four_launches_are_not_judged_however_far_apart(
+        self, launches: int, missing: int, tmp_path: Path
+    ) -> None:
+        """A difference of 30 % between launches that scatter by 0.2 %: nothing has shown that it is not chance."""
+        found = of_launches(tmp_path, launches, faster=1.3)
+        sampled = [row for p in found.points for row in p.rows if row.sampled]
+        assert {row.verdict for row in sampled} == {"UNDECIDED"}
+        assert {(row.judged, row.low, row.p_differs) for row in sampled} == {(False, None, None)}
+        assert {(row.missing_launches, row.more_launches) for row in sampled} == {((missing, missing), missing)}
+        assert f"{launches:,} of B cannot show how launches scatter; verdicts need 4 of each side" in sampled[0].reason
+        assert "add them with --with-a RUN and --with-b RUN; or let `dcpbench ab` launch" in found.notes[0]
+        assert found.tests == 0
+        assert of_launches(tmp_path / "given", launches, faster=1.3, launch_noise=0.02).counts["FASTER"] == 4
+
+    def test_one_launch_against_many_is_not_judged_by_the_scatter_of_the_many(self, tmp_path: Path) -> None:
+        """Six launches of 0.3 % say nothing about one of a side that scatters by 2 %: it needs three more."""
+        one = read_side([write_launches(tmp_path / "a", 1, seed=1, cv=0.02)])
+        six = read_side([write_launches(tmp_path / "b", 6, seed=2, cv=0.003)])
+        found = judge(one, six, Options(metrics=("step_time",)))
+        assert {row.missing_launches for p in found.points for row in p.rows} == {(3, 0)}
+        assert found.counts == {"UNDECIDED": 4}
         assert (
-            small.points[0].rows[0].reason == "how launches scatter is not known; 4 more launches of each side show it"
+            "measure 3 more launches of A, each with an -o of its own, and add them with --with-a RUN;"
+            in found.notes[0]
         )
-        assert of_launches(tmp_path / "y", 1, faster=1.3).counts["FASTER"] == 4
 
     def test_repeats_of_one_launch_do_not_replace_launches(self, tmp_path: Path) -> None:
-        """Ten repeats that agree to 0.01 %, and 3 % apart: undecided, unless one says that launches are alike."""
+        """Ten repeats that agree to 0.01 %, and 3 % apart: undecided, unless the user knows that launches are equal."""
 
         def side(ms: float) -> list[Record]:
             return [build.ok(build.point(repeat=n), median_ms=ms, noise=1e-4) for n in range(10)]
 
         found = compared(tmp_path, side(10), side(10.3))
         assert rows(found)["step_time"] == "UNDECIDED"
-        alike = compared(tmp_path, side(10), side(10.3), launch_noise=0.0)
-        assert rows(alike)["step_time"] == "SLOWER"
+        equal = compared(tmp_path, side(10), side(10.3), launch_noise=0.0)
+        assert rows(equal)["step_time"] == "SLOWER"
 
     def test_an_undecided_row_says_how_many_launches_would_decide_it(self, tmp_path: Path) -> None:
-        a = write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
-        b = write_launches(tmp_path / "b", 3, seed=5, cv=0.01, faster=1.02)
+        a = write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
+        b = write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.02)
         found = judge(read_side([a]), read_side([b]), Options(metrics=("step_time",)))
         open_rows = [row for p in found.points for row in p.rows if row.verdict == "UNDECIDED"]
         assert open_rows
         for row in open_rows:
+            assert row.judged
             assert row.more_launches is None or f"about {row.more_launches} more launch" in row.reason
             assert row.reason
 
@@ -257,7 +280,7 @@ class TestVerdicts:
         assert [(r.verdict, r.reason) for r in found.points[0].rows if r.metric == "step_time"] == [
             ("UNDECIDED", CPU_REASON)
         ]
-        assert rows(compared(tmp_path, a, b, allow_cpu=True))["step_time"] == "SLOWER"
+        assert rows(compared(tmp_path, a, b, allow_cpu=True, launch_noise=0.02))["step_time"] == "SLOWER"
 
     @pytest.mark.parametrize(
         ("unsure", "verdict"), [((0.0, 0.0), "FASTER"), ((0.02, 0.02), "FASTER"), ((0.3, 0.3), "UNDECIDED")]
@@ -268,7 +291,7 @@ class TestVerdicts:
     ) -> None:
         """10 ms that become 8: with ends of 30 % either may be the faster one, and no launch more decides it."""
         a, b = forecast_steps(10, unsure if both else (0.0, 0.0)), forecast_steps(8, unsure)
-        found = compared(tmp_path, [a], [b], metrics=("step_time",))
+        found = compared(tmp_path, [a], [b], metrics=("step_time",), launch_noise=0.02)
         assert found.forecast
         assert found.points[0].forecast == ["a", "b"]
         (row,) = found.points[0].rows
@@ -276,7 +299,11 @@ class TestVerdicts:
         assert row.more_launches is None
         (plain,) = (
             compared(
-                tmp_path / "plain", [forecast_steps(10, (0, 0))], [forecast_steps(8, (0, 0))], metrics=("step_time",)
+                tmp_path / "plain",
+                [forecast_steps(10, (0, 0))],
+                [forecast_steps(8, (0, 0))],
+                metrics=("step_time",),
+                launch_noise=0.02,
             )
             .points[0]
             .rows
@@ -357,11 +384,11 @@ class TestVerdicts:
 
     def test_served_points_without_samples_beside_them_say_so(self, tmp_path: Path) -> None:
         of = serving.point()
-        found = compared(tmp_path, [serving.served(of)], [serving.served(of, faster=1.5)])
+        found = compared(tmp_path, [serving.served(of)], [serving.served(of, faster=1.5)], launch_noise=0.02)
         row = next(r for r in found.points[0].rows if r.metric == "tok_s")
         assert row.verdict == "UNDECIDED"
         assert row.low is None
-        assert "nothing beside the records" in row.reason
+        assert (row.judged, row.reason) == (False, NO_SAMPLES)
 
     def test_requests_beside_the_records_say_how_well_one_launch_knows_its_numbers(self, tmp_path: Path) -> None:
         """B's 60 requests are those of A, each 1.2 times as long: what is left is the assumed noise of launches."""
@@ -395,7 +422,7 @@ class TestVerdicts:
             record = msgspec.structs.replace(record, serve=metrics, started_at=name)
             return read_side([build.write(tmp_path / name, [record])])
 
-        found = judge(side("a", 1.0), side("b", 1.2), Options(metrics=("ttft_p50",), alpha=0.05))
+        found = judge(side("a", 1.0), side("b", 1.2), Options(metrics=("ttft_p50",), launch_noise=0.02))
         (row,) = found.points[0].rows
         assert row.verdict == "SLOWER"
         assert row.low == pytest.approx(1.2 * math.exp(-1.96 * 0.02), rel=1e-3)
@@ -448,4 +475,4 @@ class TestDifferences:
 def test_the_margin_of_same_is_said_in_percent(tmp_path: Path) -> None:
     """0.02 is 2 %."""
     one = [build.ok(build.point(Layout(4)), steps=20)]
-    assert "SAME: within 2 %." in words.how(compared(tmp_path, one, one, margin=0.02))
+    assert "SAME: within 2 %." in words.how(compared(tmp_path, one, one, margin=0.02, launch_noise=0.02))

@@ -65,7 +65,7 @@ def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: 
     """And of which of two points; nothing where all was measured."""
     of = build.point(Layout(4), concurrency=16)
     a, b = ([forecast_steps(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
-    found = compared(tmp_path, a, b)
+    found = compared(tmp_path, a, b, launch_noise=0.02)
     note = words.forecast_note(found)
     assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")
     (without,) = (point.without_ends for point in found.points if point.forecast)
@@ -82,11 +82,15 @@ def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: 
 
 
 def test_a_gate_cannot_pass_what_a_forecast_leaves_open(tmp_path: Path) -> None:
-    """25 % slower and 30 % unsure is undecided; so is a metric without ends."""
-    found = compared(tmp_path, [forecast_steps(8, (0.3, 0.3))], [forecast_steps(10, (0.3, 0.3))])
+    """25 % slower and 30 % unsure is undecided; a metric without ends cannot be judged, nor can a single launch."""
+    sides = [forecast_steps(8, (0.3, 0.3))], [forecast_steps(10, (0.3, 0.3))]
+    found = compared(tmp_path, *sides, launch_noise=0.02)
     gate.apply(found, gate.read_rules("slower:2%,itl_p90:2%"))
     gates = {row.metric: row.gate for row in found.points[0].rows if row.gate}
-    assert gates == {"step_time": "undecided", "itl_p90": "undecided"}
+    assert gates == {"step_time": "undecided", "itl_p90": "unjudged"}
+    single = compared(tmp_path, *sides)
+    gate.apply(single, gate.read_rules("slower:2%"))
+    assert [f.status for f in single.findings] == ["unjudged"]
 
 
 def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +100,7 @@ def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monke
     monkeypatch.setattr(
         picture, "save", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
     )
-    found = compared(tmp_path, [one], [one])
+    found = compared(tmp_path, [one], [one], launch_noise=0.02)
     picture.draw(found, tmp_path)
     (figure,) = figures
     (axes,) = figure.axes
@@ -138,11 +142,34 @@ class TestGate:
         gate.apply(found, gate.read_rules("step_time:+2"))
         assert found.fails == []
 
-    def test_what_cannot_be_decided_fails_only_where_that_is_asked(self, tmp_path: Path) -> None:
+    def test_a_single_launch_passes_no_gate_and_fails_none(self, tmp_path: Path) -> None:
+        """3 % slower beyond a limit of 2 %, in one launch each: nothing could have failed the rule."""
         p = build.point()
         a, b = build.ok(p, median_ms=10), build.ok(p, median_ms=10.3)
-        assert [f.status for f in self.apply(tmp_path, "slower:2%", a, b).findings] == ["undecided"]
+        found = self.apply(tmp_path, "slower:2%", a, b)
+        assert [f.status for f in found.findings] == ["unjudged"]
+        assert words.gate_text(found) == (
+            "--fail-on slower:2%: 1 could not be judged, so the gate is UNDECIDED (exit code 3)."
+        )
+        assert "1 launch of A and 1 of B cannot show how launches scatter" in found.findings[0].message
         assert [f.status for f in self.apply(tmp_path, "slower:2%,undecided", a, b).findings] == ["fails"]
+
+    def test_what_is_not_decided_fails_only_if_that_is_asked_and_says_what_would_have_been_found(
+        self, tmp_path: Path
+    ) -> None:
+        """Launches that scatter by 3 %: the interval reaches beyond a limit of 2 %."""
+        a = write_launches(tmp_path / "a", 4, seed=1, cv=0.03)
+        b = write_launches(tmp_path / "b", 4, seed=2, cv=0.03)
+        found = judge(sides.read_side([a]), sides.read_side([b]), Options(metrics=("step_time",)))
+        gate.apply(found, gate.read_rules("slower:2%"))
+        assert {f.status for f in found.findings} == {"undecided"}
+        row = found.points[0].rows[0]
+        assert row.least_visible > 1.02
+        assert f"{100 * (row.least_visible - 1):.0f}" in found.findings[0].message.rpartition("; ")[2]
+        assert found.findings[0].message.endswith(" worse would have been found")
+        assert words.gate_text(found).startswith("--fail-on slower:2%: nothing is proven worse; ")
+        gate.apply(found, gate.read_rules("slower:2%,undecided"))
+        assert {f.status for f in found.findings} == {"fails"}
 
     def test_a_point_that_fails_in_b_alone_fails_any_gate(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
@@ -215,6 +242,24 @@ class TestOutputs:
         found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
         assert len(found.fails) == 4
 
+    def test_a_gate_that_could_not_have_failed_ends_with_3(self, tmp_path: Path, call) -> None:
+        """And with 0 as soon as four launches of each side are there."""
+        for n in (1, 4):
+            write_launches(tmp_path / f"a{n}", n, seed=1, cv=0.002)
+            write_launches(tmp_path / f"b{n}", n, seed=2, cv=0.002)
+        report = tmp_path / "j.xml"
+        code, out, _ = call(
+            "compare", tmp_path / "a1", tmp_path / "b1", "--fail-on", "slower:2%", "--github", "--junit", report
+        )
+        assert code == 3
+        assert "UNDECIDED (exit code 3)" in out
+        assert "::error title=not judged%3A slower%3A2%25::" in out
+        assert ET.fromstring(report.read_text()).get("errors") == "4"  # noqa: S314 -- written by us
+        assert call("compare", tmp_path / "a4", tmp_path / "b4", "--fail-on", "slower:2%")[0] == 0
+        unused = call("compare", tmp_path / "a4", tmp_path / "b4", "--fail-on", "ttft_p99:5%")
+        assert (unused[0], "guards nothing" in unused[1]) == (3, True)
+        assert call("compare", tmp_path / "a1", tmp_path / "b1")[0] == 0, "without a gate nothing can fail"
+
     def test_json_is_all_of_stdout(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
         code, out, err = call("compare", one, one, "--json", "-o", tmp_path / "out")
@@ -241,14 +286,15 @@ class TestOutputs:
             assert context.params["tp"] == "4"
 
     def test_what_would_decide_is_said_once(self, tmp_path: Path) -> None:
-        """One launch each has to show first how launches scatter; of three each, a number of launches is known."""
-        assert "UNDECIDED, 4×: how launches scatter is not known" in str(table.render(of_launches(tmp_path / "x", 1)))
-        write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
-        write_launches(tmp_path / "b", 3, seed=5, cv=0.01, faster=1.03)
+        """Fewer than four launches each need more of them first; of four each, a number of launches is known."""
+        few = str(table.render(of_launches(tmp_path / "x", 1)))
+        assert "UNDECIDED, 4×: 1 launch of A and 1 of B cannot show how launches scatter; verdicts need 4" in few
+        write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
+        write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.03)
         options = Options(metrics=("step_time",))
         found = judge(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
-        said = "".join(line.plain for line in table.render(found))
-        assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", said)
+        text = "".join(line.plain for line in table.render(found))
+        assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", text)
 
     def test_mistakes_are_one_sentence(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
@@ -258,7 +304,7 @@ class TestOutputs:
             (["--margin", "0.5"], "--margin 0.5 has no unit; write --margin 0.5%."),
             (["--launch-noise", "2"], "--launch-noise 2 has no unit; write --launch-noise 2%."),
             (["--margin", "-1"], "--margin -1% cannot be; give a share from 0% to 50%"),
-            (["--alpha", "nan"], "--alpha 0.03"),
+            (["--alpha", "nan"], "--alpha 0.05"),
             (["--metric", "x"], "--metric x: there is none"),
             (["--fail-on", "x"], "--fail-on x: give one of"),
             (["--fail-on", ""], "--fail-on '': give one of"),
@@ -305,7 +351,7 @@ class TestHostileRecords:
                 [msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()],
             )
         ]
-        found = judge(a, b, Options())
+        found = judge(a, b, Options(launch_noise=0.02))
         gate.apply(found, gate.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
         text = markdown.render(found)
         assert "<script" not in text

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.compare import effects, judging, student
-from dcpbench.compare.judging import Options
+from dcpbench.compare import effects, judging
+from dcpbench.compare.judging import NO_SAMPLES, Options
 from dcpbench.compare.model import Row
 from dcpbench.compare.resampling import Error
+from dcpbench.records import student
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,32 +31,69 @@ def t(tail: float, df: float) -> float:
 
 
 class TestEffects:
-    def test_two_launches_against_two(self) -> None:
-        """Variances 0.0002 and 0.0008: of means 0.0001 and 0.0004, 0.0005² / (0.0001² + 0.0004²) degrees; spread √0.0005."""
-        found = effects.compare(estimates(0.0, 0.02), estimates(0.05, 0.09), 0.02)
-        assert (found.log, found.variance) == (pytest.approx(0.06), pytest.approx(5e-4))
-        assert found.df == pytest.approx(25 / 17)
-        assert found.spread == pytest.approx(math.sqrt(5e-4))
-        assert (found.launches, found.paired, found.assumed) == ((2, 2), False, False)
+    def test_four_launches_against_six(self) -> None:
+        """S² = 0.0004 / 3 · 2 … : variances of means S²/4 and S²/6, the smaller side's 3 degrees of freedom.
+
+        A: 0, 0.02, 0, 0.02, S² = 4 · 0.01² / 3; B: three of 0.05 and three of 0.09, S² = 6 · 0.02² / 5.
+        """
+        a, b = 4 * 0.01**2 / 3 / 4, 6 * 0.02**2 / 5 / 6
+        found = effects.compare(estimates(0.0, 0.02, 0.0, 0.02), estimates(*[0.05] * 3, *[0.09] * 3))
+        assert (found.log, found.variance) == (pytest.approx(0.06), pytest.approx(a + b))
+        assert found.df == 3
+        assert found.spread == pytest.approx(math.sqrt((4 * a + 6 * b) / 2))
+        assert (found.launches, found.paired, found.assumed) == ((4, 6), False, False)
+        v, w = a * effects.inflate(4, 0.5), b * effects.inflate(6, 0.5)
+        assert found.correlated.variance == pytest.approx(v + w)
+        assert found.correlated.df == pytest.approx(min((v + w) ** 2 / (v**2 / 3 + w**2 / 5), 4 + 2))
+
+    def test_the_least_of_two_p_values_never_decides(self) -> None:
+        """Two tests have to agree, and the interval is the wider one."""
+        both = effects.Effect(0.1, 1e-4, 3.0, 0.01, (4, 4), correlated=effects.Scale(4e-4, 6.0))
+        half = max(0.01 * t(0.025, 3), 0.02 * t(0.025, 6))
+        assert both.interval(0.025) == (pytest.approx(0.1 - half), pytest.approx(0.1 + half))
+        assert both.p_differs() == pytest.approx(2 * max(student.sf(10, 3), student.sf(5, 6)))
+        assert both.p_same(0.2) == pytest.approx(max(student.sf(10, 3), student.sf(5, 6)))
+
+    @pytest.mark.parametrize(("launches", "correlation"), [(4, 0.5), (4, 0.125), (10, 0.5)])
+    def test_the_variance_of_a_mean_of_correlated_launches_is_that_of_an_ar1_process(
+        self, launches: int, correlation: float
+    ) -> None:
+        """From the matrix of covariances ρ^|i - j|: the variance of the mean, over what S² / n says on average."""
+        n = launches
+        covariances = [[correlation ** abs(i - j) for j in range(n)] for i in range(n)]
+        of_mean = sum(map(sum, covariances)) / n**2
+        mean_s2 = (n - n * of_mean) / (n - 1)
+        assert effects.inflate(n, correlation) == pytest.approx(of_mean / (mean_s2 / n))
+        assert effects.inflate(n, 0.0) == pytest.approx(1.0)
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_three_launches_against_one(self, first: bool) -> None:
-        """The scatter of the three, 0.0004, stands for the one's: 0.0004 / 3 + 0.0004, 2 degrees of freedom."""
-        three, one = estimates(0.0, 0.02, 0.04), estimates(0.1)
-        found = effects.compare(*((three, one) if first else (one, three)), 0.02)
-        assert (found.log, found.variance) == (pytest.approx(0.08 if first else -0.08), pytest.approx(4e-4 * 4 / 3))
-        assert (found.df, found.spread) == (2, pytest.approx(0.02))
-        assert found.launches == ((3, 1) if first else (1, 3))
+    def test_four_launches_against_one_know_nothing_of_the_one(self, first: bool) -> None:
+        four, one = estimates(0.0, 0.02, 0.04, 0.02), estimates(0.1)
+        found = effects.compare(*((four, one) if first else (one, four)))
+        assert (found.log, found.variance) == (pytest.approx(0.08 if first else -0.08), None)
+        assert found.missing_launches == ((0, 3) if first else (3, 0))
+        assert found.p_differs() == 1
 
-    def test_three_rounds(self) -> None:
-        """Differences 0.01, 0.02, 0.03: variance 0.0001, of their mean a third; of samples that scatter more, both sides'."""
-        a, b = (0.0, 0.1, 0.2), (0.01, 0.12, 0.23)
-        found = effects.compare_paired(estimates(*a), estimates(*b), 0.02)
-        assert (found.log, found.variance) == (pytest.approx(0.02), pytest.approx(1e-4 / 3))
-        assert (found.df, found.spread, found.launches) == (2, pytest.approx(0.01), (3, 3))
+    def test_given_noise_stands_for_few_launches_unless_they_scatter_more(self) -> None:
+        """2 % between two launches, 0.0002 of one: of means of 1 and 3; the three scatter by 0.0004 of their own."""
+        few = estimates(0.0, 0.02, 0.04)
+        found = effects.compare(estimates(0.1), few, 0.02)
+        assert found.variance == pytest.approx(2e-4 + 4e-4 / 3)
+        assert (found.assumed, found.missing_launches) == (True, (0, 0))
+        assert effects.compare(estimates(0.1), few, 0.1).variance == pytest.approx(5e-3 + 5e-3 / 3)
+
+    def test_four_rounds(self) -> None:
+        """Differences 0.01, 0.02, 0.03, 0.02: variance 0.0002 / 3, of their mean a quarter; more if samples scatter more."""
+        a, b = (0.0, 0.1, 0.2, 0.0), (0.01, 0.12, 0.23, 0.02)
+        found = effects.compare_paired(estimates(*a), estimates(*b))
+        assert (found.log, found.variance) == (pytest.approx(0.02), pytest.approx(2e-4 / 3 / 4))
+        assert (found.df, found.spread, found.launches) == (3, pytest.approx(math.sqrt(2e-4 / 3)), (4, 4))
         assert (found.paired, found.assumed) == (True, False)
-        noisy = effects.compare_paired(estimates(*a, within=3e-4), estimates(*b, within=1e-4), 0.02)
-        assert noisy.variance == pytest.approx(4e-4 / 3)
+        assert found.correlated.variance == pytest.approx(found.variance * effects.inflate(4, 0.125))
+        assert found.correlated.df == 3
+        noisy = effects.compare_paired(estimates(*a, within=3e-4), estimates(*b, within=1e-4))
+        assert noisy.variance == pytest.approx(4e-4 / 4)
+        assert effects.compare_paired(estimates(*a[:3]), estimates(*b[:3])).variance is None
 
     @pytest.mark.parametrize("paired", [False, True])
     def test_one_launch_each(self, paired: bool) -> None:
@@ -83,59 +121,74 @@ class TestEffects:
 
 
 class TestMoreLaunches:
-    """The smallest n with (t(tail) + t(0.2)) · error(n) ≤ distance; sides of n launches have 2n - 2 degrees of freedom."""
+    """The smallest n whose interval, and what noise takes away in a fifth of all cases, reach no further than the distance."""
 
-    @pytest.mark.parametrize(("log", "distance"), [(0.02, 0.02), (-0.02, 0.02), (0.004, 0.006), (-0.004, 0.006)])
-    def test_the_way_is_to_1_beyond_the_margin_and_to_the_margin_within_it(self, log: float, distance: float) -> None:
-        effect = effects.Effect(log, 1e-4, 2.0, 0.008, (2, 4))
-        enough = (
-            n for n in range(2, 51) if (t(0.025, 2 * n - 2) + t(0.2, 2 * n - 2)) * 0.008 * (2 / n) ** 0.5 <= distance
-        )
-        assert effects.more_launches(effect, 0.01, 0.025) == next(enough) - 2
+    @staticmethod
+    def needed(n: int, spread: float) -> float:
+        """The wider half of both tests of n launches of each side, and t(0.2) standard errors."""
+        wider = max(t(0.025, n - 1), math.sqrt(effects.inflate(n, 0.5)) * t(0.025, min(2 * n - 2, n + 2)))
+        return (wider + t(0.2, 2 * n - 2)) * spread * math.sqrt(2 / n)
+
+    @pytest.mark.parametrize(
+        ("log", "distance", "spread"),
+        [(0.02, 0.02, 0.01), (-0.02, 0.02, 0.01), (0.004, 0.006, 0.004), (-0.004, 0.006, 0.004)],
+    )
+    def test_the_way_is_to_1_beyond_the_margin_and_to_the_margin_within_it(
+        self, log: float, distance: float, spread: float
+    ) -> None:
+        effect = effects.Effect(log, 1e-4, 2.0, spread, (4, 6))
+        enough = next(n for n in range(4, 51) if self.needed(n, spread) <= distance)
+        assert effects.more_launches(effect, 0.01, 0.025) == enough - 4
 
     def test_rounds_have_half_the_freedom_and_half_the_variance(self) -> None:
-        effect = effects.Effect(0.03, 1e-4, 2.0, 0.02, (3, 3), paired=True)
-        enough = (n for n in range(3, 51) if (t(0.025, n - 1) + t(0.2, n - 1)) * 0.02 / math.sqrt(n) <= 0.03)
-        assert effects.more_launches(effect, 0.01, 0.025) == next(enough) - 3
+        effect = effects.Effect(0.03, 1e-4, 3.0, 0.02, (4, 4), paired=True)
+        enough = (
+            n
+            for n in range(4, 51)
+            if (math.sqrt(effects.inflate(n, 0.125)) * t(0.025, n - 1) + t(0.2, n - 1)) * 0.02 / math.sqrt(n) <= 0.03
+        )
+        assert effects.more_launches(effect, 0.01, 0.025) == next(enough) - 4
 
-    @pytest.mark.parametrize(("wider", "more"), [(0.999, 48), (1.001, None)])
+    @pytest.mark.parametrize(("wider", "more"), [(0.999, 46), (1.001, None)])
     def test_more_than_fifty_on_each_side_are_not_proposed(self, wider: float, more: int | None) -> None:
         """With 50 the error is a fifth of the spread."""
-        spread = wider * 5 * 0.02 / (t(0.025, 98) + t(0.2, 98))
-        assert effects.more_launches(effects.Effect(0.02, 1e-4, 8.0, spread, (2, 2)), 0.01, 0.025) == more
+        spread = wider * 0.02 / self.needed(50, 1.0)
+        assert effects.more_launches(effects.Effect(0.02, 1e-4, 8.0, spread, (4, 4)), 0.01, 0.025) == more
 
     def test_one_is_the_least(self) -> None:
         assert effects.more_launches(effects.Effect(0.5, 1e-4, 8.0, 0.001, (5, 5)), 0.01, 0.025) == 1
 
 
-def decided(*given: effects.Effect, higher_is_better: bool = False, **options: float) -> list[Row]:
-    """The rows of these effects, judged together."""
-    tests = [
-        judging._Test(
-            Row(
-                metric="m",
-                title="m",
-                unit="ms",
-                higher_is_better=higher_is_better,
-                a=1.0,
-                b=math.exp(effect.log),
-                ratio=math.exp(effect.log),
-                verdict="UNDECIDED",
-            ),
-            effect,
+def rows_of(*given: effects.Effect, higher_is_better: bool = False) -> list[Row]:
+    """The rows of these effects, not judged yet."""
+    return [
+        Row(
+            metric="m",
+            title="m",
+            unit="ms",
+            higher_is_better=higher_is_better,
+            a=1.0,
+            b=math.exp(effect.log),
+            ratio=math.exp(effect.log),
+            verdict="UNDECIDED",
         )
         for effect in given
     ]
-    judging._decide(tests, Options(**options))
-    return [test.row for test in tests]
+
+
+def decided(*given: effects.Effect, higher_is_better: bool = False, **options: float) -> list[Row]:
+    """The rows of these effects, judged together."""
+    rows = rows_of(*given, higher_is_better=higher_is_better)
+    judging._decide([judging._Test(row, effect) for row, effect in zip(rows, given, strict=True)], Options(**options))
+    return rows
 
 
 class TestVerdicts:
     def test_a_clear_difference_is_shown_with_an_interval_as_sure_as_its_test(self) -> None:
-        """One test at 3 %: 1.5 % beyond each end, 97 % within."""
+        """One test at 5 %: 2.5 % beyond each end, 95 % within."""
         (row,) = decided(effects.Effect(0.1, 1e-4, 8.0, 0.01, (5, 5)))
-        half = 0.01 * t(0.015, 8)
-        assert (row.verdict, row.differs, row.confidence) == ("SLOWER", True, pytest.approx(0.97))
+        half = 0.01 * t(0.025, 8)
+        assert (row.verdict, row.differs, row.confidence) == ("SLOWER", True, pytest.approx(0.95))
         assert (row.low, row.high) == (pytest.approx(math.exp(0.1 - half)), pytest.approx(math.exp(0.1 + half)))
         assert row.p_differs == pytest.approx(2 * student.sf(10, 8))
 
@@ -148,49 +201,39 @@ class TestVerdicts:
         assert row.verdict == verdict
 
     def test_the_same_is_shown_with_the_interval_of_two_one_sided_tests(self) -> None:
-        """At 3 % each end is missed by 3 %, so that 94 % are within."""
+        """At 5 % each end is missed by 5 %, so that 90 % are within."""
         (row,) = decided(effects.Effect(0.0, 1e-6, 8.0, 0.001, (5, 5)))
-        assert (row.verdict, row.differs, row.confidence) == ("SAME", False, pytest.approx(0.94))
-        assert row.high == pytest.approx(math.exp(0.001 * t(0.03, 8)))
+        assert (row.verdict, row.differs, row.confidence) == ("SAME", False, pytest.approx(0.9))
+        assert row.high == pytest.approx(math.exp(0.001 * t(0.05, 8)))
 
     def test_many_tests_are_each_asked_for_more(self) -> None:
-        """Of four, of which one is clear, the level of each is 3 % / 4."""
+        """Of four, of which one is clear, the level of each is 5 % / 4."""
         clear, *others = (effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5)) for log in (0.1, 0.0, 0.0, 0.0))
         row, *rest = decided(clear, *others)
-        assert row.confidence == pytest.approx(1 - 0.0075)
+        assert row.confidence == pytest.approx(1 - 0.0125)
         assert [r.verdict for r in rest] == ["UNDECIDED"] * 3
 
     @pytest.mark.parametrize(
         ("effect", "more", "reason"),
         [
+            (effects.Effect(0.04, 1e-3, 3.0, 0.012, (4, 4)), 1, "about 1 more launch of each side would decide it"),
+            (effects.Effect(0.04, 1e-3, 3.0, 0.02, (4, 4), paired=True), 1, "about 1 more round would decide it"),
+            (effects.Effect(0.02, 1e-3, 3.0, 0.01, (4, 4)), 8, "about 8 more launches of each side would decide it"),
+            (effects.Effect(0.02, 1e-3, 3.0, 0.011, (4, 4), paired=True), 2, "about 2 more rounds would decide it"),
             (
-                effects.Effect(0.1, None, 1.0, 0.01, (1, 1), assumed=True),
+                effects.Effect(0.05, 1e-3, math.inf, 0.014, (1, 1), assumed=True),
                 4,
-                "nothing beside the records says how this scatters; give more launches of each side",
+                "about 4 more launches of each side would decide it",
             ),
-            (
-                effects.Effect(0.01, 1e-3, 9.0, 0.01, (1, 1), assumed=True),
-                4,
-                "how launches scatter is not known; 4 more launches of each side show it",
-            ),
-            (
-                effects.Effect(0.01, 1e-3, 9.0, 0.01, (1, 1), paired=True, assumed=True),
-                4,
-                "how launches scatter is not known; 4 more rounds show it",
-            ),
-            (effects.Effect(0.04, 1e-3, 4.0, 0.01, (3, 3)), 1, "about 1 more launch of each side would decide it"),
-            (effects.Effect(0.04, 1e-3, 4.0, 0.01, (3, 3), paired=True), 1, "about 1 more round would decide it"),
-            (effects.Effect(0.02, 1e-3, 4.0, 0.01, (3, 3)), 3, "about 3 more launches of each side would decide it"),
-            (effects.Effect(0.02, 1e-3, 2.0, 0.01, (3, 3), paired=True), 2, "about 2 more rounds would decide it"),
             (
                 effects.Effect(MARGIN * 1.01, 1e-3, 8.0, 0.5, (5, 5)),
                 None,
-                "repeats cannot decide it: the ratio lies at the margin of 0.01",
+                "more launches cannot decide it: the ratio lies at the margin of 0.01",
             ),
             (
                 effects.Effect(-MARGIN * 0.51, 1e-3, 8.0, 0.5, (5, 5)),
                 None,
-                "repeats cannot decide it: the ratio lies at the margin of 0.01",
+                "more launches cannot decide it: the ratio lies at the margin of 0.01",
             ),
             (
                 effects.Effect(MARGIN * 1.51, 1e-3, 8.0, 0.5, (5, 5)),
@@ -209,6 +252,28 @@ class TestVerdicts:
     ) -> None:
         (row,) = decided(effect)
         assert (row.verdict, row.more_launches, row.reason) == ("UNDECIDED", more, reason)
+
+    @pytest.mark.parametrize(
+        ("effect", "more", "reason"),
+        [
+            (effects.Effect(0.1, None, 1.0, 0.01, (1, 1), assumed=True), 4, NO_SAMPLES),
+            (
+                effects.Effect(0.1, None, 1.0, 0.0, (1, 6)),
+                3,
+                "1 launch of A and 6 of B cannot show how launches scatter; verdicts need 4 of each side",
+            ),
+            (
+                effects.Effect(0.1, None, 1.0, 0.0, (3, 3), paired=True),
+                1,
+                "3 rounds cannot show how launches scatter; verdicts need 4",
+            ),
+        ],
+    )
+    def test_what_is_not_judged_says_what_it_needs(self, effect: effects.Effect, more: int, reason: str) -> None:
+        (row,) = rows_of(effect)
+        judging._explain(judging._Test(row, effect), Options())
+        assert (row.verdict, row.more_launches, row.reason) == ("UNDECIDED", more, reason)
+        assert (row.judged, row.missing_launches) == (False, effect.missing_launches)
 
     def test_a_difference_that_may_be_less_than_the_margin_is_said_to_be_one(self) -> None:
         """0.5 % for sure, which is neither the same within 0.5 % nor beyond 1 %."""

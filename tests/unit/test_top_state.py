@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.compare import student
+from dcpbench.records import student
 from dcpbench.launch.jobs import Check, Failure
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.records.file import RecordFile

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from dcpbench.compare import effects, resampling, student
+from dcpbench.compare import effects, resampling
+from dcpbench.records import student
 from dcpbench.dashboard import changes
 from dcpbench.errors import UsageError
 from dcpbench.points import memory
