@@ -27,7 +27,7 @@ from dcpbench.plan.options import check_seconds, shown
 from dcpbench.plan.spec import effective, planned
 from dcpbench.points.layout import MOST_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.file import RecordFile
+from dcpbench.records.file import RecordFile, check_point
 from dcpbench.records.metrics import SWEPT
 from dcpbench.records.record import functional
 from dcpbench.records.runs import last_records, read_run
@@ -280,6 +280,8 @@ def _check_planned(run: Run) -> None:
 
 def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run) -> list[Point]:
     """Make the folder, record the rejected points once, and return those that are still to be measured."""
+    for c in candidates:
+        check_point(c.point)
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
     bad: list[BadLine] = []
     known = last_records(folder, bad=bad)

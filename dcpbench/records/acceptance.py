@@ -20,8 +20,6 @@ from dcpbench.records.record import Omitted, Record
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.points.point import Point
-
     Decode = Callable[[bytes], Record]
 
 MEASURED = ("metrics", "serve")  # parts without which a point has no result
@@ -33,7 +31,7 @@ NOT_WRITABLE = (OverflowError, UnicodeEncodeError)  # raised for integers beyond
 def accept(record: Record, decode: Decode) -> tuple[Record, bytes]:
     """Return the record as its reader accepts it, and its line with a checksum.
 
-    Raises UsageError for a point that no reader would accept, which `check_point` finds before anything is measured.
+    Raises UsageError for a point that no reader would accept, which `file.check_point` finds before anything is measured.
     """
     found = _line(record, decode)
     if found is None:
@@ -51,17 +49,14 @@ def mend(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
     data = msgspec.json.decode(line)
     omitted: list[Omitted] = []
     fields = accepted({name: value for name, value in data.items() if name not in SEAL}, record_type(), (), omitted)
+    if any(one.field.startswith("point.") for one in omitted):
+        return None
     try:
         before = msgspec.convert(fields, Record)
         lost = [part for part in MEASURED if data.get(part) is not None and getattr(before, part) is None]
         return accept(_with_omitted(before, lost, omitted) if omitted else before, decode)
     except (msgspec.ValidationError, UsageError):
         return None
-
-
-def check_point(point: Point, decode: Decode) -> None:
-    """Raise UsageError for a point that no reader would accept, before it is measured."""
-    accept(Record(point=point, outcome="rejected"), decode)
 
 
 def _line(record: Record, decode: Decode) -> bytes | None:
@@ -81,8 +76,9 @@ def _same(one: Record, other: Record) -> bool:
 def _without_bad_numbers(record: Record) -> Record:
     omitted: list[Omitted] = []
     data = accepted(msgspec.to_builtins(record), record_type(), (), omitted)
-    if data is REFUSED:
-        raise UsageError(f"{omitted[-1]}, which no record can hold; give another value.")
+    if wrong := next((one for one in omitted if one.field.startswith("point.")), None):
+        raise UsageError(f"{wrong}, which no record can hold; give another value.")
+    assert data is not REFUSED, omitted
     try:
         found = msgspec.convert(data, Record)
     except msgspec.ValidationError as e:  # a value of another type, wherever it came from
@@ -133,13 +129,5 @@ def _with_omitted(now: Record, lost: list[str], omitted: list[Omitted]) -> Recor
 
 
 def _bare(record: Record) -> Record:
-    """Return a record of the same point without anything that was measured."""
-    return Record(
-        point=record.point,
-        outcome="failed",
-        reason=record.reason,
-        detail=record.detail,
-        environment=record.environment,
-        measured_with=record.measured_with,
-        started_at=record.started_at,
-    )
+    """Return a record of the same point without anything that was measured or noted."""
+    return Record(point=record.point, outcome="failed", reason=record.reason)

@@ -85,6 +85,8 @@ def accepted(value: Any, kind: inspect.Type, path: Path, omitted: list[Omitted])
     if isinstance(value, int | float) and (what := _what_is_wrong(value, kind)):
         omitted.append(Omitted(field=dotted(path), what=what))
         return REFUSED
+    if isinstance(value, float) and _variant(kind, inspect.IntType) and not _variant(kind, inspect.FloatType):
+        return int(value)  # 8.0, which no reader takes for a whole number
     return value
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from dcpbench.points.point import Point
+
 
 class _Version(msgspec.Struct):
     schema_version: int
@@ -87,6 +89,11 @@ class RecordFile:
         """Yield the records that were appended since `end` returned `begin`; errors as of `read_records`."""
         if self.path.exists():
             yield from (record for _, record in placed_records(self.path, begin))
+
+
+def check_point(point: Point) -> None:
+    """Raise UsageError for a point that no reader of records would accept, before it is measured."""
+    acceptance.accept(Record(point=point, outcome=checks.NOT_RUN), decode)
 
 
 def read_records(folder: Path) -> list[Record]:

@@ -596,6 +596,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Values that were replaced when the record was written; only in the lines of records that have some."""
 
 
+def omitted_note(record: Record) -> str:
+    """Return what follows the numbers of a point in a line of progress if values were omitted from its record, else nothing."""
+    return f"; not recorded: {'; '.join(map(str, record.omitted))}" if record.omitted else ""
+
+
 def origin(record: Record) -> str:
     """What measured a point, as an origin is written: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
     return str(record.origin) if record.origin else OURS

@@ -202,8 +202,10 @@ def file_notes(frames: Frames) -> list[str]:
 def left_out(run: Run) -> list[str]:
     """Return a sentence for each line of a run's records that is left out, and for values that were omitted."""
     notes = ["the last line of its record file was cut short; it is left out."] if run.truncated else []
-    for bad in run.bad_lines[:MAX_NAMED]:
-        notes.append(f"line {bad.line} of its record file cannot be read and is left out: {bad.why}.")
+    notes += [
+        f"line {bad.line} of its record file cannot be read and is left out: {bad.why}."
+        for bad in run.bad_lines[:MAX_NAMED]
+    ]
     if len(run.bad_lines) > MAX_NAMED:
         more = counted(len(run.bad_lines) - MAX_NAMED, "more line")
         notes.append(f"{more} of its record file cannot be read; `dcpbench records check` lists all.")
