@@ -40,7 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure how to serve long-context MLA models: tensor (tp), decode-context (dcp) and attention-data (dp) "
     "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\nExit codes: 0 all well · 1 wrong result · 2 options "
-    "that cannot work · 3 not enough GPUs or memory · 4 a rank or some points failed · 5 a package is missing · "
+    "that cannot work · 3 not enough GPUs, memory or disk · 4 a rank or some points failed · 5 a package is missing · "
     "130 interrupted · 141 whoever read the output went away, as in `dcpbench show RUN | head -1`.",
 )
 MEASURE, READ, CHECK = "Measure", "Read results", "Check"

@@ -9,6 +9,7 @@
     │   └── TraceError       2  a profiler's trace that cannot be read
     ├── CapacityError        3  more GPUs or memory needed than there are
     │   └── NoRoomError      3  more memory needed than there is
+    ├── DiskError            3  a disk that is full, read-only or broken
     ├── WorkerError          4  a rank failed, hung or was killed
     ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
@@ -62,6 +63,12 @@ class CapacityError(DcpbenchError):
 
 class NoRoomError(CapacityError):
     """Weights or KV cache that do not fit; the message says how much is missing."""
+
+
+class DiskError(DcpbenchError):
+    """A disk that is full, read-only or broken; the message says how to go on once it can be written."""
+
+    exit_code = 3
 
 
 class WorkerError(DcpbenchError):

@@ -32,6 +32,7 @@ from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.file import RecordFile
+from dcpbench.records.record import omitted_note
 from dcpbench.serving.outcome import in_short
 from dcpbench.workloads import decode, replay, serve, verify
 from dcpbench.workloads.session import build, free_memory
@@ -86,8 +87,9 @@ class Worker:
             record = self.serve(session, point)
         else:
             record = decode.run(session, point, self.job.settings, self.environment, rates=self.rates, tell=self.tell)
+        note = ""
         if self.rank == 0:
-            self.records.append(
+            written = self.records.append(
                 msgspec.structs.replace(
                     record,
                     measured_with=msgspec.to_builtins(self.job.settings),
@@ -95,9 +97,10 @@ class Worker:
                     seconds=round(time.perf_counter() - begin, 3),
                 )
             )
+            note = omitted_note(written)
         if record.outcome != "ok":
             sys.exit(INTERRUPTED)  # on every rank: somebody ended the run
-        self.tell("done", note=_numbers(record))
+        self.tell("done", note=_numbers(record) + note)
 
     def serve(self, session: Session, point: Point) -> Record:
         """Workload `serve`, live or in replay."""

@@ -103,7 +103,7 @@ def compare(
 
       dcpbench compare runs/main runs/branch
     """
-    from dcpbench.commands.runs import say_cut_short
+    from dcpbench.commands.runs import say_left_out
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import read_side
 
@@ -111,7 +111,7 @@ def compare(
     out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check(options, out)
     first, second = read_side([a, *(matched.with_a or [])]), read_side([b, *(matched.with_b or [])])
-    say_cut_short([run.path for run in (*first, *second) if run.path])
+    say_left_out([*first, *second])
     return outputs.conclude(first, second, options, out)
 
 

@@ -46,10 +46,10 @@ def export(
       dcpbench export runs/monday --to prometheus -o /var/lib/node_exporter/dcpbench.prom --force
     """
     from dcpbench import exports
-    from dcpbench.commands.runs import say_cut_short
+    from dcpbench.commands.runs import say_left_out
 
     done = exports.export(runs, to, output, force=force)
-    say_cut_short(runs)
+    say_left_out(done.runs)
     if done.note:
         say(done.note)
     for path in done.paths:

@@ -139,11 +139,11 @@ def recommend(
 def _ask(wanted: Wanted) -> "Ask":
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
+    from dcpbench.points.bounds import MAX_NUMBER
     from dcpbench.points.machines import described
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
     from dcpbench.points.shapes import load_shape
     from dcpbench.recommend.advise import Ask
-    from dcpbench.records.checks import LARGEST
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _here()
     machine = described(named)
@@ -157,7 +157,7 @@ def _ask(wanted: Wanted) -> "Ask":
         raise UsageError(
             f"--exchange {unknown[0]} is none of {', '.join(AUTO_EXCHANGES)}; write for example --exchange a2a."
         )
-    if wanted.price is not None and not 0 < wanted.price <= LARGEST:
+    if wanted.price is not None and not 0 < wanted.price <= MAX_NUMBER:
         raise UsageError(f"--price {wanted.price:g} is no price of a GPU for an hour; write for example --price 3.5.")
     gpus = _positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
     return Ask(

@@ -86,8 +86,11 @@ def repair(
     if as_json:
         print_json(msgspec.to_builtins(done))
         return 0
+    for fault in done.left:
+        say(f"line {fault.line}, {fault.kind}: left as it is ({fault.why}); --strange takes it out, too")
     if not done.taken_out:
-        say(f"{done.file}: all {counted(done.kept, 'record')} can be read; nothing was changed.")
+        can = "the other" if done.left else "all"
+        say(f"{done.file}: {can} {counted(done.kept, 'record')} can be read; nothing was changed.")
         return 0
     for fault in done.taken_out:
         saved = f"; {counted(fault.held, 'record')} inside it kept" if fault.held else ""

@@ -28,7 +28,7 @@ from dcpbench.plan.spec import effective, planned
 from dcpbench.plan.typed import typed_command
 from dcpbench.points.layout import MOST_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.file import RecordFile
+from dcpbench.records.file import RecordFile, check_point
 from dcpbench.records.metrics import SWEPT
 from dcpbench.records.record import functional
 from dcpbench.records.runs import last_records, read_run
@@ -46,13 +46,15 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
+    from dcpbench.records.file import BadLine
     from dcpbench.records.record import Record
+    from dcpbench.records.runs import Run as ReadRun
 
     WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
 
 WORKER = launcher.WORKER
-USUAL_GPUS = 8
-"""Of a machine that is planned for."""
+USUAL_GPUS = 8  # of a machine that is planned for
+MAX_NAMED = 10  # lines of records that cannot be read, each named by a line of its own
 
 
 @dataclasses.dataclass
@@ -286,15 +288,19 @@ def _prepare(
     candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run, *, default_grid: bool
 ) -> list[Point]:
     """Make the folder, record the rejected points once, and return the points that are still to be measured."""
+    for c in candidates:
+        check_point(c.point)
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
-    known = last_records(folder)
+    bad: list[BadLine] = []
+    known = last_records(folder, bad=bad)
     if run.resume:
+        say_bad_lines(bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
         if default_grid:
             folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()))
-    if run.resume and not known:
+    if run.resume and not known and not bad:
         say(f"{folder} holds no run yet; starting one.")
-    elif run.resume and not any(c.point.key() in known for c in candidates):
+    elif run.resume and known and not any(c.point.key() in known for c in candidates):
         say(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
     if run.resume:
         now = folders.settings_of(candidates[0].point, work.settings, work.device)
@@ -353,7 +359,7 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     """Write the report, say where it lies, and tell by the exit code whether every point that could run did."""
     from dcpbench.reports import terminal_table, write_report
 
-    last = last_records(folder)
+    last = last_records(folder, bad=[])
     records = [last[c.point.key()] for c in candidates if c.point.key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
     if is_part():
@@ -374,13 +380,24 @@ def no_report(folders: Sequence[Path]) -> str:
     return f"Interrupted; no report was written. The records are safe; to write it: {again}"
 
 
-def say_cut_short(folders: Sequence[Path]) -> None:
-    """Say of which runs the last record is not whole."""
+def say_left_out(runs: Sequence[ReadRun]) -> None:
+    """Name the lines of runs that cannot be read, and what to type so that the files are without them."""
     from dcpbench.records.file import cut_short
 
-    for folder in folders:
-        if cut_short(folder):
-            say(f"{folder}: the last line of its record file was cut short; it is left out.")
+    for run in runs:
+        if run.path is not None and cut_short(run.path):
+            say(f"{run.path}: the last line of its record file was cut short; it is left out.")
+        say_bad_lines(run.bad_lines)
+
+
+def say_bad_lines(lines: Sequence[BadLine]) -> None:
+    """Name lines that cannot be read and are left out, the first ones each, and the commands that take them out."""
+    for bad in lines[:MAX_NAMED]:
+        say(f"{bad.file}, line {bad.line} cannot be read and is left out: {bad.why}.")
+    if len(lines) > MAX_NAMED:
+        say(f"{counted(len(lines) - MAX_NAMED, 'more line')} cannot be read and are left out.")
+    for mend in dict.fromkeys(bad.mend for bad in lines if bad.mend):
+        say(f"To take what cannot be read out, and keep a copy of the file: {mend}")
 
 
 def say_if_unjudged(folders: Sequence[Path], slo: str) -> None:

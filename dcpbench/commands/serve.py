@@ -496,7 +496,7 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
     from dcpbench.launch.jobs import Progress
     from dcpbench.points.budget import engine_of
     from dcpbench.records.file import RecordFile
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Record, omitted_note
     from dcpbench.serving.outcome import in_short
     from dcpbench.serving.replay import replay_from_file
 
@@ -516,9 +516,9 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
             except DcpbenchError as e:
                 detail = {"device": work.hardware}
                 record = Record(point=point, outcome="failed", reason=str(e), detail=detail)
-            out.append(record)
+            record = out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome
-            note = record.reason or (in_short(record.serve) if record.serve else "")
+            note = (record.reason or (in_short(record.serve) if record.serve else "")) + omitted_note(record)
             bar(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
 
 

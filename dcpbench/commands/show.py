@@ -20,18 +20,18 @@ def show(
 
     Example: dcpbench show runs/monday
     """
-    from dcpbench.commands.runs import say_cut_short
+    from dcpbench.commands.runs import say_left_out
     from dcpbench.reports import terminal_table
 
     options = answer.of_runs
     if as_json:
         from dcpbench.reports import export, frames
 
-        text = export.dumps(frames.load(runs, **options))
-        say_cut_short(runs)
+        read = frames.load(runs, **options)
+        text = export.dumps(read)
+        say_left_out(read.runs)
         sys.stdout.write(text + "\n")
         return 0
-    table = terminal_table(runs, **options)
-    say_cut_short(runs)
+    table = terminal_table(runs, on_read=say_left_out, **options)
     console().print(table)
     return 0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dcpbench.dashboard.lines import Entry, Line
+    from dcpbench.records.file import BadLine
     from dcpbench.records.record import Record
 
 STATE_FILE = "site.json"
@@ -74,6 +75,7 @@ class RunData:
     entries: dict[Line, Entry]
     cut_short: bool = False
     """Whether the last line of its record file is not whole."""
+    bad_lines: tuple[BadLine, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,11 @@ def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -
         runs.append(run)
         if run.cut_short:
             skipped.append(f"{name}: the last line of its record file was cut short; the others are read")
+        if run.bad_lines:
+            first, more = run.bad_lines[0], len(run.bad_lines) - 1
+            several = f" and {more:,} more" if more else ""
+            said = f"line {first.line} of its record file{several} cannot be read ({first.why}); the others are read"
+            skipped.append(f"{name}: {one_line(said)}")
         tell(f"read {number} of {len(now)}")
     for gone in set(known) - set(now):
         del known[gone]
@@ -158,14 +165,15 @@ def _read(stamp: Stamp, name: str) -> RunData:
                 lines_here += piece.count(b"\n")
         if lines_here > MOST_POINTS:
             raise RecordsError(f"{lines_here:,} records; a site takes {MOST_POINTS:,}.")
-        records = read_run(stamp.path).records
+        read = read_run(stamp.path, skip_bad_lines=True)
     except OSError as e:
         raise RecordsError(f"cannot be read ({e.strerror}).") from e
     except RecursionError as e:
         raise RecordsError("a line is nested deeper than any record.") from e
-    if not records:
+    if not read.records:
         raise RecordsError("holds no whole record.")
-    return dataclasses.replace(_run(name, stamp.path, digest.hexdigest(), records), cut_short=cut_short(stamp.path))
+    found = _run(name, stamp.path, digest.hexdigest(), read.records)
+    return dataclasses.replace(found, cut_short=cut_short(stamp.path), bad_lines=read.bad_lines)
 
 
 def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunData:

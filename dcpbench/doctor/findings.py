@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from dcpbench.records.checks import MOST_ENTRIES
+from dcpbench.records.checks import MAX_ENTRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ class Report:
     def add(self, check: str, level: str, what: str, remedy: str = "", where: str = "") -> None:
         """One more."""
         assert level in LEVELS
-        if len(self.findings) < MOST_ENTRIES:
+        if len(self.findings) < MAX_ENTRIES:
             self.findings.append(Finding(check=check, level=level, where=where, what=what, remedy=remedy))
 
     def judge(self, check: str, wrong: str, remedy: str, right: str, *, where: str = "", level: str = BAD) -> None:

@@ -20,6 +20,8 @@ from dcpbench.show.whole_files import write_file
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dcpbench.records.runs import Run
+
 FORMATS = {
     "vllm": "vllm",
     "sglang": "sglang",
@@ -67,6 +69,7 @@ class Exported:
     paths: list[Path]
     note: str
     """A sentence about points that were left out; empty if none was."""
+    runs: list[Run]
 
 
 def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool = False) -> Exported:
@@ -78,14 +81,16 @@ def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool
     if to not in FORMATS:
         raise UsageError(f"--to {to} is unknown{did_you_mean(to, tuple(FORMATS))}")
     from dcpbench.exports import measured
+    from dcpbench.reports import frames
 
-    points = measured.read(folders)
+    runs = frames.read_runs(folders)
+    points = measured.of_runs(runs)
     rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(points)
     note = _left_out(rendered.left_out, len(points))
     if not rendered.files:
         why = note or "the runs hold no point."
         raise UsageError(f"nothing to write as {to}: {why} --to csv and --to parquet carry every point.")
-    return Exported(_write(_places(rendered.files, output, folders[0], to), force=force), note)
+    return Exported(_write(_places(rendered.files, output, folders[0], to), force=force), note, runs)
 
 
 def _left_out(reasons: Counter[str], of: int) -> str:

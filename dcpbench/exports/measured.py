@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
+    from dcpbench.records.runs import Run
 
 FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"
 """Standings of what is no measurement of speed."""
@@ -62,11 +63,9 @@ class Measured:
         return digest(self.record.point.same_but_repeat())
 
 
-def read(folders: Sequence[Path]) -> list[Measured]:
-    """Every point of these runs, the last record of each. Raises RecordsError and UsageError as reports do."""
-    from dcpbench.reports import frames
-
-    return [Measured(run.name, run.folder, record) for run in frames.read_runs(folders) for record in run.records]
+def of_runs(runs: Sequence[Run]) -> list[Measured]:
+    """Return every point of these runs, the last record of each."""
+    return [Measured(run.name, run.folder, record) for run in runs for record in run.records]
 
 
 @dataclasses.dataclass(frozen=True)

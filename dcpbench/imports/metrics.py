@@ -7,9 +7,9 @@ import itertools
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import RecordsError
+from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
-from dcpbench.records.checks import LARGEST
 from dcpbench.records.record import ServeMetrics
 from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, marks
 
@@ -129,7 +129,7 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
     )
     for name in ("output_tok_s", "total_tok_s", "request_s", "tok_s_per_user"):
         value = getattr(found, name)
-        if value is not None and value > LARGEST:
+        if value is not None and value > MAX_NUMBER:
             raise RecordsError(f"{result.where}: its {name} would be {value:g}, so its times cannot be. Run it again.")
     return found
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
+from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import UNKNOWN
-from dcpbench.records.checks import LARGEST
 from dcpbench.serving.load_words import MOST_TOKENS, parse_lengths
 from dcpbench.show.text import one_line
 
@@ -266,7 +266,7 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     except msgspec.ValidationError as e:
         raise RecordsError(f"{document.where} is not what {tool} writes: {one_line(str(e))}.") from e
     for name in found.__struct_fields__:
-        most = MOST_TOKENS if name.endswith("_len") else LARGEST
+        most = MOST_TOKENS if name.endswith("_len") else MAX_NUMBER
         _check(getattr(found, name), f"{document.where}: {name}", most=most)
     return found
 
@@ -291,7 +291,7 @@ def details(document: Document, completed: int) -> Details | None:
         counts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
         raise RecordsError(f"{document.where}: lists of requests differ in length: {counts}; it is not whole.")
     for name in sizes:
-        most = MOST_TOKENS if name in ("input_lens", "output_lens") else LARGEST
+        most = MOST_TOKENS if name in ("input_lens", "output_lens") else MAX_NUMBER
         if name != "errors":
             _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", most=most)
     if (listed := len(found.finished())) != completed:
@@ -313,7 +313,7 @@ def rate(document: Document, tool: str, words: Sequence[str]) -> float | None:
     number = _number(value)
     if number == math.inf:
         return None
-    if number is None or not 0 < number <= LARGEST:
+    if number is None or not 0 < number <= MAX_NUMBER:
         said = f"{document.where}: request_rate is {str(value)[:40]}"
         raise RecordsError(f"{said}; {tool} writes a number above 0, or {' or '.join(words)}.")
     return number
@@ -354,7 +354,7 @@ def integer(value: object) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
 
 
-def _check(value: object, what: str, *, signed: bool = False, most: float = LARGEST) -> None:
+def _check(value: object, what: str, *, signed: bool = False, most: float = MAX_NUMBER) -> None:
     """Numbers are finite, not negative and at most `most`, texts no longer than a name."""
     if isinstance(value, list):
         for entry in value:

@@ -15,8 +15,8 @@ import msgspec
 from dcpbench.errors import RecordsError
 from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
+from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TOOLS, TRACE, VLLM, WHOLE
-from dcpbench.records.checks import LARGEST
 from dcpbench.records.record import Latencies
 from dcpbench.show.text import shortened
 
@@ -147,7 +147,7 @@ def number(document: Document, name: str) -> float | None:
     value = document.fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
         raise RecordsError(f"{document.where}: {name} is {str(value)[:40]}, which is no time in ms. Run it again.")
     return float(value)
 

@@ -221,7 +221,7 @@ def _check_room(end: _End, folder: Path) -> None:
 
 def _tell(record: Record, work: Work, watch: Callable[[Progress], None], *, again: bool = False) -> None:
     """Record a point that failed, and say so; `again`: that it will be begun once more."""
-    RecordFile(work.folder, work.records).append(record)
+    record = RecordFile(work.folder, work.records).append(record)
     stage = AGAIN if again else record.outcome
     watch(Progress(stage=stage, key=record.point.key(), note=record.reason or "", at=time.time()))
 
@@ -480,7 +480,7 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
         detail=detail,
         marks=marks,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),
-        seconds=time.time() - running.started,
+        seconds=time.monotonic() - running.begun,
     )
 
 

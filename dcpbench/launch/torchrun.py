@@ -71,7 +71,7 @@ class Running(Ranks):
         super().__init__(Path(job.folder), job.logs(), job.progress_path(), ranks)
         self.job = job
         self.agent_log = self.logs / "agent.log"
-        self.started = time.time()
+        self.started, self.begun = time.time(), time.monotonic()
         self.forget()
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.logs / RENDEZVOUS).unlink(missing_ok=True)  # of a job of this tag that was killed

@@ -27,10 +27,14 @@ def may_pass(record: Record) -> bool:
 
 
 def failed(folder: Path) -> collections.Counter[str]:
-    """How often each point of a run has failed in a way that may pass, by its key. Raises RecordsError."""
+    """Return how often each point of a run has failed in a way that may pass, by its key. Lines that cannot be read do not count.
+
+    Raises RecordsError.
+    """
     if not (folder / RECORDS_FILE).exists():
         return collections.Counter()
-    return collections.Counter(record.point.key() for _, record in placed_records(folder) if may_pass(record))
+    found = placed_records(folder, samples=False, bad=[])
+    return collections.Counter(record.point.key() for _, record in found if may_pass(record))
 
 
 def set_aside(times: int, retries: int) -> bool:

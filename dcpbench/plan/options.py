@@ -9,9 +9,9 @@ import reprlib
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
+from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, flag
 from dcpbench.points.point import AXES, LOAD_AXES
-from dcpbench.records.checks import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,9 +175,9 @@ def quoted(value: object) -> str:
 
 
 def _check_size(name: str, value: float, typed: str) -> None:
-    if abs(value) > LARGEST:
+    if abs(value) > MAX_NUMBER:
         raise UsageError(
-            f"{flag(name)} {typed} is above {LARGEST:g}, more than anything that can be measured; write for example "
+            f"{flag(name)} {typed} is above {MAX_NUMBER:g}, more than anything that can be measured; write for example "
             f"{example(name)}."
         )
 

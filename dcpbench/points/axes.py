@@ -86,6 +86,8 @@ def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
         if axis is not None:
             annotated = typing.get_args(field.type)[0]
             kind = next(kind for kind in (*typing.get_args(annotated), annotated) if kind is not type(None))
+            if typing.get_origin(kind) is typing.Annotated:  # a number with its bounds
+                kind = typing.get_args(kind)[0]
             found.append(dataclasses.replace(axis, name=field.name, kind=kind, default=field.default))
     return tuple(sorted(found, key=lambda axis: axis.order))
 

@@ -10,6 +10,7 @@ import msgspec
 from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
+from dcpbench.points.bounds import Count, Number
 from dcpbench.points.instances import Instances, parse
 from dcpbench.points.layout import GroupWide, Layout, experts_placed
 from dcpbench.points.older import GONE
@@ -40,13 +41,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=names.MODES)] = names.LIVE
     """`live`, or `replay`: the same scheduler in virtual time, with step times that were measured before."""
-    requests: Annotated[int, Axis(LOAD, 70, "{:,} requests")]
+    requests: Annotated[Count, Axis(LOAD, 70, "{:,} requests")]
     """How many are submitted."""
     arrival: Annotated[str, Axis(LOAD, 51)] = names.CLOSED
     """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
-    request_rate: Annotated[float | None, Axis(LOAD, 52)] = None
+    request_rate: Annotated[Number | None, Axis(LOAD, 52)] = None
     """Requests per second, on average."""
-    burstiness: Annotated[float, Axis(LOAD, 53, one=True)] = 1.0
+    burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
     paced: Annotated[bool | None, Axis(LOAD, 59, later=True)] = False
     """Of an open loop, whether gaps, once drawn, are scaled so that the last request comes when the rate says. Their sum was
@@ -55,26 +56,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
     output_tokens: Annotated[str, Axis(LOAD, 55)]
     """Tokens sampled per request, likewise."""
-    prefix_share: Annotated[float | None, Axis(LOAD, 56, one=True)] = 0.0
+    prefix_share: Annotated[Number | None, Axis(LOAD, 56, one=True)] = 0.0
     """Share of each prompt that it has in common with others of its group, at the beginning. Null, like `prefix_cache`
     and `seed`, where an import does not say."""
-    prefix_groups: Annotated[int, Axis(LOAD, 57, one=True)] = 1
+    prefix_groups: Annotated[Count, Axis(LOAD, 57, one=True)] = 1
     turns: Annotated[str, Axis(LOAD, 61, "{} turns", one=True, later=True)] = names.ONE_TURN
     """Requests of a session, as lengths are written: each begins with all that the session said before."""
     turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True, later=True)] = ""
     """Length of what a client adds from the second turn on; empty: as `input_tokens`, which is then of all."""
-    think_time: Annotated[float, Axis(LOAD, 63, "think {:g} s", one=True, later=True)] = 0.0
+    think_time: Annotated[Number, Axis(LOAD, 63, "think {:g} s", one=True, later=True)] = 0.0
     """Seconds from an answer's last token to the next turn."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
-    chunk: Annotated[int, Axis(LOAD, 71, "chunk {:,}")]
+    chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
     """Prompt tokens that a step prefills at most, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
     prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True
     prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)] = names.PREFILLS[0]
     """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
-    seed: Annotated[int | None, Axis(LOAD, 75, "seed {}", one=True)] = 0
+    seed: Annotated[Count | None, Axis(LOAD, 75, "seed {}", one=True)] = 0
 
     @property
     def sessions(self) -> bool:
@@ -90,17 +91,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One layout × workload × load, as asked for."""
 
     model: Annotated[str, Axis(ENGINE, 1, title="model")]
-    tp: Annotated[int, Axis(ENGINE, 2)]
+    tp: Annotated[Count, Axis(ENGINE, 2)]
     """0 where nobody knows the layout: of an import that does not say; dp and dcp likewise."""
-    dp: Annotated[int, Axis(ENGINE, 3)] = 1
-    dcp: Annotated[int, Axis(ENGINE, 4)] = 1
+    dp: Annotated[Count, Axis(ENGINE, 3)] = 1
+    dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
     ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts (ep)", later=True)] = names.WHOLE
     """`1`: each expert is cut by width over the tp ranks. `tp`: each rank has whole experts, as all did when records did
     not say it, and as tp 1 has in any case. Of an import the number of ranks that experts are dealt out to."""
-    concurrency: Annotated[int, Axis(LOAD, 40, title="concurrency")]
+    concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]
     """Requests in flight over the whole layout; `serve`: at most."""
-    context: Annotated[int, Axis(LOAD, 41, title="context")]
+    context: Annotated[Count, Axis(LOAD, 41, title="context")]
     """Tokens already in the KV cache of each request; `serve`: the most tokens of a request, output included."""
     exchange: Annotated[
         str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*names.EXCHANGES, names.AUTO))
@@ -122,11 +123,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`fp8`: the KV cache; see `kv_precision`."""
     emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", later=True, path=True)] = ""
     """Of a layout whose other ranks are not there: the machine whose wire is modelled (points/machines.py). Empty: all are."""
-    page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
-    interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
+    page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
+    interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
     """`synthetic`, or the folder of a checkpoint."""
-    repeat: Annotated[int, Axis(REPEAT, 0)] = 0
+    repeat: Annotated[Count, Axis(REPEAT, 0)] = 0
     """Which pass over the whole sweep this is, from 0."""
     load: Load | None = None
     """Null for `decode`."""
@@ -137,9 +138,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     disaggregate: Annotated[str, Axis(DEPLOYED, 31, later=True)] = ""
     """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
     many that do both. Empty: one that does both."""
-    transfer_gb_s: Annotated[float, Axis(DEPLOYED, 32, "{:g} GB/s links", later=True)] = 0.0
+    transfer_gb_s: Annotated[Number, Axis(DEPLOYED, 32, "{:g} GB/s links", later=True)] = 0.0
     """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
-    transfer_ms: Annotated[float, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
+    transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
     """What each request's transfer takes besides."""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Whether what a line of records says can have been measured. Types are checked by msgspec; this checks the values.
+"""Checks that the values of a record can have been measured, and says what to do about a line that cannot be read.
 
-Reports divide by these numbers, order them and draw them; one that cannot be is refused with its name, before it does
-harm far from where it came from.
+Types and the bounds of single numbers are checked by msgspec. Reports divide by these numbers, order them and draw them,
+so a value that cannot be is refused with its name before it does harm far from where it came from.
 """
 
 from __future__ import annotations
@@ -15,27 +15,18 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import DEGREES, MOST_RANKS
 from dcpbench.records import checksums
+from dcpbench.records.bounds import bad_values, record_type
 from dcpbench.records.metrics import METRICS
 from dcpbench.records.record import Interval
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sized
+    from collections.abc import Sized
     from pathlib import Path
 
+    from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-LARGEST = 1e15
-"""No number of a record is larger but a GPU's rates: a petabyte, or 31,000 years in ms."""
-LARGEST_RATE = 1e18
-"""Operations in a second, of hundreds of today's fastest GPUs."""
-MOST_ENTRIES = 4096
-"""Phases, marks, sites, candidates and settings of one record."""
-UNUSUAL_NUMBER = re.compile(rb"[:,\[]\s*(?:-|[0-9][0-9.]*[eE]\+?[0-9]{2}|[0-9]{16})")
-"""Where a line may hold a number below 0 or a large one: only such lines are walked number by number."""
-SIGNED = ("phases.idle_us", "phases.idle_fraction", "serve.idle_fraction")
-"""What is left between two measured times, which rounding brings below 0."""
-SETTINGS = "measured_with."
-"""Options as they were typed, no measurements."""
+MAX_ENTRIES = 4096  # phases, marks, sites, candidates and settings of one record
 WITHOUT_SUM = (
     "take the checksums out, in its folder: "
     "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
@@ -47,15 +38,41 @@ OUTCOMES = ("ok", "failed", "hung", "rejected")
 NOT_RUN = "rejected"
 
 
-def problem(record: Record, line: bytes) -> str:
-    """What of a record cannot be, by the name of its field; empty where all can."""
-    if _may_be_unusual(record, line) and (found := _unusual(msgspec.json.decode(line), "")):
-        return found
-    return _first((_outcome(record), _layout(record), _metrics(record), _entries(record)))
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """A field of a record that cannot hold what it holds."""
+
+    field: str
+    """Dotted name, such as `serve.cached_tokens`."""
+    what: str
+    """What is wrong with it, as it follows the name: ` is -99, below 0`."""
+
+    def __str__(self) -> str:
+        """Return the name of the field and what is wrong with it."""
+        return f"{self.field}{self.what}"
+
+
+class ImpossibleValueError(msgspec.ValidationError):
+    """A value that cannot have been measured."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
 
 
 class OtherVersionError(msgspec.ValidationError):
-    """A record of another version, whatever else is in it."""
+    """A record of another version."""
+
+
+def find_problem(record: Record) -> Problem | None:
+    """Return the first thing in a decoded record that cannot be, beyond the bounds of single numbers."""
+    found = (check(record) for check in (_outcome, _layout, _metrics, _entries))
+    return next((problem for problem in found if problem is not None), None)
+
+
+def find_bad_number(line: bytes) -> Problem | None:
+    """Return the first number of a line that is outside of the bounds of its field."""
+    bad = next(bad_values(msgspec.json.decode(line), record_type()), None)
+    return Problem(field=bad.field, what=f" {bad.what}") if bad else None
 
 
 def why(line: bytes, error: Exception) -> str:
@@ -115,69 +132,65 @@ def repair_command(path: Path, *, strange: bool) -> str:
 
 
 def how_to_mend(path: Path, error: Exception) -> str:
-    """A sentence behind why a line cannot be read; none where another version, or a change of the file, reads it."""
+    """Return the command that takes a line out; empty where another version, or a change of the file, reads it."""
     if isinstance(error, OtherVersionError | checksums.RewrittenError):
         return ""
-    return f" To take it out, and keep a copy of the file: {repair_command(path, strange=is_strange(error))}"
+    return repair_command(path, strange=is_strange(error))
 
 
-def _outcome(record: Record) -> str:
+def _outcome(record: Record) -> Problem | None:
     if record.outcome in OUTCOMES:
-        return ""
-    return f"outcome is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}"
+        return None
+    return Problem(field="outcome", what=f" is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}")
 
 
-def _may_be_unusual(record: Record, line: bytes) -> bool:
-    """Whether a number of the line may be below 0 or too large.
-
-    Step samples, nearly all of a long line, are compared as numbers: the search would take ten times as long as
-    everything else that reads the line.
-    """
-    samples = record.metrics.step_samples_ms if record.metrics else []
-    if not samples:
-        return bool(UNUSUAL_NUMBER.search(line))
-    before, _, rest = line.partition(b'"step_samples_ms":[')  # only a key of that name can look like this
-    after = rest[rest.find(b"]") :]
-    return min(samples) < 0 or max(samples) > LARGEST or any(map(UNUSUAL_NUMBER.search, (before, after)))
-
-
-def _layout(record: Record) -> str:
-    """Degrees that nest, or of an import none at all; a point that was rejected has those that were asked for."""
+def _layout(record: Record) -> Problem | None:
+    """Check that the degrees nest. An import may have none, and a rejected point has those that were asked for."""
     tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
     if record.outcome == NOT_RUN or not any(degrees):
-        return ""
+        return None
     for name, degree in zip(DEGREES, degrees, strict=True):
         if not 1 <= degree <= MOST_RANKS:
-            return f"point.{name} is {degree}, which no layout that ran has"
+            return Problem(field=f"point.{name}", what=f" is {degree}, which no layout that ran has")
     if tp % dp:
-        return f"point.dp {dp} does not divide tp {tp}, so that it cannot have run"
-    try:
-        split = record.point.instances.disaggregated
-    except UsageError:
-        return f"point.disaggregate is {record.point.disaggregate[:40]!r}, which no instances that ran are"
-    if split and not 0 < record.point.transfer_gb_s <= LARGEST:
-        return f"point.transfer_gb_s is {record.point.transfer_gb_s:g}, at which no KV can have crossed"
+        return Problem(field="point.dp", what=f" {dp} does not divide tp {tp}, so that it cannot have run")
     if tp // dp % dcp:
-        return f"point.dcp {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
-    return ""
+        return Problem(
+            field="point.dcp", what=f" {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
+        )
+    return _instances(record.point)
 
 
-def _metrics(record: Record) -> str:
-    """Metrics above 0, whose intervals hold their medians."""
-    said = ""
+def _instances(point: Point) -> Problem | None:
+    try:
+        split = point.instances.disaggregated
+    except UsageError:
+        said = f" is {point.disaggregate[:40]!r}, which no instances that ran are"
+        return Problem(field="point.disaggregate", what=said)
+    if split and not point.transfer_gb_s > 0:
+        return Problem(
+            field="point.transfer_gb_s", what=f" is {point.transfer_gb_s:g}, at which no KV can have crossed"
+        )
+    return None
+
+
+def _metrics(record: Record) -> Problem | None:
+    """Check that metrics are above 0 and that intervals hold their medians."""
     for metric in POSITIVE:
-        found, name = metric.held(record), f"{'serve' if record.serve else 'metrics'}.{metric.name}"
+        found = metric.held(record)
+        if found is None:
+            continue
+        name = f"{'serve' if record.serve else 'metrics'}.{metric.name}"
         if not isinstance(found, Interval):
-            said = _positive(name, found)
+            if not found > 0:
+                return Problem(field=name, what=f" is {found:g}, not above 0")
         elif not 0 < found.low <= found.median <= found.high:
-            said = f"{name}: 0 < low {found.low:g} ≤ median {found.median:g} ≤ high {found.high:g} does not hold"
-        if said:
-            return said
-    samples = record.metrics.step_samples_ms if record.metrics else []
-    return _positive("metrics.step_samples_ms", min(samples, default=None))
+            order = f"0 < low {found.low:g} ≤ median {found.median:g} ≤ high {found.high:g}"
+            return Problem(field=name, what=f": {order} does not hold")
+    return None
 
 
-def _entries(record: Record) -> str:
+def _entries(record: Record) -> Problem | None:
     many: dict[str, Sized] = {
         "marks": record.marks,
         "sync_sites": record.sync_sites,
@@ -186,28 +199,7 @@ def _entries(record: Record) -> str:
         "floor.phase_floor_us": record.floor.phase_floor_us if record.floor else (),
         "choice.candidates": record.choice.candidates if record.choice else (),
     }
-    over = [name for name, found in many.items() if len(found) > MOST_ENTRIES]
-    return f"{over[0]} has {len(many[over[0]]):,} entries, more than {MOST_ENTRIES:,}" if over else ""
-
-
-def _positive(name: str, value: float | None) -> str:
-    return f"{name} is {value:g}, not above 0" if value is not None and not value > 0 else ""
-
-
-def _first(found: Iterable[str]) -> str:
-    return next((text for text in found if text), "")
-
-
-def _unusual(value: object, name: str) -> str:
-    if isinstance(value, dict):
-        return _first(_unusual(v, f"{name}.{k}".lstrip(".")[:80]) for k, v in value.items())
-    if isinstance(value, list):
-        return _first(_unusual(v, name) for v in value)
-    if not isinstance(value, int | float):
-        return ""
-    largest = LARGEST_RATE if name.startswith("rates.") else LARGEST
-    if abs(value) > largest:
-        return f"{name} is above {largest:g}"
-    if value < 0 and name not in SIGNED and not name.startswith(SETTINGS):
-        return f"{name} is {value:g}, below 0"
-    return ""
+    over = next((name for name, found in many.items() if len(found) > MAX_ENTRIES), None)
+    if over is None:
+        return None
+    return Problem(field=over, what=f" has {len(many[over]):,} entries, more than {MAX_ENTRIES:,}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HEAD = b'{"checked":"crc32",'
 TAIL = b',"crc32":"%08x"}'
-_LONGEST = len(TAIL % 0)
+_TAIL_BYTES = len(TAIL % 0)
 _TAIL = re.compile(rb',"crc32":"[0-9a-f]{8}"\}')
 _NAME = b'"crc32"'
 _KEY = re.compile(_NAME + rb"\s*:")
@@ -55,16 +55,28 @@ def sealed_parts(line: bytes) -> Iterator[bytes]:
                 yield line[begin : tail.end()]
 
 
-def check(line: bytes) -> None:
-    """Raise one of the errors above for a line that was sealed and has changed since; nothing of it is decoded."""
+def check(line: bytes) -> bool:
+    """Return whether a line has a checksum; nothing of the line is decoded.
+
+    Raises one of the errors above for a line that was sealed and has changed since.
+    """
+    if line.startswith(HEAD) and _fits(line):
+        return True
     text = line.strip(_BLANKS)
-    body, end = text[:-_LONGEST], text[-_LONGEST:]
-    begun, ended = text.startswith(HEAD), _TAIL.fullmatch(end)
-    if begun and end == TAIL % zlib.crc32(body):
-        return
+    begun, ended = text.startswith(HEAD), _TAIL.fullmatch(text[-_TAIL_BYTES:])
+    if begun and _fits(text):
+        return True
     if ended or (begun and _TAIL.search(text)):
         raise DamageError("its checksum (crc32) is not that of the line: some of it was damaged after it was written")
     if begun:
         raise UnfinishedError("its checksum (crc32) is missing or damaged, and so what else is may be")
     if _NAME in text and _KEY.search(text):
         raise RewrittenError("another program wrote it anew, and its checksum (crc32) is that of the bytes before")
+    return False
+
+
+def _fits(line: bytes) -> bool:
+    """Return whether a line, with or without its newline, ends with the checksum of what stands before it."""
+    end = len(line) - line.endswith(b"\n")
+    body = memoryview(line)[: max(end - _TAIL_BYTES, 0)]  # a copy would take longer than the sum
+    return line[len(body) : end] == TAIL % zlib.crc32(body)

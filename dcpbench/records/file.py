@@ -14,7 +14,7 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import older
-from dcpbench.records import checks, checksums
+from dcpbench.records import acceptance, checks, checksums, disks
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import SCHEMA_VERSION, Record
@@ -23,18 +23,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from dcpbench.points.point import Point
+
 
 class _Version(msgspec.Struct):
     schema_version: int
 
 
 NUL = b"\0"
+READ_BYTES = 1 << 20  # a line has a megabyte where a point has tens of thousands of steps
 NAME_A_RUN = "name the folder of a run, such as those in runs/."
+SAMPLES = b'"step_samples_ms":['
 WAIT_S, LOOK_S = 5.0, 0.01
 """How long an append waits for another, and how often it looks."""
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
+
+
+class BadLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a file of records that cannot be read."""
+
+    file: str
+    line: int
+    """From 1."""
+    why: str
+    """What is wrong with it, without a full stop."""
+    mend: str
+    """Command that takes the line out; empty where another version, or a change of the file, reads it."""
 
 
 class RecordFile:
@@ -43,37 +59,48 @@ class RecordFile:
     def __init__(self, folder: Path, name: str = RECORDS_FILE) -> None:
         self.path = folder / name
 
-    def append(self, record: Record) -> None:
-        """Write one record, flushed and synced.
+    def append(self, record: Record) -> Record:
+        """Write one record that `read_records` accepts, flushed and synced, and return it as it was written.
 
-        A last line that a crash cut short goes to `records.truncated.txt` first, never lost. Raises OutputError where
-        another process is at the same for WAIT_S, or the file system has no locks.
+        A value that a reader would refuse is replaced, and named in `Record.omitted` (acceptance.py). A last line that a
+        crash cut short goes to `records.truncated.txt` first. Raises OutputError if the file cannot be written, if another
+        process holds its lock for WAIT_S, or if the file system has no locks.
         """
-        with self.path.open("ab") as f:
-            _lock(f, self.path)
-            _end_last_line(self.path)
-            f.write(checksums.seal(_encoder.encode(record)) + b"\n")
-            f.flush()
-            os.fsync(f.fileno())
+        kept, line = acceptance.accept(record, decode)
+        try:
+            with self.path.open("ab") as f:
+                _lock(f, self.path)
+                _end_last_line(self.path)
+                f.write(line + b"\n")
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError as e:
+            raise disks.write_error(self.path, e) from e
+        return kept
 
     def end(self) -> int:
-        """The byte at which the next record will begin."""
+        """Return the byte at which the next record will begin."""
         if not self.path.exists():
             return 0
         last = _last_line(self.path)
         return last.next if last else self.path.stat().st_size
 
     def since(self, begin: int) -> Iterator[Record]:
-        """The records that were appended since `end` was `begin`; errors as of `read_records`."""
+        """Yield the records that were appended since `end` returned `begin`; errors as of `read_records`."""
         if self.path.exists():
             yield from (record for _, record in placed_records(self.path, begin))
 
 
-def read_records(folder: Path) -> list[Record]:
-    """All records of a run folder, or of a records.jsonl given directly.
+def check_point(point: Point) -> None:
+    """Raise UsageError for a point that no reader of records would accept, before it is measured."""
+    acceptance.accept(Record(point=point, outcome=checks.NOT_RUN), decode)
 
-    A last line that was cut short, or ends in the NULs of a power cut, is left out: a crash did it, or the line is
-    being written right now. Reading never changes the file; the next `RecordFile.append` puts such a line aside.
+
+def read_records(folder: Path) -> list[Record]:
+    """Return all records of a run folder, or of a records.jsonl given directly.
+
+    A last line that was cut short, or ends in the NULs of a power cut, is left out: a crash caused it, or the line is
+    being written. Reading never changes the file; the next `RecordFile.append` puts such a line aside.
     Raises RecordsError for a file that is missing or cannot be read, for damage anywhere else, as in a line that its
     checksum (checksums.py) does not fit, for values that cannot be (checks.py) and for records of another
     version.
@@ -81,43 +108,62 @@ def read_records(folder: Path) -> list[Record]:
     return [record for _, record in placed_records(folder)]
 
 
-def placed_records(run: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
-    """The same one by one, each with the byte at which its line begins; only those from byte `begin` on."""
+def placed_records(
+    run: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
+) -> Iterator[tuple[int, Record]]:
+    """Yield the records from byte `begin` on, each with the byte at which its line begins; errors as of `read_records`.
+
+    Without `samples`, step samples are left out where a checksum vouches for them. With `bad`, a line that cannot be read is
+    added to that list instead of being an error, as long as the file is one of records.
+    """
     path = record_file(run)
     check_there_are_records(run)
     try:
-        with path.open("rb") as f:
+        with path.open("rb", buffering=READ_BYTES) as f:
             f.seek(begin)
-            yield from records_in(f, path, begin)
+            yield from records_in(f, path, begin, samples=samples, bad=bad)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
 
 
-def records_in(lines: Iterable[bytes], path: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
-    """The same of an open file that stands at byte `begin`, called `path` where something is wrong with it."""
+def records_in(
+    lines: Iterable[bytes], path: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
+) -> Iterator[tuple[int, Record]]:
+    """Yield the same of an open file that stands at byte `begin`; `path` is its name in errors."""
     place = begin
     read = begin > 0
     for number, whole in enumerate(lines, 1):
         line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
-        if line.strip():
+        if line and not line.isspace():
             try:
-                yield place, decode(line)
+                yield place, decode(line, samples=samples)
                 read = True
             except UNREADABLE as e:
                 if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
-                raise RecordsError(_unreadable(path, before + number, line, e, read=read)) from e
+                read = read or _holds_record(path)
+                if bad is None or not (read or checks.of_a_record(line)):
+                    raise RecordsError(_unreadable(path, before + number, line, e, read=read)) from e
+                mend = checks.how_to_mend(path, e)
+                bad.append(BadLine(file=str(path), line=before + number, why=checks.wrong(line, e), mend=mend))
         place += len(whole)
 
 
-def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
-    """What is wrong with a line of a file, and what to type: `repair` only where it finds a record, `read` or to come."""
+def _holds_record(path: Path) -> bool:
     from dcpbench.records.repair import holds_record
 
+    return holds_record(path)
+
+
+def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
+    """Say what is wrong with a line, and what to type: `repair` only if the file holds a record."""
     where = f"{path}, line {number}: "
-    if read or holds_record(path):
-        return f"{where}{checks.why(line, error)}{checks.how_to_mend(path, error)}"
+    if read:
+        mend = checks.how_to_mend(path, error)
+        return (
+            f"{where}{checks.why(line, error)}{f' To take it out, and keep a copy of the file: {mend}' if mend else ''}"
+        )
     if checks.of_a_record(line):
         return f"{where}{checks.why(line, error)}"
     return f"{path} is no file of records, as no line of it is one (line {number}: {checks.wrong(line, error)}); {NAME_A_RUN}"
@@ -179,18 +225,30 @@ def is_cut_short(line: bytes, error: Exception) -> bool:
     )
 
 
-def decode(line: bytes) -> Record:
-    """The record of one line, held against its checksum before anything else. Raises UNREADABLE."""
-    checksums.check(line)
+def decode(line: bytes, *, samples: bool = True) -> Record:
+    """Decode the record of one line after comparing it with its checksum. Raises UNREADABLE.
+
+    Without `samples`, the step samples of a line with a checksum are neither decoded nor checked: they are nearly all of a
+    long line, and `RecordFile.append` checked them.
+    """
+    if checksums.check(line) and not samples:
+        line = _without_samples(line)
     try:
         record = older.decode(line, _decoder)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError as e:
         _check_version(_version_decoder.decode(line).schema_version)
+        if (bad := checks.find_bad_number(line)) is not None:
+            raise checks.ImpossibleValueError(bad) from e
         raise
     _check_version(record.schema_version)
-    if found := checks.problem(record, line):
-        raise msgspec.ValidationError(found)
+    if (problem := checks.find_problem(record)) is not None:
+        raise checks.ImpossibleValueError(problem)
     return record
+
+
+def _without_samples(line: bytes) -> bytes:
+    begin = line.find(SAMPLES)  # only a key can look like this, as strings escape their quotes
+    return line if begin < 0 else line[: begin + len(SAMPLES)] + line[line.find(b"]", begin) :]
 
 
 def _check_version(version: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
 from dcpbench.points.memory import PAGES_OF_PADDING, pages_for
 from dcpbench.points.names import NO_EXCHANGE
 from dcpbench.points.point import Point
@@ -48,12 +49,12 @@ def throttle_reasons(bits: int) -> list[str]:
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """A median with its 95 % confidence interval (order statistics, stats.median_interval)."""
 
-    median: float
-    low: float
-    high: float
-    samples: int
-    autocorrelation: float | None = None  # of neighbouring samples; None in records written before it was measured
-    effective_samples: float | None = None  # independent samples that know the median as well
+    median: Number
+    low: Number
+    high: Number
+    samples: Count
+    autocorrelation: Number | None = None  # of neighbouring samples; None in records written before it was measured
+    effective_samples: Number | None = None  # independent samples that know the median as well
 
 
 READ_LOG = ". Read logs/"
@@ -65,11 +66,11 @@ IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     """p50 to p99; null where there are too few samples (stats.percentile)."""
 
-    p50: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-    samples: int = 0
+    p50: Number | None = None
+    p90: Number | None = None
+    p95: Number | None = None
+    p99: Number | None = None
+    samples: Count = 0
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,40 +81,40 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Percentiles
     """Gap between two tokens of a request: one step. Samples are steps."""
     output_tok_s: Interval
-    output_tok_s_per_gpu: float
-    tok_s_per_user: float
+    output_tok_s_per_gpu: Number
+    tok_s_per_user: Number
     ttft_ms: Percentiles | None = None
     """Null for `decode`: nothing is prefilled."""
-    step_samples_ms: list[float] = []
+    step_samples_ms: list[PositiveNumber] = []
     """Every step sample, in order, so that others can compute their own statistics."""
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that the others of a step have to wait for."""
 
-    rank: int
+    rank: Count
     phase: str
     """`plan`: its host planned a step more slowly · `step`: its GPU ran at a lower clock."""
-    share: float
+    share: Number
     """By how much slower than the median of the others: 0.1 is 10 %."""
-    value: float
-    others: float
+    value: Number
+    others: Number
     """Its host time to plan (µs), or the lowest clock of its GPU (MHz), and the median of the others'."""
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Where a step's time goes, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
 
-    step_us: float
+    step_us: Number
     """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
-    phase_us: dict[str, float]
+    phase_us: dict[str, Number]
     """GPU time by range name (ranges.PHASES); sums with `idle_us` to `step_us`."""
-    idle_us: float
+    idle_us: SignedNumber
     """No kernel running."""
-    idle_fraction: float
-    kernels: int
+    idle_fraction: SignedNumber
+    kernels: Count
     """Kernels in one step."""
-    steps: int
+    steps: Count
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,17 +123,17 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     Null where it could not be measured, and between GPUs where there is but one.
     """
 
-    read_bytes_s: float | None = None
+    read_bytes_s: Rate | None = None
     """Device memory, read by a kernel that does nothing else."""
-    copy_bytes_s: float | None = None
+    copy_bytes_s: Rate | None = None
     """Device memory, copied; bytes count twice, read and written."""
-    matmul_flop_s: float | None = None
+    matmul_flop_s: Rate | None = None
     """A large matrix product in bf16."""
-    matmul_fp8_flop_s: float | None = None
+    matmul_fp8_flop_s: Rate | None = None
     """The same in fp8; null also where no point of the job has fp8 weights or KV."""
-    peer_bytes_s: float | None = None
+    peer_bytes_s: Rate | None = None
     """Every rank reads its neighbour's memory."""
-    barrier_us: float | None = None
+    barrier_us: Number | None = None
     """All ranks wait for each other in symmetric memory."""
     without: list[str] = []
     """What could not be measured, each with its reason."""
@@ -154,9 +155,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """The time below which a step of this point cannot be on a machine of these `rates`; see points/floors.py."""
 
-    floor_ms: float
+    floor_ms: Number
     """Of the whole step: the sum over its phases."""
-    phase_floor_us: dict[str, float]
+    phase_floor_us: dict[str, Number]
     """By range name, as in `phases.phase_us`; a phase that is not here has nothing to do that could not be left out."""
     experts: str
     """Whose weights count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of as many as
@@ -177,11 +178,11 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     op: str = ""
     function: str = ""
     file: str = ""
-    line: int | None = None
-    per_step: float
-    wait_us: float
+    line: Count | None = None
+    per_step: Number
+    wait_us: Number
     """Median of one occurrence; profiled, so no share of `step_ms`."""
-    bubble_us: float | None = None
+    bubble_us: Number | None = None
     """GPU idle time that removing one occurrence would win, at most; their mean."""
 
 
@@ -194,33 +195,33 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Of the machine's file; empty for a machine that only a table describes."""
     measured: str = ""
     """Where its wire was measured, or that of the machine that it was scaled from."""
-    rank: int = 0
+    rank: Count = 0
     """Which rank's share was computed: the first, which has the most tokens and requests, and in each layer the experts of the
     busiest."""
-    calls: int
+    calls: Count
     """Between ranks, in a step."""
-    wire_us: float
+    wire_us: Number
     """What they were modelled as; in `step_ms`."""
-    wire_low_us: float
-    wire_high_us: float
+    wire_low_us: Number
+    wire_high_us: Number
     """With the error of the model."""
-    ranks_low: float = 0.0
-    ranks_high: float = 0.0
+    ranks_low: Number = 0.0
+    ranks_high: Number = 0.0
     """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it. The ends
     of the step's interval have both errors.
     """
     prompts: tuple[Prompts, ...] = ()
     """By which steps with prompts are told longer than they took this rank, as the machine's file says; step times themselves are
     as measured."""
-    chunks_low: float = 0.0
-    chunks_high: float = 0.0
+    chunks_low: Number = 0.0
+    chunks_high: Number = 0.0
     """Shares by which a step with prompts may be shorter and longer, where that is more than both errors together."""
-    output_tok_s_low: float | None = None
-    output_tok_s_high: float | None = None
-    ttft_p50_ms_low: float | None = None
-    ttft_p50_ms_high: float | None = None
-    itl_p50_ms_low: float | None = None
-    itl_p50_ms_high: float | None = None
+    output_tok_s_low: Number | None = None
+    output_tok_s_high: Number | None = None
+    ttft_p50_ms_low: Number | None = None
+    ttft_p50_ms_high: Number | None = None
+    itl_p50_ms_low: Number | None = None
+    itl_p50_ms_high: Number | None = None
     """Of requests that were replayed: least and most of three replays, whose steps are as they were forecast, as much shorter
     as these errors make the largest decode step, and as much longer, those with prompts by `chunks_low` and `chunks_high` where
     that is more.
@@ -230,17 +231,17 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 class Kv(msgspec.Struct, frozen=True, kw_only=True):
     """KV cache of the point."""
 
-    pool_bytes_per_gpu: int
-    bytes_per_token_per_gpu: float
+    pool_bytes_per_gpu: Count
+    bytes_per_token_per_gpu: Number
     """What a token takes, all layers, averaged over the layout's GPUs: full rows / (dp · dcp)."""
-    capacity_tokens: int
+    capacity_tokens: Count
     """Tokens that the layout's pools hold, all replicas together, each token counted once."""
-    capacity_requests: int
+    capacity_requests: Count
     """Requests of this point's context that fit at once."""
     bounded_by: str
     """`weights` (what all weights leave), `kv_memory` (--kv-memory) or `sweep` (sized for the largest point, because
     not all weights fit and a capacity beside them would be fiction)."""
-    fragmentation: float
+    fragmentation: Number
     """Share of allocated rows that hold no token (page and stripe rounding)."""
 
     @classmethod
@@ -263,24 +264,24 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader must know before believing the numbers."""
 
     weights: str
-    layers: int
-    layers_held: int
+    layers: Count
+    layers_held: Count
     """Distinct layers in memory; fewer than `layers` means that they were cycled through."""
-    full_weights_bytes_per_gpu: int
+    full_weights_bytes_per_gpu: Count
     kv: str = "synthetic"
     """What the KV cache held: `synthetic` random rows, or the prompts and answers that were `served`."""
-    graph_error: float | None = None
+    graph_error: Number | None = None
     """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
-    attention_error: float | None = None
+    attention_error: Number | None = None
     """‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank."""
-    experts_hit: float | None = None
+    experts_hit: Number | None = None
     """Mean share of all experts that a layer's tokens were routed to."""
-    busiest_rank_experts: float | None = None
+    busiest_rank_experts: Number | None = None
     """Experts hit on the rank that has most of them, over the mean of all ranks; of each layer, on average. With whole
     experts it is what the slowest rank reads more than the others, and 1 where each expert is cut over all."""
-    busiest_rank_rows: float | None = None
+    busiest_rank_rows: Number | None = None
     """The same of the rows that experts are applied to."""
-    graph_batch: int | None = None
+    graph_batch: Count | None = None
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False
     padded_rows: bool | None = None
@@ -288,19 +289,19 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     with prompts. Null without attention DP, and in older records."""
     step_times: str = ""
     """Of a replay: the file that its step times come from; not measured with this point."""
-    step_error: float | None = None
+    step_error: Number | None = None
     """Of a replay: largest |predicted / measured - 1| of the steps that were measured to check predictions."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """State of the GPUs while the point was measured (NVML); worst over ranks."""
 
-    sm_clock_mhz_min: int | None = None
-    sm_clock_mhz_max: int | None = None
-    power_w_max: float | None = None
-    power_w_all: float | None = None
+    sm_clock_mhz_min: Count | None = None
+    sm_clock_mhz_max: Count | None = None
+    power_w_max: Number | None = None
+    power_w_all: Number | None = None
     """Of all ranks' GPUs together, on average, by their energy counters; null where one of them tells none."""
-    temperature_c_max: int | None = None
+    temperature_c_max: Count | None = None
     throttle_reasons: list[str] = []
 
 
@@ -309,9 +310,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     """`NVIDIA H200`, or `CPU`."""
-    device_count: int
-    device_memory_bytes: int | None = None
-    l2_bytes: int | None = None
+    device_count: Count
+    device_memory_bytes: Count | None = None
+    l2_bytes: Count | None = None
     driver: str | None = None
     cuda: str | None = None
     torch: str = ""
@@ -332,24 +333,24 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     """Times of finished requests in ms, as formulas.py defines them; percentiles are null where samples are too few."""
 
-    mean: float | None = None
-    p50: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-    samples: int = 0
+    mean: Number | None = None
+    p50: Number | None = None
+    p90: Number | None = None
+    p95: Number | None = None
+    p99: Number | None = None
+    samples: Count = 0
 
 
 class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were the n-th turn of a session."""
 
-    turn: int
+    turn: Count
     """From 1."""
-    requests: int
+    requests: Count
     """Of which a token came, as in the sums here."""
-    input_tokens: int
+    input_tokens: Count
     """Of prompts, with all that was said before."""
-    cached_tokens: int | None
+    cached_tokens: Count | None
     """Of these, what the prefix cache had; null where a server does not say."""
     ttft_ms: Latencies
     """Of those that finished."""
@@ -358,12 +359,12 @@ class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Of several instances that served together, in replay."""
 
-    busy_share: dict[str, float]
+    busy_share: dict[str, Number]
     """Of the run, how long steps ran on an instance of each kind, on average: `prefill` and `decode`, or `both`."""
-    link_busy_share: float | None = None
+    link_busy_share: Number | None = None
     """The same of the links of instances that prefill; null, as what follows, where all instances do both."""
-    transfers: int | None = None
-    sent_bytes: int | None = None
+    transfers: Count | None = None
+    sent_bytes: Count | None = None
     """By each GPU that held some of a request, over all transfers."""
     transfer_ms: Latencies | None = None
     """From the read of a request's first token to the end of its KV's transfer."""
@@ -378,58 +379,58 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Latencies
     tpot_ms: Latencies
     e2el_ms: Latencies
-    output_tok_s: float
+    output_tok_s: Number
     """Of the whole run, ramp and drain included."""
-    output_tok_s_per_gpu: float | None
+    output_tok_s_per_gpu: Number | None
     """Null where nobody knows how many GPUs there were, as of an import that does not say."""
-    total_tok_s: float
+    total_tok_s: Number
     """Of prompt and output tokens; cached prompt tokens count."""
-    request_s: float | None
+    request_s: Number | None
     """Finished requests per second; null where an import says rates of tokens alone, as `wall_s` and sums of requests
     and tokens are then."""
-    tok_s_per_user: float | None
-    steady_tok_s: float | None
+    tok_s_per_user: Number | None
+    steady_tok_s: Number | None
     """Of the longest time at 95 % of the target concurrency; null where it is never reached, or nothing is targeted."""
-    steady_s: float | None
+    steady_s: Number | None
     """How long that was."""
-    slo_ms: dict[str, float] = {}
+    slo_ms: dict[str, Number] = {}
     """Objectives as typed: `ttft`, `itl`, `tpot`, `e2el`."""
-    goodput_s: float | None = None
+    goodput_s: Number | None = None
     """Requests per second that meet all of them; null without any."""
-    wall_s: float | None
+    wall_s: Number | None
     """First submission to last token."""
-    submitted: int | None
+    submitted: Count | None
     """Null, like all counts below that may be, where an import does not say."""
-    finished: int | None
-    rejected: int | None
+    finished: Count | None
+    rejected: Count | None
     """Requests that can never fit."""
-    cancelled: int | None
+    cancelled: Count | None
     """Submitted and not finished when the run was ended."""
-    failed: int | None = None
+    failed: Count | None = None
     """Requests that a real server answered with an error, or not to their end; by kind in `server.failures`."""
-    input_tokens: int | None
+    input_tokens: Count | None
     """Of requests that got a token."""
-    output_tokens: int | None
+    output_tokens: Count | None
     """That came, also of requests that were cut off."""
-    cached_tokens: int | None
+    cached_tokens: Count | None
     """Prompt tokens that the prefix cache had."""
-    preemptions: int | None
-    steps: int | None
-    decode_steps: int | None
+    preemptions: Count | None
+    steps: Count | None
+    decode_steps: Count | None
     """Steps without prefill."""
-    eager_decode_steps: int | None = 0
+    eager_decode_steps: Count | None = 0
     """Of these, those past the largest captured graph."""
-    decode_batch: float | None
+    decode_batch: Number | None
     """Mean requests in a step without prefill, over the layout."""
-    idle_fraction: float | None = None
+    idle_fraction: SignedNumber | None = None
     """GPU time between two steps without prefill, as a share of it and of the steps; the worst rank's. Null in replay
     and on the CPU."""
-    prefill_floor_share: float | None = None
+    prefill_floor_share: Number | None = None
     """Sum of the floors (points/floors.py) of all steps with chunks of prompts over the sum of their times on rank 0's
     GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
-    prefill_matmul_share: float | None = None
+    prefill_matmul_share: Number | None = None
     """Operations of these steps over what the machine's matrix rate would do in their time."""
-    decode_floor_share: float | None = None
+    decode_floor_share: Number | None = None
     """As the first, of steps without chunks."""
     turns: list[TurnMetrics] = []
     """Empty where requests stand alone."""
@@ -453,7 +454,7 @@ class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
 class Tried(_Kernels, frozen=True, kw_only=True):
     """What `auto` tried."""
 
-    layer_us: float | None = None
+    layer_us: Number | None = None
     """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
     reason: str | None = None
     """Why it cannot."""
@@ -471,7 +472,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     """`refused`, `HTTP 429`, `time-out`, …: docs/servers.md lists them."""
-    requests: int
+    requests: Count
     first: str
     """The first one's sentence."""
 
@@ -479,29 +480,29 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What it cost to send requests to a real server and to read its answers."""
 
-    processes: int
+    processes: Count
     """Of an event loop each, over which the load was divided."""
-    cpu_share: float
+    cpu_share: Number
     """CPU time of the busiest process over the time of the run: at 1 it cannot send or read any more."""
-    late_p99_ms: float | None = None
+    late_p99_ms: Number | None = None
     """How long after a request was due, or a client was free, it was sent."""
-    lag_p99_ms: float | None = None
+    lag_p99_ms: Number | None = None
     """How long after they were due things were done that were planned every 20 ms: how late requests may leave."""
-    read_late_p99_ms: float | None = None
+    read_late_p99_ms: Number | None = None
     """How long bytes had lain in the kernel when the client read them. The kernel's stamps are taken for times then, so that
     this is in no latency; null where it has none, and latencies may hold as much as `lag_p99_ms`."""
-    starved_share: float | None = None
+    starved_share: Number | None = None
     """Of the run's time, for which a process of the client was ready and other processes had the cores; of the worst one."""
     realtime: bool | None = None
     """Whether it went before everything else on its cores (SCHED_RR), as the kernel lets root and CAP_SYS_NICE."""
-    null_streams: int | None = None
+    null_streams: Count | None = None
     """Streams of a server that does nothing, which the same processes read for a second after the run: as many as the run
     had at once, up to 512. Null, like what follows, where that was not measured."""
-    null_event_us: float | None = None
+    null_event_us: Number | None = None
     """CPU time for one event of these streams."""
-    null_ttft_p50_ms: float | None = None
+    null_ttft_p50_ms: Number | None = None
     """How long their first tokens took, which the null server sends at once: what TTFT has of the client's own."""
-    null_lag_p99_ms: float | None = None
+    null_lag_p99_ms: Number | None = None
     """How much longer than the null server's gaps the gaps between its tokens were: what ITL has."""
 
 
@@ -509,10 +510,10 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that a server's KV capacity was computed from (servers/kv_capacity.py)."""
 
     source: str  # `kv_cache_size_tokens`, `num_gpu_blocks` (vLLM), `max_total_num_tokens` (SGLang) or `log`
-    rank_tokens: int | None = None  # tokens that the pool of one rank holds, over all vLLM engines
-    context_parallel: int | None = None  # ranks that share one request's KV cache: dcp, and vLLM's pcp
-    replicas: int = 1  # data-parallel replicas with a pool each
-    log_tokens: int | None = None  # number in the server's own log
+    rank_tokens: Count | None = None  # tokens that the pool of one rank holds, over all vLLM engines
+    context_parallel: Count | None = None  # ranks that share one request's KV cache: dcp, and vLLM's pcp
+    replicas: Count = 1  # data-parallel replicas with a pool each
+    log_tokens: Count | None = None  # number in the server's own log
     conflicts: list[str] = []  # sources that disagree: `log`, `replicas`, `context_parallel`
 
 
@@ -522,21 +523,34 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """`vllm`, `sglang`, or `openai` where it does not say."""
     version: str = ""
-    kv_capacity_tokens: int | None = None
+    kv_capacity_tokens: Count | None = None
     """Total number of tokens that its KV cache holds; null if unknown."""
     kv_sources: KvSources | None = None
     """Origin of kv_capacity_tokens."""
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     prompts: str = ""
     """How prompts were sent: `token ids`, or `text` of a tokenizer or `counted` by the server."""
     counted: str = ""
     """By what the tokens of a chunk were told: `token ids`, `usage`, or `chunks`, one token each."""
-    retries: int = 0
+    retries: Count = 0
     """Requests that were sent again, each counted every time."""
     failures: list[Failed] = []
     client: ClientLoad | None = None
     facts: dict[str, str] = {}
     """What else is known of it: its command, its flags."""
+
+
+class Omitted(msgspec.Struct, frozen=True, kw_only=True):
+    """A value that no reader would accept, so that it was replaced when the record was written."""
+
+    field: str
+    """Dotted name, such as `server.max_model_len`."""
+    what: str
+    """What was wrong with it, as it follows the name: `is above 1e+15`."""
+
+    def __str__(self) -> str:
+        """Return `server.max_model_len is above 1e+15`."""
+        return f"{self.field} {self.what}"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -565,26 +579,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Null on the CPU and in replay."""
     floor: Floor | None = None
     """Of a step of `decode`; null without rates, or where a rate that it takes could not be measured."""
-    host_syncs_per_step: float | None = None
+    host_syncs_per_step: Number | None = None
     """Host-blocking CUDA calls inside one step, from the profiled pass."""
     sync_sites: list[SyncSite] = []
     """Where they are, worst first; at most 8."""
-    allocations_per_step: float | None = None
+    allocations_per_step: Number | None = None
     """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
-    host_plan_us: float | None = None
+    host_plan_us: Number | None = None
     """Host time to plan one step (index building, copies, backend plan), slowest rank; not in `step_ms`."""
     kv: Kv | None = None
-    memory_peak_bytes: int | None = None
+    memory_peak_bytes: Count | None = None
     honesty: Honesty | None = None
     choice: Choice | None = None
     """Null where the point names its backend and its exchange."""
     gpu: Gpu | None = None
     environment: Environment | None = None
-    measured_with: dict[str, int | float | bool | str | dict[str, float] | None] = {}
+    measured_with: dict[str, SignedCount | SignedNumber | bool | str | dict[str, SignedNumber] | None] = {}
     """jobs.Settings as they were in force, whether typed, from a file or by default."""
     started_at: str = ""
     """UTC, ISO 8601."""
-    seconds: float = 0.0
+    seconds: Number = 0.0
     """Wall time the point took, set-up included."""
     origin: str | msgspec.UnsetType = msgspec.UNSET
     """Of an import: the tool that measured it (points.names.ENGINES). Of a point that a real server served: `engine`,
@@ -593,6 +607,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that is furthest behind the others; in the lines of no points without one."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
     """Of a point that a real server served; in the lines of no others."""
+    omitted: list[Omitted] | msgspec.UnsetType = msgspec.UNSET
+    """Values that were replaced when the record was written; only in the lines of records that have some."""
+
+
+def omitted_note(record: Record) -> str:
+    """Return what follows the numbers of a point in a line of progress if values were omitted from its record, else nothing."""
+    return f"; not recorded: {'; '.join(map(str, record.omitted))}" if record.omitted else ""
 
 
 def origin(record: Record) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
-from dcpbench.records import checks, checksums
+from dcpbench.records import acceptance, checks, checksums
 from dcpbench.records.file import NUL, check_there_are_records, decode, is_cut_short
 from dcpbench.records.folder import record_file, run_folder
 from dcpbench.records.lines import UNREADABLE
@@ -47,7 +47,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with it, without a full stop."""
     length_bytes: int
     held: int = 0
-    """Whole records found inside it, between the damage."""
+    """Whole records found inside it, between the damage; 1 if it is a record without the value that cannot be."""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +74,8 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
     kept: int
     """Records, those included that were found inside damaged lines."""
     taken_out: list[Fault]
+    left: list[Fault] = []
+    """Strange lines, which stay unless that was asked for."""
     backup: str = ""
     """The file as it was; empty where nothing was done."""
 
@@ -110,32 +112,28 @@ def audit(run: Path) -> Audit:
 
 
 def repair(run: Path, *, strange: bool = False) -> Repair:
-    """Take lines that are no records out of a file, and keep a copy of it as it was. Whole lines stay as they are.
+    """Take damaged lines out of a file, and keep a copy of it as it was. Whole lines stay as they are.
 
-    Records that stand whole between damage in one line, as where a newline was lost, get lines of their own. Lines that
-    are strange are taken out with `strange` alone. Nobody else may write meanwhile: the caller has the folder's lock.
-    Raises RecordsError where strange lines are in the way, no line is a record, or the file cannot be read, and OutputError
-    where the folder cannot be written; the file is then what it was.
+    Records that stand whole between damage in one line, as where a newline was lost, get lines of their own. Strange lines
+    stay unless `strange` is given. The caller holds the folder's lock, so that no one else writes meanwhile.
+    Raises RecordsError if no line is a record or the file cannot be read, and OutputError if the folder cannot be written;
+    the file is then what it was.
     """
     path = record_file(run)
     found = audit(run)
     check_any(found)
-    if not found.faults:
-        return Repair(file=str(path), kept=found.records, taken_out=[])
-    odd = [fault for fault in found.faults if fault.kind == STRANGE]
-    if odd and not strange:
-        raise RecordsError(
-            f"{path}, line {odd[0].line}: {odd[0].why}. It is not damaged, so repair leaves it, and nothing was changed; add "
-            f"--strange to take it and others like it ({len(odd)} in all) out, too."
-        )
+    left = [fault for fault in found.faults if fault.kind == STRANGE and not strange]
+    taken_out = [fault for fault in found.faults if fault not in left]
+    if not taken_out:
+        return Repair(file=str(path), kept=found.records, taken_out=[], left=left)
     try:
         backup = _copy(path)
-        kept = _rewrite(path)
+        kept = _rewrite(path, strange=strange)
     except OSError as e:
         raise OutputError(
             f"{path} cannot be repaired ({e.strerror}); it is as it was. Copy it to a disk with room."
         ) from e
-    return Repair(file=str(path), kept=kept, taken_out=found.faults, backup=str(backup))
+    return Repair(file=str(path), kept=kept, taken_out=taken_out, left=left, backup=str(backup))
 
 
 def holds_record(path: Path) -> bool:
@@ -161,6 +159,8 @@ class _Line(msgspec.Struct, frozen=True):
     advice: str = ""
     """What to do about the fault; empty where it was cut short."""
     of_a_record: bool = True
+    whole: bytes = b""
+    """The line of a fault as it is in the file."""
 
 
 def _lines(path: Path) -> Iterator[_Line]:
@@ -182,14 +182,20 @@ def _read(number: int, line: bytes) -> _Line:
     except UNREADABLE as error:
         e = _malformed(line) or error if isinstance(error, checksums.RewrittenError) else error
         kind = CUT_SHORT if not line or is_cut_short(line, e) else STRANGE if checks.is_strange(e) else DAMAGED
-        inside = list(_inside(line)) if kind != STRANGE else []
+        inside = list(_inside(line)) if kind != STRANGE else _mended(line, e)
         told = ("the end of the file was never written", "")
         why, advice = told if kind == CUT_SHORT else (checks.wrong(line, e), checks.advice(line, e))
         fault = Fault(line=number, kind=kind, why=why, length_bytes=len(line), held=len(inside))
         records, texts = [record for record, _ in inside], [text for _, text in inside]
-        return _Line(kind, records, texts, fault, advice, checks.of_a_record(line))
+        return _Line(kind, records, texts, fault, advice, checks.of_a_record(line), line.rstrip(b"\n") + b"\n")
     kind = SEALED if line.lstrip().startswith(checksums.HEAD) else UNSEALED
     return _Line(kind, [record], [line.strip(b"\r\n")])
+
+
+def _mended(line: bytes, error: Exception) -> list[tuple[Record, bytes]]:
+    """Return the record of a line that is refused for one value, without that value; none if its point cannot be."""
+    mended = acceptance.mend(line, decode) if isinstance(error, checks.ImpossibleValueError) else None
+    return [] if mended is None else [mended]
 
 
 def _malformed(line: bytes) -> Exception | None:
@@ -249,14 +255,15 @@ def _copy(path: Path) -> Path:
     raise OutputError(f"{path.parent} holds 9,999 copies of {path.name} by earlier repairs; move them elsewhere.")
 
 
-def _rewrite(path: Path) -> int:
-    """Put a file of all whole records in the place of the file; how many there are."""
+def _rewrite(path: Path, *, strange: bool) -> int:
+    """Put a file of all whole records in the place of the file, and return how many there are. Strange lines stay, or go."""
     kept = 0
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as out:
             for line in _lines(path):
-                for text in line.texts:
+                texts = [line.whole.rstrip(b"\n")] if line.kind == STRANGE and not strange else line.texts
+                for text in texts:
                     out.write(text + b"\n")
                     kept += 1
             out.flush()

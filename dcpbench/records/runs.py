@@ -1,6 +1,6 @@
 """One run as those who show or compare it read it: the last record of each point, without what few of them need.
 
-Records come line by line, and of each only what is asked for stays in memory: never a step's samples, which are nearly
+Records are read line by line, and of each only what is asked for stays in memory: never a step's samples, which are nearly
 all of a long file, and no record that a later one of the same point replaced.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.records.file import cut_short, placed_records, record_at
+from dcpbench.records.file import BadLine, cut_short, placed_records, read_records, record_at
 from dcpbench.records.folder import ASIDE_FILE, RECORDS_FILE, record_file, run_folder
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Run:
     """Records that a later one of the same point replaced."""
     truncated: bool = False
     """Whether a last line was cut short, and so is not counted."""
+    bad_lines: tuple[BadLine, ...] = ()
+    """Lines that cannot be read, and so are not counted; always empty where `read_run` was not told to go on."""
     path: Path | None = None
     """Of the file that the records were read from; None: they are all there is."""
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
@@ -68,18 +70,25 @@ def without_detail(record: Record) -> Record:
 
 
 def read_run(
-    run: Path, name: str = "", *, keep: Callable[[Record], Record] = without_detail, most: int | None = None
+    run: Path,
+    name: str = "",
+    *,
+    keep: Callable[[Record], Record] = without_detail,
+    most: int | None = None,
+    skip_bad_lines: bool = False,
 ) -> Run:
-    """The run in a folder, or of a records.jsonl given directly; `name` instead of the path as it was given.
+    """Return the run in a folder, or of a records.jsonl given directly; `name` instead of the path as it was given.
 
-    `keep` makes of each record, which has no samples any more, what stays in memory. Raises RecordsError as
+    `keep` makes of each record, which has no samples any more, what stays in memory. Lines that cannot be read are an error,
+    or with `skip_bad_lines` listed in the run, as long as any other can be read. Raises RecordsError as
     `records.file.read_records` does, and for more than `most` points.
     """
     path = record_file(run)
     last: dict[str, Record] = {}
     places: dict[str, int] = {}
+    bad: list[BadLine] | None = [] if skip_bad_lines else None
     read = 0
-    for place, record in placed_records(run):
+    for place, record in placed_records(run, samples=False, bad=bad):
         kept = keep(without_samples(record))
         key = kept.point.key()
         last[key], places[key] = kept, place
@@ -89,6 +98,8 @@ def read_run(
                 f"{path} holds more than {most:,} points, the most that is read of one run; put its lines into "
                 f"several folders, as with `split -l {most}`, and name one."
             )
+    if bad and not read:
+        read_records(run)  # raises the error of the first line
     folder = run_folder(run)
     return Run(
         name=name or str(run),
@@ -96,16 +107,22 @@ def read_run(
         records=list(last.values()),
         replaced=read - len(last),
         truncated=cut_short(run) or (folder / ASIDE_FILE).exists(),
+        bad_lines=tuple(bad or ()),
         path=path,
         places=places,
     )
 
 
-def last_records(folder: Path, name: str = RECORDS_FILE) -> dict[str, Record]:
-    """The last record of each point by its key; none where there is no such file."""
-    if not (folder / name).exists():
+def last_records(folder: Path, name: str = RECORDS_FILE, *, bad: list[BadLine] | None = None) -> dict[str, Record]:
+    """Return the last record of each point by its key; none where there is no such file.
+
+    Lines that cannot be read are an error, or are added to `bad`.
+    """
+    path = folder / name
+    if not path.exists():
         return {}
-    return {record.point.key(): record for record in read_run(folder / name).records}
+    found = placed_records(path, samples=False, bad=bad)
+    return {record.point.key(): without_detail(without_samples(record)) for _, record in found}
 
 
 def measurement(record: Record) -> bytes:

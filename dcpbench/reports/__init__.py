@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from dcpbench.records.runs import Run
+
 __all__ = ["terminal_table", "uncollected", "write_report"]
 
 PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
@@ -45,12 +47,13 @@ def write_report(
     pdf: bool = False,
     plotly: str = "",
     watch: Callable[[str], None] = lambda _: None,
+    on_read: Callable[[list[Run]], None] = lambda _: None,
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
     With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF. The
     page is one file that needs nothing else, unless `plotly` names a file that it shares with other pages, by its
-    address from the page. `watch` hears what is at work.
+    address from the page. `watch` is called with what is at work, `on_read` with the runs once they have been read.
 
     The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
@@ -66,6 +69,7 @@ def write_report(
 
     watch("reading records")
     read = frames.load(folders, as_repeats=as_repeats, slo=slo)
+    on_read(read.runs)
     title = overview.title(read)
     try:
         with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
@@ -95,9 +99,15 @@ def _ours(path: Path) -> bool:
 
 
 def terminal_table(
-    folders: list[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None
+    folders: list[Path],
+    *,
+    as_repeats: bool = False,
+    slo: dict[str, float] | None = None,
+    on_read: Callable[[list[Run]], None] = lambda _: None,
 ) -> RenderableType:
-    """What `rich` prints about one or several runs; see `write_report` for options and errors."""
+    """Return what `rich` prints about one or several runs; see `write_report` for options and errors."""
     from dcpbench.reports import frames, terminal
 
-    return terminal.render(frames.load(folders, as_repeats=as_repeats, slo=slo))
+    read = frames.load(folders, as_repeats=as_repeats, slo=slo)
+    on_read(read.runs)
+    return terminal.render(read)

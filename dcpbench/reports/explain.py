@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
@@ -16,7 +17,10 @@ from dcpbench.show.text import capital, counted
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dcpbench.records.runs import Run
     from dcpbench.reports.frames import Frames
+
+MAX_NAMED = 10  # lines and values of a run, each with a sentence of its own
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -87,6 +91,7 @@ SERVED = _paragraphs(
 )
 
 MARKS = {
+    "values_omitted": "a value that no reader would accept was left out; `omitted` in the record names it.",
     "noisy": "at the time limit the interval of the median was wider than asked for.",
     "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
     "drift": "the medians of the first and second half of the samples differ by more than 1 %.",
@@ -183,17 +188,32 @@ def method(frames: Frames) -> list[str]:
 
 
 def file_notes(frames: Frames) -> list[str]:
-    """What a reader must know about the files themselves."""
+    """Return what a reader must know about the files themselves."""
     notes = []
     for run in frames.runs:
-        if run.truncated:
-            notes.append(f"Run {run.name}: the last line of its record file was cut short; it is left out.")
+        notes += [f"Run {run.name}: {note}" for note in left_out(run)]
         if run.replaced:
             notes.append(
                 f"Run {run.name}: {run.replaced} older records of points that were measured again are left out."
             )
         if not run.records:
             notes.append(f"Run {run.name} holds no record.")
+    return notes
+
+
+def left_out(run: Run) -> list[str]:
+    """Return a sentence for each line of a run's records that is left out, and for values that were omitted."""
+    notes = ["the last line of its record file was cut short; it is left out."] if run.truncated else []
+    notes += [
+        f"line {bad.line} of its record file cannot be read and is left out: {bad.why}."
+        for bad in run.bad_lines[:MAX_NAMED]
+    ]
+    if len(run.bad_lines) > MAX_NAMED:
+        more = counted(len(run.bad_lines) - MAX_NAMED, "more line")
+        notes.append(f"{more} of its record file cannot be read; `dcpbench records check` lists all.")
+    omitted = Counter(str(value) for record in run.records for value in record.omitted or [])
+    for value, count in omitted.most_common(MAX_NAMED):
+        notes.append(f"a value was left out of {counted(count, 'record')} when it was written: {value}.")
     return notes
 
 

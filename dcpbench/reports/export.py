@@ -69,6 +69,7 @@ def as_json(frames: Frames) -> dict[str, Any]:
                 "records": len(run.records) + run.replaced,
                 "replaced": run.replaced,
                 "cut_short": run.truncated,
+                "bad_lines": [{"line": bad.line, "why": bad.why} for bad in run.bad_lines],
             }
             for run in frames.runs
         ],

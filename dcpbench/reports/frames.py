@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 # Words are few and looked at one by one, for which Arrow's arrays of strings take three times as long.
 pd.set_option("mode.string_storage", "python")
 
-MOST_POINTS = 100_000
-"""Of one run. A report about as many takes four minutes; of more nobody could read it."""
+MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
 LONGEST_DETAIL = 8_000
 """Characters of a log, of which the end tells most."""
 GPU = "gpu="
@@ -219,7 +218,10 @@ def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Each folder once, as a run with a name that tells it from the others; errors as of `load`."""
+    """Return each folder once, as a run with a name that tells it from the others; errors as of `load`.
+
+    Lines that cannot be read are listed in the run, so that the others can be shown.
+    """
     folders = list(dict.fromkeys(folders))
     if not folders:
         raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
@@ -233,7 +235,7 @@ def _read(folder: Path, name: str) -> Run:
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
     if inside and not path.exists():
         raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
-    run = read_run(folder, name, keep=_Clipper(), most=MOST_POINTS)
+    run = read_run(folder, name, keep=_Clipper(), most=MAX_POINTS, skip_bad_lines=True)
     if run.truncated and not run.records:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
     return run
@@ -309,6 +311,7 @@ def _joined(runs: list[Run]) -> Run:
         records=list(records.values()),
         replaced=sum(run.replaced for run in runs),
         truncated=any(run.truncated for run in runs),
+        bad_lines=tuple(line for run in runs for line in run.bad_lines),
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, shortage_sentence
 from dcpbench.servers.events import StreamError, error_in
 from dcpbench.servers.request_options import find_secrets
 from dcpbench.servers.stamps import StampedSocket
@@ -512,6 +513,8 @@ class Client:
                 "no such host", f"{target.host} is no host that is known here ({e.strerror}); {EXAMPLE}."
             ) from e
         except OSError as e:
+            if e.errno in SHORTAGE:
+                raise RequestError(OPEN_FILES, shortage_sentence()) from e
             why = e.strerror or str(e)
             raise RequestError(
                 "refused", f"nothing answers at {target.url} ({why}); is the server running, and at that port?"

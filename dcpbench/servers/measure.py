@@ -17,19 +17,20 @@ import msgspec
 import numpy as np
 
 import dcpbench
-from dcpbench.errors import CapacityError, DcpbenchError, UsageError, WorkerError
+from dcpbench.errors import CapacityError, DcpbenchError, OutputError, UsageError, WorkerError
 from dcpbench.launch.jobs import Progress
 from dcpbench.plan.grid import Candidate
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, ClientLoad, Environment, Failed, Record, Server
+from dcpbench.records.record import CPU, ClientLoad, Environment, Failed, Record, Server, omitted_note
 from dcpbench.servers import info as server_info
 from dcpbench.servers import turns
 from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
+from dcpbench.servers.descriptors import OPEN_FILES, descriptors_for
 from dcpbench.servers.load import Call, Run
-from dcpbench.servers.overhead import at_once, overhead
+from dcpbench.servers.overhead import MOST_STREAMS, at_once, overhead
 from dcpbench.servers.profile import traced, waits_in
 from dcpbench.servers.prompts import COMPLETIONS, Manner, find_manner
 from dcpbench.servers.shares import sending
@@ -167,11 +168,11 @@ def measure_points(
             watch(Progress(stage=stage, key=key, index=index, of=len(points), note=note, at=time.time()))
 
         record, stopped = measure(point, asked, info, manner, settings, folder, tell)
-        out.append(record)
+        record = out.append(record)
         if stopped is not None:
             raise stopped
         note = record.reason or (in_short(record.serve) if record.serve else "")
-        tell(note, stage="done" if record.outcome == "ok" else record.outcome)
+        tell(note + omitted_note(record), stage="done" if record.outcome == "ok" else record.outcome)
 
 
 @dataclasses.dataclass
@@ -245,29 +246,32 @@ async def _send(
         warm = await _warm_up(client, asked, manner, sent.requests)
         calls = turns.calls(client.target, manner, sent.requests, load.think_time)
         processes = asked.processes or processes_for(point, sent.requests, warm)
-        async with sending(
-            asked.target,
-            calls,
-            point.clients,
-            processes,
-            at_once=point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None,
-            limit_s=settings.limit_seconds,
-            retries=asked.retries,
-            realtime=asked.realtime,
-        ) as run:
-            sent.run = run
-            await run.prepare(min(point.concurrency, MOST_OPEN))
-            sent.before = await server_info.counters(client)
-            told = asyncio.get_running_loop().create_task(_tell(run, tell))
-            try:
-                await run.run()
-            finally:
-                told.cancel()
-        sent.after = await server_info.counters(client)
+        bound = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
+        with descriptors_for(-(-point.concurrency // processes), certain=load.arrival == CLOSED, processes=processes):
+            async with sending(
+                asked.target,
+                calls,
+                point.clients,
+                processes,
+                at_once=bound,
+                limit_s=settings.limit_seconds,
+                retries=asked.retries,
+                realtime=asked.realtime,
+            ) as run:
+                sent.run = run
+                await run.prepare(min(point.concurrency, MOST_OPEN))
+                sent.before = await server_info.counters(client)
+                told = asyncio.get_running_loop().create_task(_tell(run, tell))
+                try:
+                    await run.run()
+                finally:
+                    told.cancel()
+            sent.after = await server_info.counters(client)
     streams = at_once(sent.run.outcomes)
     if asked.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")
-        sent.null = await overhead(streams, len(sent.run.paces), realtime=asked.realtime)
+        with descriptors_for(min(streams, MOST_STREAMS), certain=True):
+            sent.null = await overhead(streams, len(sent.run.paces), realtime=asked.realtime)
     if asked.traces is not None:
         await _profile(point, asked, manner, sent, asked.traces, tell)
 
@@ -387,6 +391,8 @@ def _record(
         origin=info.origin,
         server=_server(info, manner, asked, outcomes, sent),
     )
+    shortage = next((o.error for o in outcomes if o.error is not None and o.error.kind == OPEN_FILES), None)
+    failed = failed or (shortage.sentence if shortage is not None else "")
     if sent.run is None or (stopped and not outcomes):
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
     samples = [_sample(o, sent) for o in outcomes]
@@ -402,6 +408,8 @@ def _record(
             interrupted=stopped,
             limit_s=settings.limit_seconds,
         )
+    except OutputError:
+        raise  # the disk is at fault, not the point
     except UsageError as e:
         return msgspec.structs.replace(record, reason=failed or str(e))
     since: Mapping[str, int | None] = (

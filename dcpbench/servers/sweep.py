@@ -14,7 +14,7 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
 from dcpbench.points.point import SETTING
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import CPU, Record
+from dcpbench.records.record import CPU, Record, omitted_note
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, free_port
 from dcpbench.servers.measure import look, manner_of, measure, without_secrets
@@ -106,11 +106,11 @@ def measure_started(
                 record, stopped = measure(point, one, info, manner, settings, folder, told(point, "measure"))
                 if record.outcome != "ok" and (dead := server.dead):
                     record = msgspec.structs.replace(record, reason=f"the server died: {dead}")
-                out.append(record)
+                record = out.append(record)
                 if stopped is not None:
                     raise stopped
                 note = record.reason or (in_short(record.serve) if record.serve else "")
-                tell(point, "done" if record.outcome == "ok" else "failed", note)
+                tell(point, "done" if record.outcome == "ok" else "failed", note + omitted_note(record))
 
 
 def _log(folder: Path, engine: Engine, point: Point) -> Path:

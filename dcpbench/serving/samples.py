@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.errors import OutputError, RecordsError
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.records.disks import write_error
 from dcpbench.serving.outcome import Row
 from dcpbench.show.whole_files import write_file
 
@@ -29,6 +30,7 @@ FOLDER = "samples"
 """Below the run's folder."""
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
 """Of the file's metadata; the checksum is of what the file says, its rows and its point."""
+MAX_INT = 2**31 - 1  # of a column
 SELDOM = ("chunk_tokens", "session", "turn", "instance", "prefilled_by", "kv_sent_s", "kv_arrived_s")
 """Columns that are there where a row says something in them."""
 AGAIN = "repeat the sweep of this run"
@@ -62,16 +64,20 @@ def samples_path(folder: Path, name: str) -> Path | None:
 
 
 def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
-    """Write the rows of a point below a run's `folder`; returns the file's place there, for the record.
+    """Write the rows of a point below a run's `folder`, and return the file's place there, for the record.
 
-    A file of the same point is replaced, and only by a whole one. Raises OutputError where it cannot be written.
+    A file of the same point is replaced, and only by a whole one. Raises UsageError for a count beyond 32 bits, and
+    OutputError or DiskError if the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     left_out = [name for name in SELDOM if not any(getattr(row, name) not in (None, []) for row in rows)]
     key, schema = point.key(), _schema(pa, left_out)
-    table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
+    try:
+        table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
+    except (OverflowError, pa.ArrowInvalid) as e:
+        raise UsageError(_beyond_32_bits(rows) or f"samples cannot hold what came of its requests: {e}") from e
     told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}
     table = table.replace_schema_metadata(told)
     name = samples_name(point)
@@ -81,8 +87,18 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
         pq.write_table(table, whole, compression="zstd")
         write_file(path, whole.getvalue().to_pybytes())
     except OSError as e:
-        raise OutputError(f"cannot write {path}: {e}; give another folder with -o.") from e
+        raise write_error(path, e, run=folder) from e
     return name
+
+
+def _beyond_32_bits(rows: Sequence[Row]) -> str:
+    """Return a sentence about the first count that no column holds, or nothing."""
+    for row in rows:
+        for name, value in dataclasses.asdict(row).items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int) and abs(number) > MAX_INT:
+                    return f"{name} of request {row.number} is {min(number, 10**300):.3g}, which no server can have counted."
+    return ""
 
 
 def read_samples(path: Path) -> list[Row]:

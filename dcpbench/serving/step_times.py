@@ -16,13 +16,13 @@ import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
+from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import HOPPER, Probe
 from dcpbench.points.names import AUTO, flag
 from dcpbench.points.older import OFF
 from dcpbench.points.point import load_axes, point_axes
 from dcpbench.points.wire import wrong_prompts
-from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import CPU, Emulated, Environment, Gpu, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
@@ -325,7 +325,7 @@ def read_step_times(path: Path) -> StepTimes:
             raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
     if times.emulated and (wrong := wrong_prompts(times.emulated.prompts)):
         raise RecordsError(f"{path}, emulated: {wrong}")
-    if not 0 <= times.launch_ms <= LARGEST:
+    if not 0 <= times.launch_ms <= MAX_NUMBER:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
 
@@ -377,8 +377,8 @@ def _problem(measured: Measured, replicas: int) -> str:
         return "its step does nothing"
     if use := _wrong_use(case, replicas):
         return use
-    if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= LARGEST:
+    if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= MAX_NUMBER:
         return "it has no samples_ms, or times that are not positive"
     others = {"host_ms": measured.host_ms, "floor_ms": [] if measured.floor_ms is None else [measured.floor_ms]}
-    wrong = (name for name, found in others.items() if found and not 0 <= min(found) <= max(found) <= LARGEST)
+    wrong = (name for name, found in others.items() if found and not 0 <= min(found) <= max(found) <= MAX_NUMBER)
     return next((f"its {name} are no times" for name in wrong), "")

@@ -21,8 +21,10 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
+from dcpbench.records import checksums
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.record import Record
+from dcpbench.show.text import counted
 from tests.cli import fake_worker
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
@@ -570,3 +572,26 @@ def test_show_of_a_folder_of_runs_names_them(call, tmp_path: Path) -> None:
 def test_version_is_the_packages(call) -> None:
     """One line."""
     assert call("--version")[:2] == (0, f"dcpbench {__version__}\n")
+
+
+@pytest.mark.parametrize("bad", [[1], [0, 1]], ids=["one of two", "both"])
+def test_resume_measures_the_point_of_a_line_that_cannot_be_read_again(
+    bad: list[int], dcpbench: Typed, tmp_path: Path
+) -> None:
+    """As an older version wrote it: sealed, with a duration below 0. The line stays, and the other records count."""
+    sweep = ("sweep", "--tp", "1", "--concurrency", "2,4", "--context", "100", "--no-baseline", "-o", "run")
+    assert dcpbench(*sweep).returncode == 0
+    path = tmp_path / "run" / "records.jsonl"
+    records = read_records(path)
+    lines = path.read_bytes().splitlines()
+    for place in bad:
+        wrong = msgspec.structs.replace(records[place], seconds=-5.0)
+        lines[place] = checksums.seal(msgspec.json.encode(wrong))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    done = dcpbench(*sweep, "--resume")
+    assert done.returncode == 0
+    for place in bad:
+        assert f"run/records.jsonl, line {place + 1} cannot be read and is left out: seconds is -5, below 0.\n" in done.stderr
+    assert f"{counted(len(bad), 'point')} to run" in done.stderr
+    assert path.read_bytes().splitlines()[:2] == lines
+    assert len(path.read_bytes().splitlines()) == 2 + len(bad)

@@ -15,7 +15,7 @@ from dcpbench.errors import LayoutError, RecordsError
 from dcpbench.launch.jobs import Check, read_checks, write_checks
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.records import checks, file
+from dcpbench.records import checksums, file
 from dcpbench.records.file import RecordFile, cut_short, placed_records, read_records, records_in
 from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
 from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Rates, Record, Tried
@@ -464,7 +464,7 @@ class TestRun:
         written(tmp_path, FULL, FAILED, FULL)
         lines: list[bytes] = []
         decode = file.decode
-        monkeypatch.setattr(file, "decode", lambda line: (lines.append(line), decode(line))[1])
+        monkeypatch.setattr(file, "decode", lambda line, **more: (lines.append(line), decode(line, **more))[1])
         read_run(tmp_path)
         assert len([line for line in lines if line]) == 3
 
@@ -480,7 +480,7 @@ class TestRun:
         here.append(FAILED)
         lines: list[bytes] = []
         decode = file.decode
-        monkeypatch.setattr(file, "decode", lambda line: (lines.append(line), decode(line))[1])
+        monkeypatch.setattr(file, "decode", lambda line, **more: (lines.append(line), decode(line, **more))[1])
         assert list(here.since(begin)) == [FAILED]
         assert len(lines) == 1
 
@@ -495,9 +495,10 @@ class TestRun:
 
     def test_a_rate_of_fp8_is_read_and_one_of_no_gpu_is_not(self, tmp_path: Path) -> None:
         """An H200 multiplies 1.5e15 fp8 numbers a second, more than any other number of a record may be."""
+        path = tmp_path / RECORDS_FILE
         for rate, said in ((1.53e15, ""), (1.53e18, "rates.matmul_fp8_flop_s is above 1e+18")):
             record = msgspec.structs.replace(FULL, rates=Rates(read_bytes_s=4.6e12, matmul_fp8_flop_s=rate))
-            path = written(tmp_path, record)
+            path.write_bytes(checksums.seal(msgspec.json.encode(record)) + b"\n")
             if said:
                 with pytest.raises(RecordsError, match=re.escape(said)):
                     read_records(tmp_path)
@@ -505,28 +506,21 @@ class TestRun:
                 assert read_records(tmp_path)[0].rates == record.rates
             path.unlink()
 
-    def test_long_samples_are_not_searched_and_still_checked(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The search for unusual numbers sees the line without them; a sample below 0 or of 1e16 ms is refused."""
+    def test_samples_are_checked_unless_a_checksum_vouches_for_them_and_they_are_left_out(self, tmp_path: Path) -> None:
+        """A sample of 0, below 0 or of 1e16 ms is refused; `read_run` neither keeps nor decodes samples of sealed lines."""
         assert FULL.metrics is not None
-        seen: list[bytes] = []
-
-        class Search:
-            def search(self, text: bytes) -> None:
-                seen.append(text)
-
-        path = written(tmp_path, FULL)
-        with monkeypatch.context() as patch:
-            patch.setattr(checks, "UNUSUAL_NUMBER", Search())
-            read_records(tmp_path)
-        assert not any(b"1.25,1.2,1.3" in text for text in seen)
-        assert b'"step_samples_ms":[1.25,1.2,1.3]' in path.read_bytes()
-        for wrong in (-1.0, 1e16):
+        path = tmp_path / RECORDS_FILE
+        for wrong in (0.0, -1.0, 1e16):
             metrics = msgspec.structs.replace(FULL.metrics, step_samples_ms=[1.0, wrong])
-            path.write_bytes(msgspec.json.encode(msgspec.structs.replace(FULL, metrics=metrics)) + b"\n")
+            line = msgspec.json.encode(msgspec.structs.replace(FULL, metrics=metrics))
+            for text in (line, checksums.seal(line)):
+                path.write_bytes(text + b"\n")
+                with pytest.raises(RecordsError, match=r"metrics\.step_samples_ms is"):
+                    read_records(tmp_path)
+            assert read_run(tmp_path).records == [without_samples(FULL)]
+            path.write_bytes(line + b"\n")
             with pytest.raises(RecordsError, match=r"metrics\.step_samples_ms is"):
-                read_records(tmp_path)
+                read_run(tmp_path)
 
     def test_a_copy_is_the_same_measurement_under_any_repeat_and_with_no_samples(self) -> None:
         assert FULL.metrics is not None

@@ -102,11 +102,12 @@ def test_a_last_line_that_was_cut_short_is_taken_out(end: bytes, tmp_path: Path)
 def test_a_line_of_another_version_is_no_damage_and_stays_until_that_is_asked_for(tmp_path: Path) -> None:
     other = b'{"schema_version":2,"point":"of another shape"}'
     before = put(tmp_path, *lines_of(tmp_path), other, b"{damaged").read_bytes()
-    with pytest.raises(RecordsError, match=r"line 4: schema_version 2.* add --strange"):
-        repair(tmp_path)
-    assert (tmp_path / RECORDS_FILE).read_bytes() == before
-    assert not list(tmp_path.glob(f"*{BACKUP}*")), "nothing was done"
-    assert [fault.kind for fault in repair(tmp_path, strange=True).taken_out] == [STRANGE, DAMAGED]
+    done = repair(tmp_path)
+    assert [(fault.line, fault.kind) for fault in done.left] == [(4, STRANGE)]
+    assert [fault.kind for fault in done.taken_out] == [DAMAGED]
+    assert (tmp_path / RECORDS_FILE).read_bytes() == before.removesuffix(b"{damaged\n")
+    assert repair(tmp_path).taken_out == [], "the line stays however often it is repaired"
+    assert [fault.kind for fault in repair(tmp_path, strange=True).taken_out] == [STRANGE]
     assert read_records(tmp_path) == RECORDS
 
 
@@ -250,7 +251,7 @@ class TestCommand:
         assert "Some of it was damaged" in out
         words = shlex.split(out.rpartition(": ")[2])
         assert words[:3] == ["dcpbench", "records", "repair"]
-        assert "nothing was changed" in typed(capsys, "repair", str(folder))[2]
+        assert "line 4, strange: left as it is (schema_version 99" in typed(capsys, "repair", str(folder))[2]
         assert typed(capsys, *words[2:])[0] == 0
         assert read_records(folder) == RECORDS
 

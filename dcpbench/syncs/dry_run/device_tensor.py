@@ -99,7 +99,9 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
         """Copy values and attributes; tensors that share memory do so in the copy, too."""
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         values = copy.deepcopy(self.host_values.detach(), memo)

@@ -1,0 +1,133 @@
+"""Makes of a record one that its reader accepts, before it is written. No torch.
+
+Servers and clocks set many values of a record. One that the reader would refuse must cost neither the point nor the other
+records of its file: it becomes null, or, if a metric depends on it, the point becomes a failed one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.records import checksums
+from dcpbench.records.bounds import REFUSED, accepted, record_type
+from dcpbench.records.checks import MAX_ENTRIES, ImpossibleValueError
+from dcpbench.records.lines import UNREADABLE
+from dcpbench.records.record import Omitted, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Decode = Callable[[bytes], Record]
+
+MEASURED = ("metrics", "serve")  # parts without which a point has no result
+SEAL = ("checked", "crc32")  # fields that a checksum adds to a line
+OMITTED_MARK = "values_omitted"
+NOT_WRITABLE = (OverflowError, UnicodeEncodeError)  # raised for integers beyond 64 bits and for lone surrogates
+
+
+def accept(record: Record, decode: Decode) -> tuple[Record, bytes]:
+    """Return the record as its reader accepts it, and its line with a checksum.
+
+    Raises UsageError for a point that no reader would accept, which `file.check_point` finds before anything is measured.
+    """
+    found = _line(record, decode)
+    if found is None:
+        record = _without_bad_numbers(record)
+        found = _line(record, decode)
+    if found is None:
+        record = _without_problems(record, decode)
+        found = _line(record, decode)
+    assert found is not None, record
+    return record, found
+
+
+def mend(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
+    """Return what `accept` makes of a line that its reader refuses for a value; None if its point cannot be."""
+    data = msgspec.json.decode(line)
+    omitted: list[Omitted] = []
+    fields = accepted({name: value for name, value in data.items() if name not in SEAL}, record_type(), (), omitted)
+    if any(one.field.startswith("point.") for one in omitted):
+        return None
+    try:
+        before = msgspec.convert(fields, Record)
+        lost = [part for part in MEASURED if data.get(part) is not None and getattr(before, part) is None]
+        return accept(_with_omitted(before, lost, omitted) if omitted else before, decode)
+    except (msgspec.ValidationError, UsageError):
+        return None
+
+
+def _line(record: Record, decode: Decode) -> bytes | None:
+    """Return the line of a record, or None if its reader would refuse it or read something else."""
+    try:
+        line = checksums.seal(msgspec.json.encode(record))
+        return line if _same(decode(line), record) else None
+    except (*UNREADABLE, *NOT_WRITABLE):
+        return None
+
+
+def _same(one: Record, other: Record) -> bool:
+    """Return whether two records hold the same values. NaN and infinity, which JSON writes as null, make them differ."""
+    return one == other or bool(msgspec.to_builtins(one) == msgspec.to_builtins(other))
+
+
+def _without_bad_numbers(record: Record) -> Record:
+    omitted: list[Omitted] = []
+    data = accepted(msgspec.to_builtins(record), record_type(), (), omitted)
+    if wrong := next((one for one in omitted if one.field.startswith("point.")), None):
+        raise UsageError(f"{wrong}, which no record can hold; give another value.")
+    assert data is not REFUSED, omitted
+    try:
+        found = msgspec.convert(data, Record)
+    except msgspec.ValidationError as e:  # a value of another type, wherever it came from
+        omitted.append(Omitted(field="record", what=f"cannot be read back: {e}"))
+        found = _bare(record)
+    return _with_omitted(found, _lost(record, found), omitted) if omitted else found
+
+
+def _without_problems(record: Record, decode: Decode) -> Record:
+    """Return the record without what `checks.find_problem` finds: too many entries, and metrics that cannot be."""
+    found = record
+    while True:
+        try:
+            decode(checksums.seal(msgspec.json.encode(found)))
+        except ImpossibleValueError as e:
+            problem = e.problem
+        else:
+            return found
+        part, _, name = problem.field.partition(".")
+        if part == "point":
+            raise UsageError(f"{problem}; give another value.")
+        what = Omitted(field=problem.field, what=problem.what.removeprefix(" ").removeprefix(": "))
+        value = getattr(found, part)
+        if name or part in MEASURED:
+            changes: dict[str, Any] = {part: None}
+        else:
+            changes = {
+                part: dict(list(value.items())[:MAX_ENTRIES]) if isinstance(value, dict) else value[:MAX_ENTRIES]
+            }
+        now = msgspec.structs.replace(found, **changes)
+        found = _with_omitted(now, _lost(found, now), [what])
+
+
+def _lost(before: Record, now: Record) -> list[str]:
+    """Return the parts that hold what was measured and that a record has lost."""
+    return [part for part in MEASURED if getattr(before, part) is not None and getattr(now, part) is None]
+
+
+def _with_omitted(now: Record, lost: list[str], omitted: list[Omitted]) -> Record:
+    """Return the record with what was omitted, as a failed one if it has lost what was measured."""
+    marks = now.marks[: MAX_ENTRIES - 1]
+    changes: dict[str, Any] = {"omitted": [*(now.omitted or []), *omitted][:MAX_ENTRIES]}
+    changes["marks"] = marks if OMITTED_MARK in marks else [*marks, OMITTED_MARK]
+    if lost:
+        why = f"its result cannot be recorded: {'; '.join(map(str, omitted[:3]))}."
+        changes |= {"outcome": "failed", "reason": f"{now.reason} {why}" if now.reason else why}
+    return msgspec.structs.replace(now, **changes)
+
+
+def _bare(record: Record) -> Record:
+    """Return a record of the same point without anything that was measured or noted."""
+    return Record(point=record.point, outcome="failed", reason=record.reason)

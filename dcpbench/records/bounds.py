@@ -1,0 +1,144 @@
+"""Holds the values of a record against the bounds that its fields declare (points/bounds.py). No torch.
+
+The decoder checks the same bounds in C and stops at the first value that breaks one. What is here runs only after that: it
+names the field as a person would write it, and replaces values that no reader would accept before they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import inspect
+
+from dcpbench.records.record import Omitted, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_SHOWN = 40  # characters of a value in a message
+REFUSED: Any = object()  # stands for a value that has no acceptable form
+Path = tuple[str | int, ...]
+
+
+class BadValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A number outside of the bounds of its field."""
+
+    path: Path
+    value: float
+    what: str
+    """What is wrong with it, as it follows the name of the field: `is -99, below 0`."""
+
+    @property
+    def field(self) -> str:
+        """Return the dotted name of the field, without places in lists: `serve.turns.cached_tokens`."""
+        return dotted(self.path)
+
+
+def dotted(path: Path) -> str:
+    """Return the name of a field, without places in lists."""
+    return ".".join(name[:MAX_SHOWN] for name in path if isinstance(name, str))
+
+
+@functools.cache
+def record_type() -> inspect.Type:
+    """Return the declared type of a record."""
+    return inspect.type_info(Record)
+
+
+def bad_values(value: object, kind: inspect.Type, path: Path = ()) -> Iterator[BadValue]:
+    """Yield the numbers in plain dicts and lists that are outside of the bounds of their declared type."""
+    if isinstance(value, dict) and (struct := _variant(kind, inspect.StructType)):
+        for field in struct.fields:
+            if field.encode_name in value:
+                yield from bad_values(value[field.encode_name], field.type, (*path, field.encode_name))
+    elif isinstance(value, dict) and (mapping := _variant(kind, inspect.DictType)):
+        for name, item in value.items():
+            yield from bad_values(item, mapping.value_type, (*path, name))
+    elif isinstance(value, list) and (items := _variant(kind, inspect.ListType, inspect.VarTupleType)):
+        for place, item in enumerate(value):
+            yield from bad_values(item, items.item_type, (*path, place))
+    elif isinstance(value, int | float) and (what := _what_is_wrong(value, kind)):
+        yield BadValue(path=path, value=value, what=what)
+
+
+def accepted(value: Any, kind: inspect.Type, path: Path, omitted: list[Omitted]) -> Any:  # noqa: ANN401 - any field
+    """Return the value with null in place of what a reader would refuse, or REFUSED if its type allows no null.
+
+    The innermost part that may be null or empty is replaced, and what was wrong is added to `omitted`.
+    """
+    if isinstance(value, str):
+        return _plain_text(value, path, omitted)
+    if isinstance(value, dict) and (struct := _variant(kind, inspect.StructType)):
+        return _accepted_struct(value, struct, path, omitted)
+    if isinstance(value, dict) and (mapping := _variant(kind, inspect.DictType)):
+        pairs = {
+            _plain_text(name, path, omitted): accepted(item, mapping.value_type, (*path, name), omitted)
+            for name, item in value.items()
+        }
+        return REFUSED if any(item is REFUSED for item in pairs.values()) else pairs
+    if isinstance(value, list) and (items := _variant(kind, inspect.ListType, inspect.VarTupleType)):
+        found = [accepted(item, items.item_type, (*path, place), omitted) for place, item in enumerate(value)]
+        return REFUSED if any(item is REFUSED for item in found) else found
+    if isinstance(value, int | float) and (what := _what_is_wrong(value, kind)):
+        omitted.append(Omitted(field=dotted(path), what=what))
+        return REFUSED
+    if isinstance(value, float) and _variant(kind, inspect.IntType) and not _variant(kind, inspect.FloatType):
+        return int(value)  # 8.0, which no reader takes for a whole number
+    return value
+
+
+def _accepted_struct(value: dict[str, Any], kind: inspect.StructType, path: Path, omitted: list[Omitted]) -> Any:  # noqa: ANN401
+    found = dict(value)
+    for field in kind.fields:
+        name = field.encode_name
+        if name in value:
+            found[name] = accepted(value[name], field.type, (*path, name), omitted)
+        if found.get(name) is not REFUSED:
+            continue
+        if _variant(field.type, inspect.NoneType):
+            found[name] = None
+        elif field.default_factory is not msgspec.NODEFAULT:  # an empty list or dict
+            found[name] = field.default_factory()
+        elif not field.required and (kind.cls is Record or field.default is msgspec.NODEFAULT):
+            del found[name]  # a field that lines may lack
+        else:
+            return REFUSED
+    return found
+
+
+def _plain_text(text: str, path: Path, omitted: list[Omitted]) -> str:
+    """Return the text with lone surrogates spelled out, as UTF-8 cannot hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        omitted.append(Omitted(field=dotted(path), what="holds characters that are no Unicode text"))
+        return text.encode("utf-8", "backslashreplace").decode()
+    return text
+
+
+def _what_is_wrong(value: float, kind: inspect.Type) -> str:
+    """Return what is wrong with a number, or an empty string for one within the bounds of its type."""
+    if isinstance(value, bool):
+        return ""
+    if not isinstance(value, int) and not math.isfinite(value):
+        return f"is {value}, not a finite number"
+    declared = _variant(kind, inspect.FloatType) or _variant(kind, inspect.IntType)
+    if declared is None or declared.le is None:
+        return ""
+    if value > declared.le or (declared.ge and value < declared.ge):
+        return f"is above {declared.le:g}"
+    if value < 0 and not declared.ge:
+        return f"is {max(value, -1e300):g}, below 0"  # an integer may be larger than a float can be
+    if declared.gt is not None and value <= declared.gt:
+        return f"is {value:g}, not above {declared.gt:g}"
+    whole = isinstance(declared, inspect.IntType) and not float(value).is_integer()
+    return f"is {value:g}, not a whole number" if whole else ""
+
+
+def _variant(kind: inspect.Type, *wanted: type[Any]) -> Any:  # noqa: ANN401 - of the class that was asked for
+    """Return the type, or the variant of a union, that is of one of these classes; None if there is none."""
+    variants = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return next((one for one in variants if isinstance(one, wanted)), None)

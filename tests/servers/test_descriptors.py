@@ -1,0 +1,140 @@
+"""A client of more connections than its process may have open files: the limit is raised, or the shortage is named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.errors import UsageError
+from dcpbench.records.file import read_records
+from dcpbench.records.record import Server
+from dcpbench.servers import client as http
+from dcpbench.servers import load
+from dcpbench.servers.client import Client, RequestError, Target
+from dcpbench.servers.descriptors import OPEN_FILES, SPARE, descriptors_for
+from tools.client_accuracy import served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def limited(soft: int, hard: int | None = None) -> Iterator[None]:
+    """Let this process have so many open files. A lower hard limit could not be raised again, so it is only claimed."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        if hard is not None:
+            patch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+            patch.setattr(resource, "setrlimit", lambda *_: None)
+            yield
+            return
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def soft_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_1030_clients_at_1024_descriptors_are_all_served(tmp_path: Path) -> None:
+    """Each request takes two seconds, so that all of the clients are connected at once; the soft limit is 1,024."""
+    words = "serve --device cpu --tp 8 --concurrency 1030 --num-requests 1030 --input-tokens 20 --output-tokens 4"
+    words += f" --warm-up 0 --no-check-client --client-processes 1 -o {tmp_path / 'run'}"
+    with served("--ttft-ms 2000 --gap-ms 5", tmp_path / "sent.jsonl") as url:
+        command = f'ulimit -S -n 1024; exec "$0" -m dcpbench {words} --url {url}'
+        done = subprocess.run(
+            ["bash", "-c", command, sys.executable], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    (record,) = read_records(tmp_path / "run")
+    assert record.serve is not None
+    assert (record.serve.finished, record.serve.failed) == (1030, 0)
+    assert isinstance(record.server, Server)
+    assert record.server.failures == []
+    assert record.server.client is not None
+    assert (record.server.client.starved_share or 0.0) >= 0.0
+
+
+def test_a_shortage_is_named_before_the_load_begins_and_is_not_the_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hard limit is too low for 1,030 clients; two clients are served all the same."""
+    words = "serve --device cpu --tp 8 --concurrency 1030,2 --num-requests 1030 --input-tokens 20 --output-tokens 2"
+    with served("--gap-ms 1", tmp_path / "sent.jsonl") as url, limited(1024, 1024):
+        words += f" --no-check-client --client-processes 1 --url {url} -o {tmp_path / 'run'}"
+        with pytest.raises(SystemExit) as end:
+            cli.main(words.split())
+    assert end.value.code == 4
+    assert "it may have 1,024 (ulimit -Hn)" in capsys.readouterr().err
+    short, other = read_records(tmp_path / "run")
+    assert (short.point.concurrency, short.outcome, other.outcome) == (1030, "failed", "ok")
+    assert (short.reason or "").startswith("1,030 connections at once need 1,")
+    assert isinstance(short.server, Server)
+    assert short.server.failures == []
+
+
+def test_the_limit_is_raised_as_far_as_needed_and_set_back() -> None:
+    with limited(256):
+        with descriptors_for(1000, certain=True):
+            assert 1000 + SPARE < soft_limit() < 1000 + 10 * SPARE
+        assert soft_limit() == 256
+        with descriptors_for(10, certain=True):
+            assert soft_limit() == 256
+
+
+def test_only_a_load_that_certainly_needs_more_is_refused() -> None:
+    """Of an open loop it is not known how many requests will be on their way at once."""
+    with limited(256, 256):
+        with descriptors_for(1000, certain=False):
+            pass
+        with (
+            pytest.raises(UsageError, match=r"1,000 connections at once .* --client-processes 6\."),
+            descriptors_for(1000, certain=True, processes=1),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_connection_for_which_the_client_has_no_file_is_not_called_refused(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none_left(*_: Any) -> None:
+        raise OSError(number, "Too many open files")
+
+    async def main() -> None:
+        async with Client(Target.at("http://127.0.0.1:1")) as client:
+            await client.get("/")
+
+    monkeypatch.setattr(http, "_connected", none_left)
+    with pytest.raises(RequestError, match="so the server was not asked") as raised:
+        asyncio.run(main())
+    assert raised.value.kind == OPEN_FILES
+    assert not load.may_retry(raised.value)
+
+
+def test_a_share_that_cannot_be_read_at_the_end_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """/proc could be opened when the run began and not when it ended: it was -0.2 s then."""
+    found = iter([0.2, None])
+    monkeypatch.setattr(load, "starved_s", lambda: next(found))
+    words = f"serve --device cpu --tp 8 --concurrency 1 --num-requests 1 --input-tokens 20 --warm-up 0 -o {tmp_path / 'run'}"
+    with served("--ttft-ms 1", tmp_path / "sent.jsonl") as url, pytest.raises(SystemExit) as end:
+        cli.main([*words.split(), "--no-check-client", "--client-processes", "1", "--url", url])
+    assert not end.value.code
+    (record,) = read_records(tmp_path / "run")
+    assert msgspec.to_builtins(record)["server"]["client"]["starved_share"] is None
+    assert record.omitted is msgspec.UNSET
