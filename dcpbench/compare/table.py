@@ -56,8 +56,8 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
     lines += [Text(note) for note in c.notes]
     lines += list(_open_ends(c))
     if gate := gate_text(c):
-        shown = [*c.fails, *c.unjudged, *(f for f in c.findings if f.status == "undecided")][:MAX_DIFFERENCES]
-        lines += [Text(f"- {f.message}", style="red" if f.status == "fails" else "yellow") for f in shown]
+        named = [*c.fails, *c.unjudged, *(f for f in c.findings if f.status == "undecided")][:MAX_DIFFERENCES]
+        lines += [Text(f"- {f.message}", style="red" if f.status == "fails" else "yellow") for f in named]
         lines.append(Text(gate, style="red bold" if c.fails else "yellow" if c.findings else "green"))
     return lines
 

@@ -53,15 +53,12 @@ class _Tensors:
 
     def linear(self, name: str, outputs: int, inputs: int, *, split: str = "") -> Iterator[Named]:
         """Yield a linear layer [outputs, inputs], and its scales where it has some. `split`: rows, columns, or neither."""
-        part = {"rows": slice(0, outputs), "columns": slice(0, inputs)}
+        rows = slice(0, outputs) if split == "rows" else None
+        columns = slice(0, inputs) if split == "columns" else None
         if not self.fp8:
-            taken = {split: part[split]} if split else {}
-            yield name, self.source.get(name, (outputs, inputs), **taken)
+            yield name, self.source.get(name, (outputs, inputs), rows=rows, columns=columns)
             return
-        columns = part["columns"] if split == "columns" else ALL
-        weight = self.source.scaled(
-            name, (outputs, inputs), rows=part["rows"] if split == "rows" else ALL, columns=columns
-        )
+        weight = self.source.scaled(name, (outputs, inputs), rows=rows or ALL, columns=columns or ALL)
         yield name, weight.data
         yield name + SCALE, weight.scale
 

@@ -18,7 +18,7 @@ def register() -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    class SyntheticModelLoader(BaseModelLoader):
+    class SyntheticModelLoader(BaseModelLoader):  # type: ignore[misc]  # untyped without vLLM
         """Fills a model with synthetic weights."""
 
         def download_model(self, model_config: ModelConfig) -> None:

@@ -53,7 +53,9 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: Number
     high: Number
     samples: Count
-    autocorrelation: SignedNumber | None = None  # of neighbouring samples; None in records written before it was measured
+    autocorrelation: SignedNumber | None = (
+        None  # of neighbouring samples; None in records written before it was measured
+    )
     effective_samples: Number | None = None  # independent samples that know the median as well
 
 
