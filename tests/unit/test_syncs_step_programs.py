@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,9 +19,11 @@ from tests.unit.program_traces import Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from dcpbench.syncs.model import Report, Verdict
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def load_shards_then_decode() -> Program:
@@ -306,6 +309,13 @@ PROGRAMS: tuple[tuple[Callable[[], Program], int, int], ...] = (
 NAMED = [pytest.param(make, waits, code, id=make.__name__) for make, waits, code in PROGRAMS]
 MANY = 1000.0
 """A limit of waits per step that no program here exceeds."""
+
+
+def test_the_documentation_counts_the_programs() -> None:
+    page = (ROOT / "docs" / "syncs-detectors.md").read_text()
+    unknown = sum(1 for _, _, code in PROGRAMS if code == 3)
+    assert f"{len(PROGRAMS)} made-up programs" in page
+    assert f"({len(PROGRAMS) - unknown} have findings, {unknown} end in exit code 3)" in page
 
 
 def scanned(make: Callable[[], Program], folder: Path, **options: str) -> Report:
