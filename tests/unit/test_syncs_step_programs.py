@@ -373,6 +373,21 @@ class TestPhases:
         assert report.traces[0].coverage.steps_by_phase == {"decode": 12, "prefill": 1}
         assert report.sites[0].count_per_phase == {"prefill": 3.0, "decode": 0.0}
 
+    @pytest.mark.parametrize("step_range", [None, "^execute_"])
+    def test_steps_of_another_name_have_the_phases_of_the_engine_in_them(
+        self, step_range: str | None, tmp_path: Path
+    ) -> None:
+        """With a schedule vLLM's profiler marks steps as well; a prefill that is the first one is no warm-up."""
+        program = Program()
+        for step in range(5):
+            with program.range(f"ProfilerStep#{step}"), program.range(f"execute_new_{0 if step else 2}_cached_{step}"):
+                program.work(20)
+                program.read(0 if step else 2)
+        report = scan([program.write(tmp_path / "trace.json")], root=tmp_path, step_range=step_range)
+        assert report.traces[0].coverage.steps_by_phase == {"decode": 4, "prefill": 1}
+        assert report.sites[0].count_per_phase == {"prefill": 2.0, "decode": 0.0}
+        assert verdict(report, tmp_path).exit_code == 1
+
     def test_a_limit_holds_for_each_phase(self, tmp_path: Path) -> None:
         """Three waits in the one prefill are 0.25 a step over all, and exceed a limit of 2."""
         report = scanned(vllm_waits_in_prefill_alone, tmp_path)
