@@ -155,12 +155,26 @@ def find_steps(ranges: Sequence[Range], total: Work, pattern: str | None = None)
         total: Work of the whole program, of which guessed steps must cover more than half.
         pattern: Regular expression of the names of steps.
     """
+    engine = _find_engine_steps(ranges, total)
     if pattern is not None:
-        return _make_steps(pattern, [r for r in ranges if re.search(pattern, r.name)], "pattern", total)
+        named = _make_steps(pattern, [r for r in ranges if re.search(pattern, r.name)], "pattern", total)
+        return _add_phases(named, engine)
     profiler = {r.name: r for r in reversed(ranges) if PROFILER_STEP.match(r.name)}
     if profiler:
-        return _make_steps("ProfilerStep#", list(profiler.values()), "profiler", total)
-    return _find_engine_steps(ranges, total) or _guess_steps(ranges, total)
+        return _add_phases(_make_steps("ProfilerStep#", list(profiler.values()), "profiler", total), engine)
+    return engine or _guess_steps(ranges, total)
+
+
+def _add_phases(steps: Steps, engine: Steps | None) -> Steps:
+    """Return the steps with the phases of the engine's annotations that begin in each of them."""
+    within: list[set[str]] = [set() for _ in range(len(steps))]
+    for step, phase in zip(steps.of(engine.start), engine.phases, strict=True) if engine else ():
+        if step is not None and step < len(steps):
+            within[step].add(phase)
+    if not any(within):
+        return steps
+    phases = ("mixed" if len(found) > 1 else next(iter(found), "") for found in within)
+    return dataclasses.replace(steps, phases=tuple(phases))
 
 
 def _find_engine_steps(ranges: Sequence[Range], total: Work) -> Steps | None:

@@ -12,6 +12,7 @@ from dcpbench import cli
 from dcpbench.errors import WorkerError
 from dcpbench.records.runs import read_run
 from dcpbench.servers.profile import waits_in
+from tests.unit.program_traces import Program
 from tools.client_accuracy import served
 
 if TYPE_CHECKING:
@@ -55,6 +56,18 @@ def test_the_gate_is_scans_own(scanned: Callable[..., Asked]) -> None:
     """What is allowed passes."""
     code, _, err = scanned(f"--trace {TRACE}", "--max-per-step", "1000000")
     assert code == 0, err
+
+
+def test_a_rank_that_wrote_no_trace_is_missing(scanned: Callable[..., Asked], tmp_path: Path) -> None:
+    """The only trace is that of rank 0 of two and holds no wait, which says nothing about rank 1."""
+    program = Program()
+    for step in range(3):
+        with program.range(f"ProfilerStep#{step}"):
+            program.work(5)
+    trace = program.write(tmp_path / "one.json", distributedInfo={"backend": "nccl", "rank": 0, "world_size": 2})
+    code, _, err = scanned(f"--trace {trace}", "--format", "json")
+    assert code == 3
+    assert "No trace of rank 1 of 2 was read" in err
 
 
 def test_a_server_that_does_not_profile_is_told_how_it_would(scanned: Callable[..., Asked]) -> None:

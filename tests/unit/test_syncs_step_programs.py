@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,9 +19,11 @@ from tests.unit.program_traces import Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from dcpbench.syncs.model import Report, Verdict
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def load_shards_then_decode() -> Program:
@@ -308,6 +311,13 @@ MANY = 1000.0
 """A limit of waits per step that no program here exceeds."""
 
 
+def test_the_documentation_counts_the_programs() -> None:
+    page = (ROOT / "docs" / "syncs-detectors.md").read_text()
+    unknown = sum(1 for _, _, code in PROGRAMS if code == 3)
+    assert f"{len(PROGRAMS)} made-up programs" in page
+    assert f"({len(PROGRAMS) - unknown} have findings, {unknown} end in exit code 3)" in page
+
+
 def scanned(make: Callable[[], Program], folder: Path, **options: str) -> Report:
     return scan([make().write(folder / "trace.json")], root=folder, **options)
 
@@ -362,6 +372,21 @@ class TestPhases:
         report = scanned(vllm_waits_in_prefill_alone, tmp_path)
         assert report.traces[0].coverage.steps_by_phase == {"decode": 12, "prefill": 1}
         assert report.sites[0].count_per_phase == {"prefill": 3.0, "decode": 0.0}
+
+    @pytest.mark.parametrize("step_range", [None, "^execute_"])
+    def test_steps_of_another_name_have_the_phases_of_the_engine_in_them(
+        self, step_range: str | None, tmp_path: Path
+    ) -> None:
+        """With a schedule vLLM's profiler marks steps as well; a prefill that is the first one is no warm-up."""
+        program = Program()
+        for step in range(5):
+            with program.range(f"ProfilerStep#{step}"), program.range(f"execute_new_{0 if step else 2}_cached_{step}"):
+                program.work(20)
+                program.read(0 if step else 2)
+        report = scan([program.write(tmp_path / "trace.json")], root=tmp_path, step_range=step_range)
+        assert report.traces[0].coverage.steps_by_phase == {"decode": 4, "prefill": 1}
+        assert report.sites[0].count_per_phase == {"prefill": 2.0, "decode": 0.0}
+        assert verdict(report, tmp_path).exit_code == 1
 
     def test_a_limit_holds_for_each_phase(self, tmp_path: Path) -> None:
         """Three waits in the one prefill are 0.25 a step over all, and exceed a limit of 2."""
