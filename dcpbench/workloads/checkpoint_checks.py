@@ -18,11 +18,12 @@ import torch
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.attention import rounding_error
 from dcpbench.kernels.e4m3 import ROUNDING
+from dcpbench.show.text import counted
 from dcpbench.workloads import oracle, teacher_forcing
 from dcpbench.workloads.checks import make_check
 from dcpbench.workloads.rounding import Roundings
 from dcpbench.workloads.session import DTYPES, build_whole
-from dcpbench.workloads.teacher_forcing import ATTENTION, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
+from dcpbench.workloads.teacher_forcing import ATTENTION, EXPERT, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
 from dcpbench.workloads.trace import Decoded, Trace, decode
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from dcpbench.launch.jobs import Check, Job
     from dcpbench.points.point import Point
     from dcpbench.points.shapes import ModelShape
-    from dcpbench.workloads.teacher_forcing import Comparison, Difference
+    from dcpbench.workloads.teacher_forcing import Comparison, Difference, ScoreScale
 
 HALF_STEP = {"fp32": 5e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of one rounding. Operations in fp32 sum hundreds of numbers in different orders, which adds tens
@@ -40,11 +41,17 @@ of roundings of 6e-8."""
 MAX_MEDIAN, MAX_POSITION = 2, 4
 """Roundings by which the result of an operation may differ: at the median position, and at any position. Engines round
 some intermediate results that transformers never computes: absorbed queries, and each rank's part of a sum."""
-MAX_FLIPPED = 2
-"""Roundings to e4m3 by which a result may differ at single positions, where an operation rounds an intermediate result
-to e4m3. A number between two e4m3 numbers is rounded up or down by an error of its last bit."""
-ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, MLP)
-"""Operations that round to e4m3 what they have computed themselves."""
+ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, MLP, EXPERT)
+"""Operations that round to e4m3 what they have computed themselves. An error of the last bit decides whether a number
+between two e4m3 numbers is rounded up or down."""
+MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2
+"""Roundings to e4m3 by which the result of such an operation may differ: at the median position, and at any position."""
+MIN_POSITIONS = 8
+"""Positions from which on the median is judged."""
+SCORE_SCALE = "softmax scale"
+"""Name of the finding that attention outputs change as with another softmax scale."""
+MAX_SCALE_ERROR, MAX_DEVIATIONS = 0.01, 5
+"""Share by which the softmax scale may be off, and in addition standard errors of that share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +71,21 @@ class Limits:
 
     def median(self, difference: Difference) -> float:
         """Return the limit of the median position."""
-        return MAX_MEDIAN * self._unit(difference) + self._kernel(difference)
+        flipped = MAX_FLIPPED_MEDIAN * self._flip(difference)
+        return MAX_MEDIAN * self._unit(difference) + self._kernel(difference) + flipped
 
     def position(self, difference: Difference) -> float:
         """Return the limit of any position."""
-        flipped = MAX_FLIPPED * ROUNDING if self.fp8_weights and difference.stage in ROUNDED_INSIDE else 0.0
+        flipped = MAX_FLIPPED * self._flip(difference)
         return MAX_POSITION * self._unit(difference) + 2 * self._kernel(difference) + flipped
 
     def _unit(self, difference: Difference) -> float:
         """Return the error of one rounding. Rounded queries change attention outputs by the deviation of scores."""
         return self.half_step * (1 + difference.scores**2) ** 0.5
+
+    def _flip(self, difference: Difference) -> float:
+        """Return the error of one rounding to e4m3 inside the operation."""
+        return ROUNDING if self.fp8_weights and difference.stage in ROUNDED_INSIDE else 0.0
 
     def _kernel(self, difference: Difference) -> float:
         """Return what the attention kernel's roundings to e4m3 change in the mean square."""
@@ -86,20 +98,23 @@ class Finding:
 
     stage: str
     layer: int
-    prompt: int
-    position: int | None
-    """None: at the median position."""
     error: float
     limit: float
+    position: int | None = None
+    """Position of the prompt, or the expert; None: at the median of all."""
+    prompt: int | None = None
 
     @property
     def ratio(self) -> float:
-        """Error over limit; infinite where the error is NaN."""
-        return math.inf if math.isnan(self.error) else self.error / self.limit
+        """Error over limit; infinite where the error is not finite."""
+        return self.error / self.limit if math.isfinite(self.error) else math.inf
 
     def __str__(self) -> str:
-        place = "at the median position" if self.position is None else f"at position {self.position}"
-        return f"{self.stage} of layer {self.layer} {place} of prompt {self.prompt + 1}"
+        if self.prompt is not None:
+            return f"{self.stage} of layer {self.layer} at position {self.position} of prompt {self.prompt + 1}"
+        if self.position is not None:
+            return f"{self.stage} {self.position} of layer {self.layer}"
+        return f"{self.stage} of layer {self.layer}" + (" at the median" if self.stage != SCORE_SCALE else "")
 
 
 def compare_checkpoint(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
@@ -121,13 +136,15 @@ def _checks(point: Point, roundings: Roundings, limits: Limits, decoded: list[De
     traces = {i: trace for one in decoded for i, trace in one.traces.items()}
     teacher = oracle.load_teacher(point.weights, roundings)
     compared = {i: teacher.compare(trace) for i, trace in sorted(traces.items())}
+    outputs = next((one.experts for one in decoded if one.experts is not None), None)
+    experts = [] if outputs is None else teacher.compare_experts(outputs)
     expected = {i: comparison.logits for i, comparison in compared.items()}
     exact = point.precision == "fp32"
     if exact:
         expected = {i: oracle.logits_of(point.weights, trace.tokens) for i, trace in traces.items()}
     allowed = limits.half_step * MAX_POSITION * max(float(logits.abs().max()) for logits in expected.values())
     checks = [
-        _layers_check(point, limits, compared),
+        _layers_check(point, find_errors(limits, compared) + find_expert_errors(limits, experts)),
         _logits_check(point, traces, expected, allowed, exact=exact),
         _tokens_check(point, traces, expected, allowed, decoded),
     ]
@@ -137,28 +154,54 @@ def _checks(point: Point, roundings: Roundings, limits: Limits, decoded: list[De
 
 
 def find_errors(limits: Limits, compared: dict[int, Comparison]) -> list[Finding]:
-    """Return two findings for each operation, layer and prompt, at the median and at the worst position."""
+    """Return the errors of each operation of each layer: the worst of each prompt, and the median of all positions."""
     found = []
-    for prompt, comparison in compared.items():
-        for d in comparison.differences:
-            if d.stage == LOGITS:
-                continue
-            error_P = d.errors.nan_to_num(nan=math.inf)
-            worst = int(error_P.argmax())
-            found.append(Finding(d.stage, d.layer, prompt, worst, float(error_P[worst]), limits.position(d)))
-            found.append(Finding(d.stage, d.layer, prompt, None, float(error_P.median()), limits.median(d)))
+    for same in zip(*(comparison.differences for comparison in compared.values()), strict=True):
+        if same[0].stage != LOGITS:
+            found += [_worst(limits, difference, prompt) for prompt, difference in zip(compared, same, strict=True)]
+            found += _median(limits, same)
+    for scales in zip(*(comparison.score_scales for comparison in compared.values()), strict=True):
+        found += _scale_error(scales)
     return found
 
 
-def _layers_check(point: Point, limits: Limits, compared: dict[int, Comparison]) -> Check:
-    findings = find_errors(limits, compared)
+def find_expert_errors(limits: Limits, differences: Sequence[Difference]) -> list[Finding]:
+    """Return the errors of experts that each had a row of its own: of each layer the worst, and the median."""
+    return [finding for d in differences for finding in (_worst(limits, d), *_median(limits, (d,)))]
+
+
+def _worst(limits: Limits, difference: Difference, prompt: int | None = None) -> Finding:
+    errors = difference.errors.nan_to_num(nan=math.inf)
+    limit = limits.position(difference)
+    return Finding(difference.stage, difference.layer, float(errors.max()), limit, int(errors.argmax()), prompt)
+
+
+def _median(limits: Limits, same: Sequence[Difference]) -> list[Finding]:
+    errors = torch.cat([difference.errors for difference in same]).nan_to_num(nan=math.inf)
+    if len(errors) < MIN_POSITIONS:
+        return []
+    return [Finding(same[0].stage, same[0].layer, float(errors.median()), max(map(limits.median, same)))]
+
+
+def _scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
+    """Return by which share the softmax scale of a layer seems off; nothing where outputs do not depend on it."""
+    overlap, derivative, error = (
+        sum(getattr(scale, name) for scale in scales) for name in ("overlap", "derivative", "error")
+    )
+    if derivative == 0:
+        return []
+    deviation = (error / sum(scale.outputs for scale in scales) / derivative) ** 0.5
+    limit = MAX_SCALE_ERROR + MAX_DEVIATIONS * deviation
+    return [Finding(SCORE_SCALE, scales[0].layer, abs(overlap / derivative), limit)]
+
+
+def _layers_check(point: Point, findings: list[Finding]) -> Check:
     worst = max(findings, key=lambda finding: finding.ratio)
     detail = f"‖engine − transformers‖ / ‖transformers‖, {worst}"
     wrong = [finding for finding in findings if finding.ratio > 1]
     if wrong:
         layers = {finding.layer for finding in wrong}
-        first = min(wrong, key=lambda finding: finding.layer)
-        detail += f"; {len(layers)} of {1 + max(f.layer for f in findings)} layers differ, first {first}"
+        detail += f"; {counted(len(layers), 'layer')} of {1 + max(f.layer for f in findings)} differ, first {wrong[0]}"
     return make_check(point, "layers", worst.error, worst.limit, detail)
 
 

@@ -12,6 +12,7 @@ found where it is made.
     o_proj     the output projection                     from attention outputs
     router     router logits                             from the residual: norm, router
     MLP        dense MLP, or experts and shared expert   from the residual, and the experts that the engine chose
+    expert     each routed expert by itself              from a random row
     logits     logits                                    from the residual: norm, lm_head
 """
 
@@ -27,7 +28,7 @@ import torch
 from torch.nn import functional
 
 from dcpbench.engine import model as engine_model
-from dcpbench.workloads.trace import EXPERTS, ROUTER
+from dcpbench.workloads.trace import EXPERTS, ROUTER, expert_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from dcpbench.workloads.trace import Trace
 
 QUERY, LATENT, ROPE_KEY, ATTENTION = "query", "KV latent", "rope key", "attention"
-O_PROJ, MLP, LOGITS = "o_proj", "MLP", "logits"
+O_PROJ, MLP, EXPERT, LOGITS = "o_proj", "MLP", "expert", "logits"
+SCORE_STEP = 0.05
+"""Change of the softmax scale by which the derivative of attention outputs is taken."""
 IMPLEMENTATION = "dcpbench_teacher_forcing"
 """Name under which transformers finds the attention below."""
 TIE = 4 * torch.finfo(torch.float32).eps
@@ -55,11 +58,30 @@ class Difference:
     """Root mean square of attention scores, of the attention stage."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoreScale:
+    """How the engine's attention outputs of one layer project onto their derivative by the logarithm of the softmax scale.
+
+    Rounding errors have no direction, so a softmax scale that is off by a share is seen where each output looks right.
+    """
+
+    layer: int
+    overlap: float
+    """⟨engine − model, derivative⟩: of all positions and heads."""
+    derivative: float
+    """‖derivative‖²"""
+    error: float
+    """‖engine − model‖²"""
+    outputs: int
+    """Number of positions times heads."""
+
+
 @dataclasses.dataclass
 class Comparison:
     """All differences of one request."""
 
     differences: list[Difference]
+    score_scales: list[ScoreScale]
     misrouted: torch.Tensor
     """bool [P]: positions for which some layer's experts are not those that router logits and the checkpoint's bias choose."""
     logits: torch.Tensor
@@ -75,6 +97,7 @@ class TeacherForcing:
         self.interleaved = bool(getattr(self.config, "rope_interleave", False))
         self.trace: Trace | None = None
         self.differences: list[Difference] = []
+        self.score_scales: list[ScoreScale] = []
         self.misrouted = torch.zeros(0, dtype=torch.bool)
         self._round_parameters()
         self._attach()
@@ -82,11 +105,26 @@ class TeacherForcing:
     @torch.no_grad()
     def compare(self, trace: Trace) -> Comparison:
         """Return how the engine's results of one request differ from the model's."""
-        self.trace, self.differences = trace, []
+        self.trace, self.differences, self.score_scales = trace, [], []
         self.misrouted = torch.zeros(len(trace.tokens), dtype=torch.bool)
         logits = self.model(torch.tensor([trace.tokens]), use_cache=False).logits[0]
         self._note(LOGITS, self.config.num_hidden_layers, trace.logits, logits)
-        return Comparison(self.differences, self.misrouted, logits)
+        return Comparison(self.differences, self.score_scales, self.misrouted, logits)
+
+    @torch.no_grad()
+    def compare_experts(self, engine_LED: torch.Tensor) -> list[Difference]:
+        """Return how the engine's experts differ: expert e of each MoE layer on row e of `expert_inputs`."""
+        differences = []
+        for engine_ED, (index, layer) in zip(engine_LED, self._moe_layers(), strict=True):
+            inputs_ED = self.roundings.activation(expert_inputs(*engine_ED.shape))
+            ids_E1 = torch.arange(len(inputs_ED)).unsqueeze(1)
+            found_ED = experts(layer.mlp.experts, self.roundings, inputs_ED, ids_E1, torch.ones(ids_E1.shape))
+            errors = relative_errors(engine_ED, self.roundings.activation(found_ED))
+            differences.append(Difference(EXPERT, index, errors))
+        return differences
+
+    def _moe_layers(self) -> list[tuple[int, Any]]:
+        return [(i, layer) for i, layer in enumerate(self.model.model.layers) if hasattr(layer.mlp, "experts")]
 
     def _note(self, stage: str, layer: int, engine: torch.Tensor, model: torch.Tensor, scores: float = 0.0) -> None:
         self.differences.append(Difference(stage, layer, relative_errors(engine, model), scores))
@@ -119,10 +157,10 @@ class TeacherForcing:
             _before(layer.input_layernorm, self._round_residual)
             _before(layer.post_attention_layernorm, self._round_residual)
             self._attach_attention(layer.self_attn, index)
-            if hasattr(layer.mlp, "experts"):
-                self._attach_router(layer.mlp, index)
             _after(layer.mlp, self.roundings.activation)
             _after(layer.mlp, functools.partial(self._force, MLP, engine_model.MLP, index))
+        for index, layer in self._moe_layers():
+            self._attach_router(layer.mlp, index)
         _before(self.model.model.norm, self._round_residual)
 
     def _round_linear(self, module: torch.nn.Linear, name: str) -> None:
@@ -180,11 +218,20 @@ class TeacherForcing:
         key = torch.cat((key[..., :nope], rope_key.expand(*key.shape[:-1], -1)), dim=-1)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         found, _ = eager(module, query, key, value, *arguments, scaling=scaling, **options)
-        found = self.roundings.activation(found)
+        flatter, _ = eager(module, query, key, value, *arguments, scaling=scaling * (1 - SCORE_STEP), **options)
         engine = self._result(engine_model.VALUES, layer).reshape(found.shape)
+        self._note_score_scale(layer, engine - found, (found - flatter) / SCORE_STEP)
         scores = (query @ key.transpose(-1, -2) * scaling).tril().pow(2).sum((-1, -2)) / _pairs(key.shape[-2])
+        found = self.roundings.activation(found)
         self._note(ATTENTION, layer, engine[0].flatten(1), found[0].flatten(1), float(scores.mean().sqrt()))
         return engine, None
+
+    def _note_score_scale(self, layer: int, error: torch.Tensor, derivative: torch.Tensor) -> None:
+        overlap, size, squares = (
+            (a * b).sum() for a, b in ((error, derivative), (derivative, derivative), (error, error))
+        )
+        outputs = derivative.shape[:-1].numel()
+        self.score_scales.append(ScoreScale(layer, float(overlap), float(size), float(squares), outputs))
 
     def _attach_router(self, mlp: Any, index: int) -> None:  # noqa: ANN401
         """Have the MLP take the experts that the engine chose, and its routed experts round as the engine does."""

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.engine.model import KV_ROW, OBSERVED, QUERY, VALUES
+from dcpbench.engine.model import OBSERVED, QUERY, VALUES
+from dcpbench.engine.weights import Moe
+from dcpbench.kernels import moe
+from dcpbench.kernels.block_scaled import Rows, quantise_rows, quantised_for
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
@@ -44,6 +47,8 @@ class Decoded:
     """New tokens of each of its replica's requests."""
     traces: dict[int, Trace]
     """Traces of these requests; only the first rank of each replica has them."""
+    experts: torch.Tensor | None
+    """[MoE layers, E, D]: what expert e makes of row e of `expert_inputs`; only rank 0 has it, if the model has experts."""
 
 
 class _Recording:
@@ -91,8 +96,11 @@ def decode(engine: DecodeEngine, prompts: Prompts, new: int) -> Decoded:
         for row, i in enumerate(live):
             recordings[i].add(row, results, logits, next_tokens[row])
     tokens = {i: recording.tokens[recording.prompt :] for i, recording in recordings.items()}
-    first = model.groups.attn.rank == 0
-    return Decoded(tokens, {i: recording.trace() for i, recording in recordings.items()} if first else {})
+    outputs_LED = _run_experts(model)
+    if model.groups.attn.rank != 0:
+        return Decoded(tokens, {}, None)
+    traces = {i: recording.trace() for i, recording in recordings.items()}
+    return Decoded(tokens, traces, outputs_LED if dp.rank == 0 else None)
 
 
 def _step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
@@ -115,6 +123,29 @@ def _step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tensor], 
     return {name: result.cpu() for name, result in results.items()}, logits, batch.next_tokens.tolist()
 
 
+def expert_inputs(experts: int, hidden: int) -> torch.Tensor:
+    """Return a random row for each expert, [E, D], the same in each call."""
+    return torch.randn(experts, hidden, generator=torch.Generator().manual_seed(0))
+
+
+def _run_experts(model: Model) -> torch.Tensor | None:
+    """Return `Decoded.experts`, summed over all ranks: prompts may never choose some experts. Collective."""
+    shape, device = model.shape, model.kv.data.device
+    if shape.layers == shape.first_dense:
+        return None
+    x_ED = expert_inputs(shape.experts, shape.hidden).to(device, model.dtype)
+    ids_E1 = torch.arange(shape.experts, dtype=torch.int32, device=device).unsqueeze(1)
+    weights_E1 = torch.ones(ids_E1.shape, device=device)
+    outputs = []
+    for index in range(shape.first_dense, shape.layers):
+        w = model.weights.layer(index).mlp
+        assert isinstance(w, Moe)
+        rows = Rows(quantise_rows(x_ED), x_ED.dtype, x_ED) if quantised_for(w.gate_up) else x_ED
+        y_ED = moe.experts(rows, w.gate_up, w.down, weights_E1, ids_E1, w.first, torch.zeros_like(x_ED))
+        outputs.append(model.groups.dp.all_reduce(model.groups.attn.all_reduce(y_ED)).cpu())
+    return torch.stack(outputs)
+
+
 def _of_all_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
     """Return [layers, B, …]. Layers that are missing are NaN, or expert -1, so that no comparison can pass."""
     missing = layers - len(found)
@@ -128,6 +159,3 @@ def _of_all_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
 def _of_all_heads(model: Model, result: torch.Tensor) -> torch.Tensor:
     """Return [layers, B, H, …] of the heads of all ranks of a replica. Collective."""
     return torch.cat(list(model.groups.attn.all_gather(result.contiguous())), dim=2)
-
-
-__all__ = ["EXPERTS", "KV_ROW", "ROUTER", "STAGGER", "Decoded", "Trace", "decode"]

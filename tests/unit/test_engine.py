@@ -207,3 +207,48 @@ def test_a_request_holds_the_same_kv_in_every_layout(layout, page_size, interlea
         assert torch.equal(spread[number][1], rows)
     assert [plain[n][0] for n in range(3)] == [0, 7919 % 512, 2 * 7919 % 512]
     assert not torch.equal(plain[0][1], plain[1][1]), "two requests differ"
+
+
+class Gathered:
+    """A group of several ranks whose gathers also give what the other ranks would."""
+
+    def __init__(self, rank: int, others: dict[int, torch.Tensor]) -> None:
+        self.rank, self.others, self.size = rank, others, 1 + len(others)
+
+    def all_gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return torch.stack([mine if rank == self.rank else self.others[rank] for rank in range(self.size)])
+
+
+def greedy(vocab: int, layout: Layout, logits: list[list[float]]) -> list[list[int]]:
+    """The token that each rank takes for one row, from each rank's logits of its rows of the vocabulary."""
+    shape = build.shape_like_tiny(vocab=vocab)
+    models = [build.engine(layout, rank, shape=shape).model for rank in range(layout.tp)]
+    pairs = {}
+    for rank, model in enumerate(models):
+        model.groups = dataclasses.replace(model.groups, attn=Gathered(rank, {}))
+        model.groups.attn.all_gather = lambda pair, rank=rank: pairs.__setitem__(rank, pair) or pair.unsqueeze(0)
+        model.greedy(torch.tensor([logits[rank]]))
+    for rank, model in enumerate(models):
+        others = {other: pair for other, pair in pairs.items() if other != rank}
+        model.groups = dataclasses.replace(model.groups, attn=Gathered(rank, others))
+    return [model.greedy(torch.tensor([logits[rank]])).tolist() for rank, model in enumerate(models)]
+
+
+class TestGreedy:
+    def test_the_largest_logit_of_all_ranks_wins(self):
+        """Two ranks of two rows: token 3 is row 1 of rank 1."""
+        assert greedy(4, Layout(2), [[0.0, 2.0], [1.0, 3.0]]) == [[3], [3]]
+
+    def test_a_row_past_the_vocabulary_is_no_token(self):
+        """Three tokens on two ranks: row 1 of rank 1 is padding, whose zero weights give 0, more than any token has."""
+        assert greedy(3, Layout(2), [[-3.0, -2.0], [-1.0, 0.0]]) == [[2], [2]]
+
+    def test_a_rank_without_tokens_never_wins(self):
+        """Five tokens on four ranks of two rows: rank 2 has one, and rank 3 none. All logits are below padding's 0."""
+        logits = [[-5.0, -4.0], [-1.0, -6.0], [-3.0, 0.0], [0.0, 0.0]]
+        assert greedy(5, Layout(4), logits) == [[2]] * 4
+
+    def test_the_smallest_token_wins_a_tie(self):
+        """Tokens 1, 2 and 3 have the same logit: the first of rank 0 wins, and on rank 1 the first of its two."""
+        assert greedy(4, Layout(2), [[0.0, 2.0], [2.0, 2.0]]) == [[1], [1]]
+        assert greedy(4, Layout(2), [[0.0, 1.0], [2.0, 2.0]]) == [[2], [2]]

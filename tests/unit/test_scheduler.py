@@ -116,6 +116,22 @@ class TestAdmission:
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0], [1, 2]]
 
+    def test_the_fewest_requests_come_before_the_most_room(self) -> None:
+        """Replica 0 has request 0 with four of eight pages, replica 1 requests 1 and 2 with one page each. Request 3 joins
+        replica 0, which has fewer requests, although replica 1 has more pages left.
+        """
+        scheduler = serve((16, 9), (4, 9), (4, 9), (4, 1), replicas=2, chunk=64)
+        step = scheduler.next_step()
+        assert step is not None
+        assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1, 2]]
+
+    def test_of_replicas_that_are_alike_the_first_takes_the_next(self) -> None:
+        """Four equal requests on three replicas: the fourth joins replica 0."""
+        scheduler = serve(*[(4, 9)] * 4, replicas=3, chunk=64)
+        step = scheduler.next_step()
+        assert step is not None
+        assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1], [2]]
+
     def test_replicas_share_the_chunk_and_the_requests_of_a_point(self) -> None:
         """Of 64 chunk tokens each of two replicas prefills 32; five clients are three at one of them."""
         load = Load(requests=9, input_tokens="4", output_tokens="2", chunk=64)

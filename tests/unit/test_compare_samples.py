@@ -1,0 +1,131 @@
+"""Which requests of a served run say how well its metrics are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.compare import resampling
+from dcpbench.compare.samples import NO_REQUESTS, WINDOWS, Requests, error_of, requests_of
+from dcpbench.records import formulas
+from dcpbench.records.formulas import RequestTimes
+from dcpbench.records.metrics import METRICS, SERVE
+from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, Row
+from dcpbench.serving.samples import write_samples
+from tests.unit import serve_record_builder as served
+
+if TYPE_CHECKING:
+    from dcpbench.records.metrics import Metric
+
+CLIENTS = 4
+RECORD = served.served(served.point(concurrency=CLIENTS))
+
+
+def metric(name: str) -> Metric:
+    return next(m for m in METRICS if m.name == name)
+
+
+def finished(count: int = 40) -> list[RequestTimes]:
+    """Requests one after the other, with latencies around 1 s and 8 gaps around 0.1 s."""
+    rng = np.random.default_rng(0)
+    starts = np.arange(count) * 2.0
+    return [
+        RequestTimes(start, start + np.cumsum([rng.uniform(0.9, 1.1), *rng.uniform(0.08, 0.12, 8)])) for start in starts
+    ]
+
+
+def cut_off(count: int = 40) -> list[RequestTimes]:
+    """Requests with latencies and gaps that are a hundred times as long, which the end of the run cut off."""
+    return [RequestTimes(i * 2.0, (i * 2.0 + 100.0, i * 2.0 + 110.0), finished=False) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["ttft_p50_ms", "e2el_p50_ms", "tpot_p50_ms", "itl_p50_ms"])
+def test_latencies_are_those_of_finished_requests(name: str) -> None:
+    """Requests that were cut off have no latency: with and without them a metric is known equally well."""
+    kind = metric(name).errors[SERVE]
+    alone = error_of(metric(name), kind, RECORD, Requests(finished(), []), 1)
+    among = error_of(metric(name), kind, RECORD, Requests([*finished(), *cut_off()], []), 1)
+    assert alone is not None
+    assert among is not None
+    assert (among.variance, among.df) == (alone.variance, alone.df)
+
+
+def test_tokens_of_requests_that_were_cut_off_count_as_output() -> None:
+    requests = Requests([*finished(), *cut_off()], [])
+    found = error_of(metric("output_tok_s"), "tokens", RECORD, requests, 1)
+    times = np.concatenate([t.token_s for t in requests.times])
+    counts, _ = np.histogram(times, WINDOWS, (0.0, max(t.end_s for t in requests.times)))
+    expected = resampling.error_of(counts.astype(float), resampling.mean, 1, requests=True)
+    assert found is not None
+    assert expected is not None
+    assert found.variance == expected.variance
+
+
+def test_a_request_that_was_cut_off_meets_no_objective() -> None:
+    """20 of 40 finished within the objective, 20 were cut off: the share that met it is known as that of a coin."""
+    record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, slo_ms={"ttft": 1e9}))
+    requests = Requests([t for pair in zip(finished(20), cut_off(20), strict=True) for t in pair], [])
+    found = error_of(metric("goodput_s"), "objectives", record, requests, 1)
+    expected = resampling.error_of(np.array([1.0, 0.0] * 20), resampling.mean, 1, requests=True)
+    assert found is not None
+    assert expected is not None
+    assert found.variance == expected.variance > 0
+    assert error_of(metric("goodput_s"), "objectives", record, Requests(finished(), []), 1).variance == 0
+
+
+def rows() -> list[Row]:
+    """Four clients: three decode from 0 to 64 s, the fourth until 32 s and then waits for a first token in vain.
+
+    The run ends at 64 s, when the fourth client's second request has waited for 32 s.
+    """
+    times = [float(t) for t in range(1, 65)]
+
+    def row(number: int, outcome: str, submitted_s: float, token_s: list[float]) -> Row:
+        return Row(
+            number=number,
+            outcome=outcome,
+            submitted_s=submitted_s,
+            first_token_s=token_s[0] if token_s else None,
+            end_s=token_s[-1] if outcome == FINISHED else None,
+            input_tokens=1,
+            output_tokens=len(token_s),
+            token_s=token_s,
+        )
+
+    return [
+        *(row(i, FINISHED, 0.0, times) for i in range(3)),
+        row(3, FINISHED, 0.0, times[:32]),
+        row(4, CANCELLED, 32.0, []),
+        row(5, REJECTED, 33.0, []),
+    ]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Requests:
+    """Requests of these rows, from a file of samples beside a record."""
+    name = write_samples(tmp_path, RECORD.point, rows())
+    record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, samples_file=name))
+    return requests_of(record, tmp_path)
+
+
+def test_requests_that_were_cut_off_before_their_first_token_are_in_flight(read: Requests) -> None:
+    """A rejected request never is. All four clients are busy for 64 s, not for 32."""
+    assert [t.finished for t in read.times] == [True] * 4
+    assert read.waiting_s == [32.0]
+    assert formulas.steady_window(read.times, CLIENTS) == (0.0, 32.0)
+    assert formulas.steady_window(read.times, CLIENTS, read.waiting_s) == (0.0, 64.0)
+
+
+def test_the_steady_part_is_that_of_the_record(read: Requests) -> None:
+    """Tokens in windows of 64 s are four a second for 32 s and three after that; in windows of 32 s always four."""
+    found = error_of(metric("steady_tok_s"), "steady tokens", RECORD, read, 1)
+    assert found is not None
+    assert found.variance > 0, "the windows reach to the end of the run, where fewer tokens come"
+
+
+def test_a_record_without_a_file_of_samples_has_no_requests(tmp_path: Path) -> None:
+    assert requests_of(msgspec.structs.replace(RECORD, serve=None), tmp_path) == NO_REQUESTS
