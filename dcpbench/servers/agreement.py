@@ -240,13 +240,13 @@ def find_next_length(report: Report, apart: int) -> int | None:
 
 
 def check_decides(prompts: int, rounds: int, lengths: int, servers: int) -> None:
-    """Raise UsageError if no difference, however large, could be told from chance by so few answers."""
+    """Raise UsageError if no difference, however large, could be distinguished from chance by so few answers."""
     if rounds < MIN_ROUNDS:
         raise UsageError(f"--repeats {rounds} does not repeat anything; use --repeats {MIN_ROUNDS} or more.")
     if not _decides(prompts, lengths, servers):
         enough = next(n for n in range(prompts, 1000) if _decides(n, lengths, servers))
         raise UsageError(
-            f"with --num-prompts {prompts} no difference could be told from chance; use --num-prompts {enough} or more."
+            f"with --num-prompts {prompts} no difference could be distinguished from chance; use --num-prompts {enough} or more."
         )
 
 

@@ -39,8 +39,8 @@ WHEN = {
 }
 TITLES = {REPEAT: "repeated", CACHE: "asked again", BATCH: "in a batch", SERVERS: "B from A"}
 DOUBTS = {
-    NOISY: "servers differ from themselves beyond rounding when a request is repeated, so their differences cannot be told apart",
-    RARE: "some answers differ beyond rounding, too few to be told from chance; ask more with --num-prompts",
+    NOISY: "servers differ from themselves beyond rounding when a request is repeated, so their differences cannot be separated",
+    RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
     UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
     FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
 }

@@ -263,11 +263,11 @@ def _nothing_came(
         )
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
-    said = f"no output token came: {counted(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
+    counts = f"no output token came: {counted(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
     if rejected:
-        return f"{said}; the first one rejected: {rejected[0].rejected}"
+        return f"{counts}; the first one rejected: {rejected[0].rejected}"
     if interrupted:
-        return f"{said}: a signal ended the run before the first token. Serve the load anew with --resume."
+        return f"{counts}: a signal ended the run before the first token. Serve the load anew with --resume."
     if limit_s is not None:
-        return f"{said} by --limit {limit_s:g}s; use a longer one."
-    return f"{said}, though neither --limit nor a signal ended the run; read the log of the server or of the run."
+        return f"{counts} by --limit {limit_s:g}s; use a longer one."
+    return f"{counts}, though neither --limit nor a signal ended the run; read the log of the server or of the run."

@@ -297,7 +297,7 @@ class TestVerdicts:
         assert [list(column.cells) for column in table.columns][4] == ["0/24", "24/24 *"]
 
     def test_what_is_known_of_the_prefix_cache_is_said(self) -> None:
-        """Its hits, that there were none, or that nobody knows."""
+        """Its hits, that there were none, or that they are unknown."""
         report = compared({}, {}, contexts=(512,))
         *_, a, b = format_verdict(report, [CacheUse(hit_tokens=512), CacheUse()])
         assert a == "A reports prefix-cache hits of 512 tokens."
@@ -344,26 +344,32 @@ class TestStatistics:
         assert compute_detectable([]).tokens == 1.0
 
     @pytest.mark.parametrize(
-        ("prompts", "rounds", "lengths", "servers", "said"),
+        ("prompts", "rounds", "lengths", "servers", "message"),
         [
             (12, 2, 1, 1, ""),
             (12, 2, 10, 2, ""),
             (5, 2, 10, 2, ""),
-            (4, 2, 10, 2, "with --num-prompts 4 no difference could be told from chance; use --num-prompts 5 or more."),
+            (
+                4,
+                2,
+                10,
+                2,
+                "with --num-prompts 4 no difference could be distinguished from chance; use --num-prompts 5 or more.",
+            ),
             (8, 2, 1, 1, "use --num-prompts 12 or more"),
             (12, 1, 1, 1, "--repeats 1 does not repeat anything; use --repeats 2 or more."),
         ],
     )
     def test_a_comparison_that_could_find_no_difference_is_refused(
-        self, prompts: int, rounds: int, lengths: int, servers: int, said: str
+        self, prompts: int, rounds: int, lengths: int, servers: int, message: str
     ) -> None:
         """Also where every prompt differed."""
-        if not said:
+        if not message:
             check_decides(prompts, rounds, lengths, servers)
             return
         with pytest.raises(UsageError) as error:
             check_decides(prompts, rounds, lengths, servers)
-        assert said in str(error.value)
+        assert message in str(error.value)
 
     def test_what_is_not_refused_decides(self) -> None:
         """Where every prompt of one length differs, in the effect that is tested with the others."""
@@ -471,7 +477,7 @@ def test_servers_without_logprobs_are_never_said_to_agree_where_they_differ() ->
 
 def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Mistakes are sentences."""
-    for words, said in (
+    for words, message in (
         (["--url", "http://127.0.0.1:9", "--tp", "2"], "--tp is an option of dcpbench's own engine"),
         (["--url", "http://127.0.0.1:9", "--url", "x", "--url", "y"], "--url is given 3 times"),
         (["--url", "http://127.0.0.1:9", "--context", "0"], "--context"),
@@ -483,19 +489,19 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
             cli.main(["verify", *words])
         assert end.value.code
         err = capsys.readouterr().err
-        assert said in err
+        assert message in err
         assert "Traceback" not in err
     words = ["--context", "300,400", "--new-tokens", "4", "--num-prompts", "9"]
     words += ["--header", "X-Team: blue", "--extra-body", '{"priority": 3}', "-o", str(tmp_path / "out")]
     with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code
-    said = json.loads(capsys.readouterr().out)
-    assert (said["verdict"], said["servers"], said["urls"]) == (CONSISTENT, 1, [url])
-    assert {c["context"] for c in said["comparisons"]} == {300, 400}
-    assert said["caches"][0]["hit_tokens"] > 0
-    assert json.loads((tmp_path / "out" / "answers.json").read_text())["seed"] == said["seed"]
-    assert "blue" not in json.dumps(said) + (tmp_path / "out" / "answers.json").read_text()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["servers"], found["urls"]) == (CONSISTENT, 1, [url])
+    assert {c["context"] for c in found["comparisons"]} == {300, 400}
+    assert found["caches"][0]["hit_tokens"] > 0
+    assert json.loads((tmp_path / "out" / "answers.json").read_text())["seed"] == found["seed"]
+    assert "blue" not in json.dumps(found) + (tmp_path / "out" / "answers.json").read_text()
     sent = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {(one["headers"]["x-team"], one["body"]["priority"]) for one in sent} == {("blue", 3)}
 
