@@ -165,8 +165,13 @@ def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
 
     A dropped step joins its two sides, so that its neighbours are then tested against more runs.
     """
+    known: dict[tuple[int, int, int], float] = {}
     while len(bounds) > 2:  # noqa: PLR2004 - the two ends
-        certainties = [_certainty(x, *ends) for ends in zip(bounds, bounds[1:], bounds[2:], strict=False)]
+        certainties = []
+        for ends in zip(bounds, bounds[1:], bounds[2:], strict=False):
+            if ends not in known:
+                known[ends] = _certainty(x, *ends)
+            certainties.append(known[ends])
         worst = min(range(len(certainties)), key=certainties.__getitem__)
         if certainties[worst] >= 1:
             break
@@ -200,9 +205,8 @@ def measure_step(before: Floats, after: Floats) -> Step:
 
 
 def _variance_of_mean(runs: int, rho: float) -> float:
-    """Return the variance of the mean of so many successive runs, in units of the variance of one run."""
-    lags = np.arange(1, runs)
-    return float(1 + 2 * ((1 - lags / runs) * rho**lags).sum()) / runs
+    """Return the variance of the mean of so many successive runs, in units of the variance of one run: g(k) in closed form."""
+    return ((1 + rho) / (1 - rho) - 2 * rho * (1 - rho**runs) / (runs * (1 - rho) ** 2)) / runs
 
 
 def _half_interval(step: Step) -> float:

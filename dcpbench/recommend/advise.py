@@ -26,8 +26,8 @@ from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
-from dcpbench.records.record import functional
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.records.launches import measure_bands
+from dcpbench.records.record import functional, origin
 from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
@@ -146,16 +146,20 @@ def per_gpu(of: Forecast) -> float:
 
 
 def margin(a: Forecast, b: Forecast) -> float:
-    """How far ahead a must be of b at least, as a share, for it to count.
+    """How far ahead a must be of b at least, as a share, for it to count; infinite if launches of one are not known to agree.
 
     Of two estimates, or one set right by records, what ratios are off by, and what their calls between
-    ranks are: a kind of call errs the same way in both, and one kind whatever another does; else both bands; and never less than repeats differ.
+    ranks are: a kind of call errs the same way in both, and one kind whatever another does; else both bands; and never less
+    than launches of either may differ.
     """
+    if a.launch_band is None or b.launch_band is None:
+        return math.inf
+    launches = max(a.launch_band, b.launch_band)
     if all(f.source == ESTIMATED for f in (a, b)) or a.factor or b.factor:
         kinds = a.wire_errors.keys() | b.wire_errors.keys()
         wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
-        return max(max(a.ratio_error, b.ratio_error) + wire, REPEATS_AGREE_WITHIN)
-    return max((a.tok_s / a.low) * (b.high / b.tok_s) - 1, REPEATS_AGREE_WITHIN)
+        return max(max(a.ratio_error, b.ratio_error) + wire, launches)
+    return max((a.tok_s / a.low) * (b.high / b.tok_s) - 1, launches)
 
 
 def ahead(a: Forecast, b: Forecast) -> bool:
@@ -195,7 +199,8 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     count = len(ask.loads)
     watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]
     named = zip(ask.loads, watched, strict=True)
-    choices = [_choice(ask, times, steps, records, layouts, tell, *load) for load, tell in named]
+    bands = measure_bands(known.runs)
+    choices = [_choice(ask, times, steps, records, bands, layouts, tell, *load) for load, tell in named]
     if not any(choice.best for choice in choices):
         instead = remedies.that_help(ask, lambda other: _answerable(other, steps))
         choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
@@ -207,6 +212,7 @@ def _choice(
     times: Mapping[str, StepTimes],
     steps: Steps,
     records: Sequence[tuple[Record, str]],
+    bands: Mapping[str, float],
     layouts: Sequence[Layout],
     watch: Watch,
     concurrency: int,
@@ -232,7 +238,9 @@ def _choice(
             refused[str(layout)] = reason
             without_room.add(str(layout))
             continue
-        found += [forecast.of_record(r, run) for r, run in records if _same(r.point, points[0])]
+        found += [
+            forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])
+        ]
         found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
         if found:
             short.pop(str(layout), None)

@@ -76,11 +76,12 @@ class Forecast:
     preemptions: int | None = None
     joules_per_token: float | None = None
     """Of a record that has energy."""
+    launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
 
     @property
     def band(self) -> tuple[float, float]:
-        """(low, high) of its output that is told: its own, and no less than another launch of the same may differ by."""
-        repeats = 1 + REPEATS_AGREE_WITHIN
+        """The ends of its output: its own, and at least as far apart as another launch may differ, if that is known."""
+        repeats = 1 + (self.launch_band or 0.0)
         return min(self.low, self.tok_s / repeats), max(self.high, self.tok_s * repeats)
 
     @property
@@ -114,8 +115,8 @@ class Forecast:
         ]
 
 
-def of_record(record: Record, run: str) -> Forecast:
-    """A point that ran. Raises UsageError for one without a rate of output."""
+def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
+    """Return a point that ran. Raises UsageError for one without a rate of output."""
     point, metrics, serve = record.point, record.metrics, record.serve
     source = EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED
     joules = METRIC["joules_per_token"].value(record)
@@ -130,6 +131,7 @@ def of_record(record: Record, run: str) -> Forecast:
             high=rate.high,
             itl_ms=metrics.itl_ms,
             joules_per_token=joules,
+            launch_band=launch_band,
         )
     if serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
@@ -143,6 +145,7 @@ def of_record(record: Record, run: str) -> Forecast:
         high=tok_s,
         **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
+        launch_band=launch_band,
         joules_per_token=joules,
     )
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import of_a_file
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, gaps, instances, marks, slo, stalls
+from dcpbench.reports import findings, gaps, instances, launch_bands, marks, slo, stalls
 from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.words import short_shapes, unique
 from dcpbench.serving.load_words import in_step_words
@@ -149,14 +148,16 @@ def best(found: pd.DataFrame) -> str:
     if found.empty:
         return "No load was run with two layouts of equally many GPUs, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
-    what = "Best layout by output tok/s" + (" within the SLO" if judged else "")
+    single = launch_bands.are_single(found)
+    kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}," if single else "Best layout"
+    what = f"{kind} by output tok/s" + (" within the SLO" if judged else "")
     answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MOST_SHAPES or changes > MOST_CLAUSES:
         clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
         won = [f"{label} in {n}" for label, n in found[clear]["label"].value_counts().items()]
         tied, none = int((meets & ~clear).sum()), int((~meets).sum())
-        won += [f"no layout clearly in {tied}"] if tied else []
+        won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
         won += [f"none within the SLO in {none}"] if none else []
         return f"{what}: of {counted(len(found), 'load')}, {listed(won)}."
     short = short_shapes(found["rest"])
@@ -181,12 +182,20 @@ def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
         over = f"nothing {kind} meets it"
         if not missing(r["other"]):
             times = r["output_tok_s"] / r["other_tok_s"]
-            clear = r["output_tok_s_low"] > r["other_high"] and times > 1 + REPEATS_AGREE_WITHIN
-            lead = f"{times:.2f} times" if clear else "not clearly more than"
+            lead = _compare_most(r, times)
             over = f"{lead} the most {kind} ({number(r['other_tok_s'], 3)}, {r['other']} at {r['other_load']})"
         value = tok_s(r["output_tok_s"], r["output_tok_s_low"], r["output_tok_s_high"])
         clauses.append(f"{short[r['rest']]}: {value} with {r['label']} at {r['arrival']}, {over}")
     return f"The most within the SLO: {'; '.join(clauses)}."
+
+
+def _compare_most(row: pd.Series[Any], times: float) -> str:
+    """Return `1.20 times`, `not clearly more than`, or `1.04 times, in one launch each,`."""
+    bands = (row[launch_bands.COLUMN], row["other_band"])
+    if any(map(missing, bands)):
+        return f"{times:.2f} times, {launch_bands.IN_ONE_LAUNCH},"
+    clear = row["output_tok_s_low"] > row["other_high"] and times > 1 + max(bands)
+    return f"{times:.2f} times" if clear else "not clearly more than"
 
 
 def pays(against: pd.DataFrame) -> str:
@@ -198,10 +207,12 @@ def pays(against: pd.DataFrame) -> str:
     paying = compared[compared["verdict"].isin(findings.PAYS)]
     loads = compared["same_load"].nunique()
     within = " within the SLO" if judged else ""
-    text = (
-        f"DCP pays in {paying['same_load'].nunique():,} of {counted(loads, 'load')}, in output tok/s{within} over the "
-        "best layout without DCP"
-    )
+    single = launch_bands.are_single(compared)
+    many = f"DCP pays in {paying['same_load'].nunique():,} of {counted(loads, 'load')}, in output tok/s{within}"
+    if single:
+        text = f"{capital(launch_bands.IN_ONE_LAUNCH)}, {many} over the fastest layout without DCP"
+    else:
+        text = f"{many} over the best layout without DCP"
     if compared["rest"].nunique() > MOST_LENGTHS:
         return f"{text}."
     short = short_shapes(compared["rest"])
@@ -240,6 +251,8 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:
         begins = f"{loosely}: where {one or 'DCP'} is ahead in output tok/s"
+    if even["single"].any():
+        begins += f", {launch_bands.IN_ONE_LAUNCH}"
     if one:
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
@@ -264,7 +277,8 @@ def _where_it_pays(rows: pd.DataFrame) -> str:
     paying = within[within["verdict"].isin(findings.PAYS)]
     if paying.empty:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
-        nowhere = "nowhere" if top["ratio"] <= 1 else "nowhere clearly"
+        more = launch_bands.BY_MORE if launch_bands.are_single(rows) else "clearly"
+        nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {more}"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_at([top])})"
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
     found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
@@ -413,7 +427,10 @@ def _winner(row: pd.Series[Any]) -> str:
         return "none within the SLO"
     if missing(row["next"]):
         return f"only {row['label']}"
-    return str(row["label"]) if row["clear"] else f"not clearly {listed(sorted(row['level']), 'or')}"
+    level = listed(sorted(row["level"]), "or")
+    if row["clear"]:
+        return str(row["label"])
+    return f"{level} ({launch_bands.NOT_TOLD_APART})" if missing(row[launch_bands.COLUMN]) else f"not clearly {level}"
 
 
 def _at(group: list[pd.Series[Any]]) -> str:
@@ -445,7 +462,8 @@ def _pays(group: pd.DataFrame) -> str:
 
 def _never(row: pd.Series[Any]) -> str:
     """`never` where no ratio is above 1, `never clearly` where one is by no more than repeats may differ, or LOST."""
-    return LOST if row["ever"] else "never" if row["best"] <= 1 else "never clearly"
+    more = launch_bands.BY_MORE if row["single"] else "clearly"
+    return LOST if row["ever"] else "never" if row["best"] <= 1 else f"never {more}"
 
 
 def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import answer
+from dcpbench.reports import answer, launch_bands
 from dcpbench.reports.findings import SCOPE, keys, most_per_layout, plain_layout, slo_aside
 from dcpbench.reports.plots import evenly
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, named, of_mode
@@ -50,14 +50,15 @@ def with_rivals(found: Findings) -> pd.DataFrame:
 
 
 def best(found: pd.DataFrame, mode: str) -> Table:
-    """Best layout per load, point by point."""
+    """Return the best layout per load, point by point."""
     found = of_mode(found, mode)
+    single = launch_bands.are_single(found)
     return make_table(
-        f"Highest output throughput of each load{_said(mode)}",
+        f"Highest output throughput of each load{_said(mode)}{_launches(found)}",
         found,
         [
             *named("model", "load"),
-            ("best layout", _best_label),
+            ("fastest layout" if single else "best layout", _best_label),
             *named("next"),
             ("output tok/s [95 %]", _rate),
             ("over the next", lambda r: times(r["lead"])),
@@ -71,10 +72,10 @@ def best(found: pd.DataFrame, mode: str) -> Table:
 
 
 def ratios(found: pd.DataFrame, mode: str) -> Table:
-    """DCP against its baseline, point by point."""
+    """Return DCP against its baseline, point by point."""
     found = of_mode(found, mode)
     return make_table(
-        f"DCP over the same layout without it{_said(mode)}",
+        f"DCP over the same layout without it{_said(mode)}{_launches(found)}",
         found,
         [
             *LOADED,
@@ -93,7 +94,8 @@ def ratios(found: pd.DataFrame, mode: str) -> Table:
 
 def _best_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[found["load_arrival"] == CLOSED] if len(found) else found
-    title = f"Best layout, tok/s, and its lead over the next{where}"
+    kind = f"Fastest layout {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(found) else "Best layout"
+    title = f"{kind}, tok/s, and its lead over the next{where}"
     return _grid(title, found, ["rest"], ["load"], _best_cell)
 
 
@@ -166,12 +168,20 @@ def _best_label(row: pd.Series[Any]) -> str:
         return f"none meets the SLO; nearest {row['label']} ({row['slo_said']})"
     if missing(row["next"]):
         return f"{row['label']} (the only one that meets the SLO)"
-    return str(row["label"]) if row["clear"] else f"{listed(row['level'], 'or')} (not clearly)"
+    if row["clear"]:
+        return str(row["label"])
+    how = launch_bands.NOT_TOLD_APART if missing(row[launch_bands.COLUMN]) else "not clearly"
+    return f"{listed(row['level'], 'or')} ({how})"
 
 
 def _rate(row: pd.Series[Any]) -> str:
     low, high = row["output_tok_s_low"], row["output_tok_s_high"]
     return number(row["output_tok_s"]) if low == high else with_interval(row["output_tok_s"], low, high)
+
+
+def _launches(found: pd.DataFrame) -> str:
+    """Return `, in one launch each` if a server's launches are not known to agree."""
+    return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(found) else ""
 
 
 def _said(mode: str) -> str:

@@ -23,8 +23,7 @@ from matplotlib.ticker import FuncFormatter
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import words
+from dcpbench.reports import launch_bands, words
 from dcpbench.reports.floors import PHASE_COLUMN
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
 from dcpbench.show.figures import (
@@ -305,11 +304,12 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     figure = Figure(figsize=(len(rests) * wide + 0.6, len(sides) * 2.3 + 1.2), layout="constrained")
     headline(figure, title)
     grid = figure.subplots(len(sides), len(rests), sharex=True, sharey=True, squeeze=False)
+    band = launch_bands.find_largest(rows)
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
         panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
         name = f"{model}, {run}" if several else model
-        ax.axhspan(1 - REPEATS_AGREE_WITHIN, 1 + REPEATS_AGREE_WITHIN, color="#EEEEEE", zorder=0)
+        ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_title(textwrap.fill(plain(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), int(12.6 * wide)), fontsize=9)
         for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
@@ -360,7 +360,8 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
         handles.append(Line2D([], [], label=_in_legend(str(who)), markersize=5, **_alone(style, str(layout), variant)))
     if not rows["meets"].all():
         handles.append(hollow("misses the SLO"))
-    level = f"level (within {REPEATS_AGREE_WITHIN * 100:g} %)"
+    within = f"within {launch_bands.find_largest(rows) * 100:.2g} %"
+    level = f"{within}, {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(rows) else f"level ({within})"
     handles.append(Patch(color="#EEEEEE", label=level))
     legend_below(figure, handles)
 

@@ -21,6 +21,7 @@ from dcpbench.points.point import point_axes
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.runs import measurement
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, agreement
+from dcpbench.reports import launch_bands
 from dcpbench.show.numbers import missing, percent
 from dcpbench.show.text import counted
 
@@ -98,9 +99,9 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     """The layout with the highest throughput of each load that at least two layouts of as many GPUs ran, of those that meet
     its SLO.
 
-    `clear` is False where its interval overlaps the next one's or it leads by no more than repeats may differ; `level`
-    lists it and all that it does not clearly lead. `next` is missing where no other meets the SLO. Where none does,
-    `meets` is False, and `label` is the one that comes nearest to it.
+    `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
+    lists it and all that it does not clearly lead. `next` is missing if no other meets the SLO. If none does, `meets` is
+    False, and `label` is the one that comes nearest to it.
     """
     if len(points):
         points = points[points.groupby([*LOAD, "gpus"])["label"].transform("size") > 1]
@@ -112,11 +113,11 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     found = fits[rank == 0].set_index("place")
     found[["next", "next_tok_s"]] = fits[rank == 1].set_index("place")[["label", "output_tok_s"]]
     found["lead"] = found["output_tok_s"] / found["next_tok_s"]
-    top = found[["output_tok_s", "output_tok_s_low"]].set_axis(["top", "top_low"], axis=1)
+    tops = ["output_tok_s", "output_tok_s_low", launch_bands.COLUMN]
+    top = found[tops].set_axis(["top", "top_low", "top_band"], axis=1)
     behind = fits.join(top, on="place")
-    clearly = (behind["top_low"] > behind["output_tok_s_high"]) & (
-        behind["top"] > behind["output_tok_s"] * (1 + REPEATS_AGREE_WITHIN)
-    )
+    band = launch_bands.find_band(behind["top_band"], behind[launch_bands.COLUMN])
+    clearly = (behind["top_low"] > behind["output_tok_s_high"]) & (behind["top"] > behind["output_tok_s"] * (1 + band))
     level = behind[~clearly].groupby("place")["label"].agg(list).to_dict()
     together = {place: [*dict.fromkeys([label, *level.get(place, [])])] for place, label in found["label"].items()}
     found["level"] = pd.Series(together, dtype=object)
@@ -148,6 +149,7 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
         "label": "other",
         "output_tok_s": "other_tok_s",
         "output_tok_s_high": "other_high",
+        launch_bands.COLUMN: "other_band",
         "arrival": "other_load",
     }
     found = match(best.reset_index(drop=True), other[list(names)].rename(columns=names).reset_index(), keys)
@@ -224,7 +226,7 @@ def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str
 
     `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
     """
-    names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", *more)}
+    names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", launch_bands.COLUMN, *more)}
     first = others.drop_duplicates(same)[[*same, *names]].rename(columns=names)
     found = match(points, first, same)
     return found.assign(
@@ -235,12 +237,13 @@ def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str
 
 
 def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = "") -> pd.Series[Any]:
-    """Whether ratios are `above` or `below` 1: only where all of their reach is, and by more than repeats may differ."""
-    said = pd.Series("no clear difference", found.index, dtype=object)
-    said[(found["low"] > 1) & (found["ratio"] > 1 + REPEATS_AGREE_WITHIN)] = above
-    said[(found["high"] < 1) & (found["ratio"] < 1 - REPEATS_AGREE_WITHIN)] = below
-    said[found["ratio"].isna()] = without
-    return said
+    """Return whether ratios are `above` or `below` 1: only if all of their reach is, and by more than launches may differ."""
+    found_verdicts = pd.Series("no clear difference", found.index, dtype=object)
+    band = launch_bands.find_band(found[launch_bands.COLUMN], found[f"over_{launch_bands.COLUMN}"])
+    found_verdicts[(found["low"] > 1) & (found["ratio"] > 1 + band)] = above
+    found_verdicts[(found["high"] < 1) & (found["ratio"] < 1 - band)] = below
+    found_verdicts[found["ratio"].isna()] = without
+    return found_verdicts
 
 
 def keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -284,6 +287,7 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
                 "best_at": top["concurrency"],
                 "last": ordered["ratio"].iloc[-1],
                 "ever": any(ahead),
+                "single": launch_bands.are_single(ordered),
             }
         )
     return pd.DataFrame(rows)
@@ -437,12 +441,14 @@ def _against_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd.Data
     # In a load the fastest that meets the SLO comes first: it is the other of all but itself, whose other is the next.
     rivals = one[one["place"] < 2].assign(place=lambda t: 1 - t["place"]).set_index(["group", "place"])  # noqa: PLR2004
     keys = pd.MultiIndex.from_arrays([one["group"], (one["place"] > 0).astype(int)])
-    other = rivals.reindex(keys)[["who", "meets", "output_tok_s", "output_tok_s_low"]].set_axis(one.index)
+    columns = ["who", "meets", "output_tok_s", "output_tok_s_low", launch_bands.COLUMN]
+    other = rivals.reindex(keys)[columns].set_axis(one.index)
     found = one["group"].ge(0) & other["who"].notna()
     one, other = one[found], other[found]
     clear = other["output_tok_s_low"] > one["output_tok_s_high"]
     behind = other["meets"].astype(bool) & clear
-    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + REPEATS_AGREE_WITHIN
+    band = launch_bands.find_band(one[launch_bands.COLUMN], other[launch_bands.COLUMN])
+    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + band
     ratio = one["output_tok_s"] / other["output_tok_s"]
     table = one.assign(ratio=ratio, rival=other["who"], near=one["meets"] & ~behind)
     by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp"]

@@ -19,6 +19,7 @@ from dcpbench.points.names import BACKENDS, CLOSED, LIBRARIES, NO_EXCHANGE, STOR
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
+from dcpbench.records.launches import measure_bands
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.record import (
     CPU,
@@ -35,7 +36,7 @@ from dcpbench.records.record import (
     told,
 )
 from dcpbench.records.runs import Run, measurement, read_run
-from dcpbench.reports import findings, words
+from dcpbench.reports import findings, launch_bands, words
 from dcpbench.reports import slo as objectives
 from dcpbench.serving.load_words import in_step
 from dcpbench.show.numbers import missing
@@ -138,6 +139,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
     Raises RecordsError for a folder without records, UsageError for no folder.
     """
     runs = read_runs(folders)
+    bands = measure_bands(runs)
     if as_repeats:
         runs = [_joined(runs)]
     rows: list[dict[str, Any]] = []
@@ -155,8 +157,8 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
     slo = slo or {}
     return Frames(
         runs=runs,
-        points=_plain(objectives.judged(_as_loads(_tidy(rows)), slo)),
-        served=_plain(objectives.judged(_as_served(_tidy(served)), slo)),
+        points=launch_bands.add_bands(_plain(objectives.judged(_as_loads(_tidy(rows)), slo)), bands),
+        served=launch_bands.add_bands(_plain(objectives.judged(_as_served(_tidy(served)), slo)), bands),
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
     )

@@ -15,7 +15,7 @@ from dcpbench.points.instances import parse
 from dcpbench.points.point import point_axes
 from dcpbench.records import metrics
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings
+from dcpbench.reports import findings, launch_bands
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, columns, make_table, of_mode
 from dcpbench.reports.words import MODELS, short_shapes
 from dcpbench.show.numbers import ABSENT, missing, number, percent, times
@@ -59,7 +59,10 @@ def sentences(points: pd.DataFrame) -> list[str]:
         loads = [_of_load(load) for _, load in own.groupby("load", sort=False)]
         more = len(loads) - MOST_LOADS
         told = "; ".join(loads[:MOST_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
-        said.append(f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU: {told}.")
+        launches = f" {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(own) else ""
+        said.append(
+            f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU{launches}: {told}."
+        )
     return said
 
 
@@ -131,7 +134,8 @@ def _of_load(load: pd.DataFrame) -> str:
         near = load.sort_values("slo_excess", kind="stable").iloc[0]
         return f"{where}none is within the SLO, nearest {near['label']}"
     level = load[~(load["slo_excess"] > 1)]
-    level = level[level["output_tok_s_per_gpu"] * (1 + REPEATS_AGREE_WITHIN) >= best["output_tok_s_per_gpu"]]
+    band = launch_bands.find_largest(load)
+    level = level[level["output_tok_s_per_gpu"] * (1 + band) >= best["output_tok_s_per_gpu"]]
     names = [best["label"], *(name for name in level["label"] if name != best["label"])]
     said = f"{where}{listed(names, 'or')}, {number(best['output_tok_s_per_gpu'], 3)} tok/s{_busy(best)}"
     if best["split"]:

@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import A_SERVER, CPU, of_a_file
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, floors, marks, rule, slo, words
+from dcpbench.reports import answer, findings, floors, launch_bands, marks, rule, slo, words
 from dcpbench.serving.step_times import PADDED_ROWS
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
@@ -202,10 +202,12 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
         return f"{capital(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
     won = [f"{label} in {n}" for label, n in best[best["clear"]]["label"].value_counts().items()]
     tied, none = int((best["meets"] & ~best["clear"]).sum()), int((~best["meets"].astype(bool)).sum())
-    won += [f"no layout clearly in {tied}"] if tied else []
+    single = launch_bands.are_single(best)
+    won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
     won += [f"none within the SLO in {none}"] if none else []
     loads = counted(len(best), "load")
-    return f"{capital(where)}of {loads} with requests at a rate, the fastest is {listed(won)}: {most}."
+    launches = f", {launch_bands.IN_ONE_LAUNCH}," if single else ""
+    return f"{capital(where)}of {loads} with requests at a rate, the fastest{launches} is {listed(won)}: {most}."
 
 
 def _most(timed: pd.DataFrame) -> str:
@@ -283,7 +285,10 @@ def _pays(frames: Frames) -> str:
     within = " within the SLO" if known["slo_excess"].notna().any() else ""
     many = "the one load compared" if loads == 1 else f"{f'{paid:,}' if paid else 'none'} of {loads:,} loads"
     dcp = "is DCP" if not paid and loads > 1 else "DCP is" if paid else "DCP is not"
-    text = f"At {many} {dcp} clearly ahead of the best layout without it{within}"
+    if launch_bands.are_single(known):
+        text = f"At {many}, {launch_bands.IN_ONE_LAUNCH}, {dcp} ahead {launch_bands.BY_MORE} of the fastest layout without it{within}"
+    else:
+        text = f"At {many} {dcp} clearly ahead of the best layout without it{within}"
     rated = paying[paying["ratio"].notna()] if paid else known[known["ratio"].notna() & (known["verdict"] != "misses")]
     if rated.empty:
         return f"{text}."

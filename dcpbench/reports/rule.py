@@ -11,7 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
-from dcpbench.reports import findings
+from dcpbench.reports import findings, launch_bands
 from dcpbench.reports.words import MODELS, OBJECTIVES, held_and_cycled, unique
 from dcpbench.show.numbers import count, missing, percent
 from dcpbench.show.text import capital, counted, listed
@@ -31,6 +31,7 @@ NEEDED = (
     *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
     *("slo_excess", "slo_said", "slo_limits", "meets", "near", "ratio"),
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
+    launch_bands.COLUMN,
 )
 """Columns of `Findings.against_others` that a rule looks at, besides those of a load."""
 
@@ -140,9 +141,7 @@ class Rule:
             won = self.loads[self.loads["near"]]["who"].value_counts()
             each = listed([f"{who} in {n:,}" for who, n in won.items()])
             loads = counted(len(self.right), "load")
-            return (
-                f"no layout is to be taken throughout: of {loads}, best or level is {each}{self._slo()}{self._beyond()}"
-            )
+            return f"no layout is to be taken throughout: of {loads}, {self._kind} is {each}{self._slo()}{self._launches()}{self._beyond()}"
         light, heavy = self.loads[self.loads["place"] < self.at], self.loads[self.loads["place"] >= self.at]
         if light.empty:
             text = f"take {_taken(heavy, self.then)} at {self._tried()}{_lead(heavy, self.then)}"
@@ -152,7 +151,7 @@ class Rule:
                 f"and {_taken(heavy, self.then)} {self._reach(heavy)}{self._named(heavy)}"
                 f"{_lead(heavy, self.then, before=_lead(light, self.first))}"
             )
-        return f"{text}: {self._right()}{self._slo()}{self._wrong()}{self._beyond()}"
+        return f"{text}: {self._right()}{self._slo()}{self._launches()}{self._wrong()}{self._beyond()}"
 
     def _slo(self) -> str:
         """` within the SLO (TTFT ≤ 2,000 ms)`; empty without one."""
@@ -214,12 +213,23 @@ class Rule:
         return f"{'every load' if all(self.right) else 'most loads'} tried ({requests})"
 
     def _right(self) -> str:
-        """`best or level in all 18 loads`."""
+        """Return `best or level in all 18 loads`."""
         n, loads = sum(self.right), len(self.right)
         if loads == 1:
             return "the one load compared"
         all_of = "both loads" if loads == 2 else f"all {loads:,} loads"  # noqa: PLR2004 - a pair
-        return f"best or level in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
+        return f"{self._kind} in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
+
+    @property
+    def _kind(self) -> str:
+        """What a layout is at a load where none is clearly ahead of it."""
+        if launch_bands.are_single(self.rows):
+            return f"fastest or {launch_bands.NOT_TOLD_APART} from the fastest"
+        return "best or level"
+
+    def _launches(self) -> str:
+        """Return `, in one launch each` if a server's launches are not known to agree."""
+        return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.are_single(self.rows) else ""
 
     def _wrong(self) -> str:
         """`; in the other 3 it is tp4·dcp4, by up to 4.1 %`: what is ahead where the rule is wrong."""
@@ -312,7 +322,10 @@ def _taken(loads: pd.DataFrame, who: str) -> str:
     for name in _level(loads, who):
         variants = unique(loads[loads["who"] == name]["named"])
         named.append(variants[0] if len(variants) == 1 else name)
-    return listed(named, "or") + (", which are level," if len(named) > 1 else "")
+    if len(named) == 1:
+        return named[0]
+    single = launch_bands.are_single(loads)
+    return f"{listed(named, 'or')}, which are {launch_bands.NOT_TOLD_APART if single else 'level'},"
 
 
 def _lead(loads: pd.DataFrame, who: str, before: str = "") -> str:

@@ -38,8 +38,8 @@ MOST_NAMED = 8
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
-    "scatter: how far steps leave the median open within one launch (95 %). Another launch of the same differs by more: "
-    f"repeats by up to {REPEATS_AGREE_WITHIN * 100:g} %, which `dcpbench compare` reckons with."
+    "scatter: 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
+    f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
 IMPLIED = ("cpu", "oversubscribed")
 """Marks that the title and the layout already say."""

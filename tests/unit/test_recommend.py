@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import itertools
 import json
 import re
@@ -1001,6 +1002,22 @@ def test_a_row_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -
     assert (told["best"], told["runner-up"], told["ahead by"]) == ("tp2", "tp4", "25 % ± 4 %")
 
 
+def test_one_launch_of_a_server_decides_nothing() -> None:
+    """10 % more output of a server of which no two launches are known; launches that differ by 3 % decide it."""
+    single = [
+        dataclasses.replace(forecast(tok_s, MEASURED, dcp=dcp), low=tok_s, high=tok_s, launch_band=None)
+        for tok_s, dcp in ((1100, 4), (1000, 1))
+    ]
+    undecided = dataclasses.replace(choice(1), forecasts=single)
+    assert math.isinf(advise.margin(*single))
+    assert len(undecided.level) == 2
+    assert answer.rows(ask("H200"), [undecided])[0][7] == "10 % in one launch, undecided"
+    assert single[0].band == (1100, 1100)
+    known = [dataclasses.replace(f, launch_band=0.03) for f in single]
+    assert dataclasses.replace(undecided, forecasts=known).decided
+    assert answer.rows(ask("H200"), [dataclasses.replace(undecided, forecasts=known)])[0][7] == "10 % ± 3 %"
+
+
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
     """Of two layouts that ran it; KV memory and times of arrival are of its name."""
     run = read_run(ROOT / "results" / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
@@ -1028,4 +1045,4 @@ def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> Non
     seen, expected = forecast(100, "measured"), forecast(90)
     assert advise.margin(seen, expected) == pytest.approx(0.21)
     exact = dataclasses.replace(seen, low=100.0, high=100.0)
-    assert advise.margin(exact, exact) == advise.REPEATS_AGREE_WITHIN
+    assert advise.margin(exact, exact) == REPEATS_AGREE_WITHIN

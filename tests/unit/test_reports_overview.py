@@ -390,14 +390,15 @@ class TestImports:
         assert text.endswith("They ran on a CPU, which says nothing about speed.")
 
     def test_of_two_layouts_under_one_load_they_say_it(self, tmp_path: Path) -> None:
-        """The same result as of another layout is level."""
+        """The same result as of another layout, of a server of which two launches are not known."""
         for name, dcp in (("tp", 1), ("dcp", 8)):
             path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
             import_files([path], "vllm", tmp_path / name, Told(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
         read = frames.load([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
         text = overview.sentence(read)
         assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")
-        assert ". By these, take tp8 or tp8·dcp8, which are level, at 8 requests of " in text
+        assert ". By these, take tp8 or tp8·dcp8, which are not told apart, at 8 requests of " in text
+        assert text.endswith(": the one load compared, in one launch each.")
 
 
 class TestDcpAhead:

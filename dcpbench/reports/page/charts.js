@@ -216,7 +216,7 @@ dcp.charts = (() => {
       return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };
     });
     const hollow = on.some((p) => p.misses) ? "Hollow marks miss the SLO. " : "";
-    return { items, panels: drawn, note: `Above 1 a layout is ahead of the best other one; in the band (± ${plain(100 * data.level)} %) they are level. ${hollow}${note}`.trim() };
+    return { items, panels: drawn, note: `${data.single ? "In one launch each: above 1 a layout is ahead of the fastest other one; whether another launch agrees is not known." : `Above 1 a layout is ahead of the best other one; in the band (± ${plain(100 * data.level)} %) they are level.`} ${hollow}${note}`.trim() };
   }
 
   /** Points that no other beats in both, fastest user first. */

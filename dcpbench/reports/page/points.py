@@ -12,8 +12,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, TRACE_TIMES
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import marks, overview, style, words
+from dcpbench.reports import launch_bands, marks, overview, style, words
 from dcpbench.reports.figures import floors_in_ms, has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
@@ -117,7 +116,8 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "fields": [field for field in FIELDS if field["name"] in columns],
         "watermark": figures.WATERMARK,
         "log_range": figures.LOG_RANGE,
-        "level": REPEATS_AGREE_WITHIN,
+        "level": launch_bands.find_largest(frames.everything),
+        "single": launch_bands.are_single(frames.everything),
         "no_room": _no_room(frames),
         "filters": FILTERS,
         "colours": COLOURS,

@@ -1,0 +1,48 @@
+"""Measure by how much launches of the same point differ, for each thing that measured points. No torch, no numpy."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from dcpbench.records.record import OURS, origin
+from dcpbench.records.runs import measurement
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.records.record import Record
+    from dcpbench.records.runs import Run
+
+
+def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
+    """Return for each origin the share by which two launches of a point may differ; a run's folder is one launch.
+
+    For dcpbench's own engine this is REPEATS_AGREE_WITHIN (docs/methodology.md). For any other origin it is the largest
+    difference between launches of one of its points in these runs, and the origin is left out if no point was launched
+    twice. An exact copy of a record is no launch.
+    """
+    seen: set[bytes] = set()
+    launches: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for number, run in enumerate(runs):
+        for record in run.records:
+            rate = _rate(record)
+            if rate is None or (one := measurement(record)) in seen:
+                continue
+            seen.add(one)
+            key = (origin(record), f"{record.point.same_but_repeat()} {record.measured_with}")
+            launches.setdefault(key, {}).setdefault(number, []).append(rate)
+    bands: dict[str, float] = {}
+    for (name, _), of_point in launches.items():
+        if len(of_point) > 1:
+            rates = [statistics.median(found) for found in of_point.values()]
+            bands[name] = max(bands.get(name, 0.0), max(rates) / min(rates) - 1)
+    return bands | {OURS: REPEATS_AGREE_WITHIN}
+
+
+def _rate(record: Record) -> float | None:
+    if record.outcome != "ok":
+        return None
+    rate = record.serve.output_tok_s if record.serve else record.metrics.output_tok_s.median if record.metrics else None
+    return rate if rate and rate > 0 else None

@@ -1,0 +1,46 @@
+"""Say by how much two launches of the same point may differ, depending on what measured it.
+
+For dcpbench's own engine this is known (docs/methodology.md). For every other server it is known only if a report holds
+several launches of one of its points; until then a lead is one "in one launch each".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.show.numbers import percent
+
+if TYPE_CHECKING:
+    from typing import Any
+
+COLUMN = "launch_band"  # share by which two launches of a point may differ; missing if that is not known
+IN_ONE_LAUNCH = "in one launch each"
+NOT_TOLD_APART = "not told apart"
+BY_MORE = f"by more than {percent(REPEATS_AGREE_WITHIN)}"
+
+
+def add_bands(points: pd.DataFrame, bands: dict[str, float]) -> pd.DataFrame:
+    """Return the points with the band of their origin (records.launches.measure_bands)."""
+    if points.empty:
+        return points
+    return points.assign(**{COLUMN: pd.to_numeric(points["origin"].map(bands))})
+
+
+def find_band(one: pd.Series[Any], other: pd.Series[Any]) -> pd.Series[Any]:
+    """Return the larger band of each pair, and REPEATS_AGREE_WITHIN if one of them is not known."""
+    both = pd.concat([one, other], axis=1).astype(float)
+    return both.max(axis=1, skipna=False).fillna(REPEATS_AGREE_WITHIN)
+
+
+def find_largest(points: pd.DataFrame) -> float:
+    """Return the largest band of some points, and REPEATS_AGREE_WITHIN if none is known."""
+    known = points[COLUMN].dropna() if COLUMN in points else pd.Series(dtype=float)
+    return float(known.max()) if len(known) else REPEATS_AGREE_WITHIN
+
+
+def are_single(points: pd.DataFrame) -> bool:
+    """Return whether any of these points comes from a server of which no two launches are known."""
+    return COLUMN in points and bool(points[COLUMN].isna().any())

@@ -1,0 +1,116 @@
+"""A lead is clear by as much as launches of the same engine may differ, which no single launch shows."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from dcpbench.reports import answer, answer_tables, findings, frames, launch_bands, overview
+from dcpbench.reports.figures import draw_overview
+from dcpbench.reports.page import points as page
+from dcpbench.reports.style import Style
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+    from dcpbench.reports.frames import Frames
+
+ENGINE = "engine vllm 0.33"
+CLAIMS = re.compile(r"clearly|\bbest\b|\blevel\b", re.IGNORECASE)
+TP, DCP = Layout(2), Layout(2, 1, 2)
+
+
+def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, concurrency: int = 8) -> Record:
+    """A served point whose output is `rate` tok/s."""
+    record = serving.served(serving.point(layout, concurrency, emulate=""))
+    faster = rate / record.serve.output_tok_s
+    record = serving.served(serving.point(layout, concurrency, emulate=""), faster=faster)
+    measured_by = {"origin": origin} if origin else {}
+    return msgspec.structs.replace(record, started_at=f"launch {launch} of {layout} {concurrency}", **measured_by)
+
+
+def read(tmp_path: Path, *launches: list[Record], as_repeats: bool = False) -> Frames:
+    """A report on so many runs."""
+    folders = [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(launches)]
+    return frames.load(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
+
+
+def sentences(report: Frames) -> list[str]:
+    """All that a report says of who is ahead, but for how much memory holds and how well repeats agree."""
+    told = [overview.sentence(report), *overview.short(report)[:-1], *answer.sentences(report)]
+    return [text for text in told if not re.match(r"Per GiB|Repeats|Every point|tp\\d|No SLO", text)]
+
+
+class TestBands:
+    def test_dcpbench_has_a_band_and_another_engine_none(self, tmp_path: Path) -> None:
+        report = read(tmp_path, [point(TP, 430), point(DCP, 450, origin="")])
+        bands = dict(zip(report.served["origin"], report.served[launch_bands.COLUMN], strict=True))
+        assert bands["dcpbench"] == 0.02
+        assert bands[ENGINE] != bands[ENGINE], "not a number"
+
+    @pytest.mark.parametrize("as_repeats", [False, True])
+    def test_two_launches_of_a_point_give_its_engine_a_band(self, tmp_path: Path, as_repeats: bool) -> None:
+        """430 and 456 tok/s of one point, hours apart: 6 %, for all points of that engine."""
+        launches = [point(TP, 430), point(DCP, 450)], [point(TP, 456, launch=2)]
+        report = read(tmp_path, *launches, as_repeats=as_repeats)
+        assert report.served[launch_bands.COLUMN].tolist() == pytest.approx(
+            [456 / 430 - 1] * len(report.served), rel=1e-3
+        )
+
+    def test_a_copy_of_a_run_and_repeats_within_one_are_no_launches(self, tmp_path: Path) -> None:
+        one = point(TP, 430)
+        again = msgspec.structs.replace(point(TP, 456, launch=2), point=msgspec.structs.replace(one.point, repeat=1))
+        for report in (read(tmp_path / "copy", [one], [one]), read(tmp_path / "repeat", [one, again])):
+            assert launch_bands.are_single(report.served)
+
+
+class TestSentences:
+    def test_one_launch_each_is_never_called_clear_best_or_level(self, tmp_path: Path) -> None:
+        """4 % more output of vLLM with DCP, at two loads, and 1 % less at a third, each measured once."""
+        rates = {4: (300, 297), 8: (430, 447), 16: (700, 728)}
+        records = [
+            point(layout, rate, concurrency=n)
+            for n, pair in rates.items()
+            for layout, rate in zip((TP, DCP), pair, strict=True)
+        ]
+        report = read(tmp_path, records)
+        told = sentences(report)
+        assert [text for text in told if CLAIMS.search(text)] == []
+        assert told[0].endswith(", in one launch each.")
+        about = [text for text in told if "DCP" in text or "Fastest" in text]
+        assert len(about) > 2
+        assert all("one launch each" in text for text in about), about
+        tables = [*answer_tables.grids(report), answer_tables.best(report.findings.best, "live")]
+        assert [t.title for t in tables if CLAIMS.search(t.title)] == []
+        assert [row for t in tables for row in t.rows if CLAIMS.search(str(row))] == []
+        assert page.page_data(report)["single"] is True
+        figure = draw_overview(
+            report.findings.against_others, Style.of(report.everything), "title", overview.no_room(report)
+        )
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert "within 2 %, in one launch each" in labels
+
+    def test_the_same_numbers_of_dcpbench_are_clear(self, tmp_path: Path) -> None:
+        report = read(tmp_path, [point(layout, rate, origin="") for layout, rate in ((TP, 430), (DCP, 447))])
+        (best,) = report.findings.best.to_dict("records")
+        assert (best["label"], best["clear"]) == ("tp2·dcp2", True)
+        assert "clearly ahead" in overview.short(report)[0]
+        assert not any("one launch" in text for text in sentences(report))
+
+    @pytest.mark.parametrize(("second", "clear"), [(456, False), (433, True)])
+    def test_launches_decide_what_is_clear(self, tmp_path: Path, second: float, clear: bool) -> None:
+        """A lead of 6 % is clear where launches differ by 0.7 %, and not where they do by 6 %."""
+        launches = [point(TP, 430), point(DCP, 456)], [point(TP, second, launch=2), point(DCP, 456, launch=2)]
+        report = read(tmp_path, *launches, as_repeats=True)
+        (best,) = report.findings.best.to_dict("records")
+        assert best["clear"] is clear
+        (against,) = findings.dcp_against_best(report.findings.points).to_dict("records")
+        assert (against["verdict"] == "higher") is clear
+        assert not any("one launch" in text for text in sentences(report))
