@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from dcpbench.compare import effects, resampling
-from dcpbench.records import student
 from dcpbench.dashboard import changes
 from dcpbench.errors import UsageError
 from dcpbench.points import memory
@@ -35,7 +34,7 @@ from dcpbench.points.layout import (
 from dcpbench.points.names import BY_LAYOUT
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.sizes import size_text
-from dcpbench.records import formulas, stats
+from dcpbench.records import formulas, stats, student
 from dcpbench.records.record import Interval
 from tests.unit.test_whole_outputs import hold, rounded
 
@@ -217,13 +216,8 @@ def test_changes_of_histories(tmp_path: Path) -> None:
             lines.append(f"{runs} runs, {step} of {cv} {name}: {' | '.join(found)}")
     for seed in range(4):
         x = np.random.default_rng(seed).normal(size=9).round(1)
-        about = [
-            *changes._without_odd(x),
-            changes._sigma(x),
-            *changes._t(x[None, :])[0],
-            changes._chance(x, 4),
-            changes._welch(x[:4], x[4:]),
-        ]
+        step = changes.measure_step(x[:4], x[4:])
+        about = [*changes._replace_odd_runs(x), step.difference, step.error, step.score, step.certainty]
         lines.append(" ".join(f"{v:.6g}" for v in about))
     hold("changes.txt", "\n".join(lines), tmp_path)
 
