@@ -52,8 +52,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     samples: int
-    autocorrelation: float | None = None  # of neighbouring samples; None in records written before it was measured
-    effective_samples: float | None = None  # independent samples that know the median as well
+    autocorrelation: float | None = None  # of neighbouring samples; None with fewer than 4, and in older records
+    effective_samples: float | None = None  # independent samples that know the median as well; None likewise
 
 
 READ_LOG = ". Read logs/"

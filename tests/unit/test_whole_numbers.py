@@ -147,6 +147,8 @@ def test_effects_of_launches(tmp_path: Path) -> None:
         "one against three": (few[:1], others),
         "three against one": (few, others[:1]),
         "two against three": (few[:2], others),
+        "four against five": ([*few, launch(0.015, 1e-4)], [*others, launch(0.052, 1e-6), launch(0.058, 1e-6)]),
+        "four against four": ([*few, launch(0.015, 1e-4)], [*others, launch(0.052, 1e-6)]),
         "served": (served[:2], served[1:]),
         "exactly level": (level, level),
         "exactly apart": (level, [launch(0.01, 0.0), launch(0.01, 0.0)]),
