@@ -68,7 +68,7 @@ class History:
 
     def find_changes(self) -> None:
         """Fill them in. Raises MissingPackageError where they cannot be looked for."""
-        if self.line.cpu or len(self.entries) < changes.LEAST_RUNS:
+        if self.line.cpu or len(self.entries) < changes.MIN_RUNS:
             return
         for name in MEASURES:
             having = [i for i, (_, entry) in enumerate(self.entries) if name in entry.values]
@@ -110,7 +110,7 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
         **_columns(histories, shards),
         "measures": measures,
         "latest": _latest(histories, [str(measure["id"]) for measure in measures]),
-        "least": changes.LEAST_RUNS,
+        "least": changes.MIN_RUNS,
         "backends": BACKENDS,
         "shards": [path for _, path in shards],
         "first": measures[0]["id"] if measures else "",

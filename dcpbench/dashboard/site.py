@@ -65,7 +65,7 @@ def build(
     UsageError where `root` is no folder, OutputError where `site` is not ours or cannot be written, and, before it does
     anything, MissingPackageError without ruptures.
     """
-    changes.detector()
+    changes.make_detector()
     say = now_and_then(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)

@@ -31,19 +31,19 @@ SMALLEST = 1e-4  # correlation below which an AR(1) process is taken to be indep
 class Correlation:
     """How strongly the samples of a series depend on those before them."""
 
-    neighbours: float  # correlation of a sample with the next one, at least 0
+    neighbours: float | None  # correlation of a sample with the next one, at least 0; None with too few samples
     inflation: float  # variance of the number of samples below the median, over that of independent samples; at least 1
 
-    def count_effective(self, samples: int) -> float:
-        """Return how many independent samples know the median as well as this many do."""
-        return samples / self.inflation
+    def count_effective(self, samples: int) -> float | None:
+        """Return how many independent samples know the median as well as this many do; None if that is not known."""
+        return None if self.neighbours is None else samples / self.inflation
 
 
 def measure_correlation(samples: Sequence[float], median: float) -> Correlation:
     """Return the correlation of finite samples in the order in which they were taken."""
     n = len(samples)
     if n < MIN_SAMPLES:
-        return Correlation(0.0, 1.0)
+        return Correlation(None, 1.0)
     deviations = [x - median for x in samples]
     signs = [math.copysign(1.0, d) if d else 0.0 for d in deviations]
     rho = _neighbours(_limit_outliers(deviations) or signs)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
     """Return for each origin the share by which two launches of a point may differ; a run's folder is one launch.
 
-    For dcpbench's own engine this is REPEATS_AGREE_WITHIN (docs/methodology.md). For any other origin it is the largest
+    For dcpbench's own engine this is REPEATS_AGREE_WITHIN (docs/reading-a-report.md). For any other origin it is the largest
     difference between launches of one of its points in these runs, and the origin is left out if no point was launched
     twice. An exact copy of a record is no launch.
     """

@@ -54,9 +54,9 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     high: Number
     samples: Count
     autocorrelation: SignedNumber | None = (
-        None  # of neighbouring samples; None in records written before it was measured
+        None  # between neighbouring samples; None for fewer than 4 and in older records
     )
-    effective_samples: Number | None = None  # independent samples that know the median as well
+    effective_samples: Number | None = None  # independent samples that know the median as well; None likewise
 
 
 READ_LOG = ". Read logs/"

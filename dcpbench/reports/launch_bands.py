@@ -1,6 +1,6 @@
 """Say by how much two launches of the same point may differ, depending on what measured it.
 
-For dcpbench's own engine this is known (docs/methodology.md). For every other server it is known only if a report holds
+For dcpbench's own engine this is known (docs/reading-a-report.md). For every other server it is known only if a report holds
 several launches of one of its points; until then a lead is one "in one launch each".
 """
 

@@ -56,7 +56,7 @@ def quick_pages() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 runs of 16 points; the first is 3 % slower from the 26th on."""
+    """40 runs of 16 points; the first is 5 % slower from the 26th on."""
     folder = tmp_path_factory.mktemp("history")
     site.build(dashboard_builder.history(folder / "runs", count=16), folder / "site")
     return folder / "site" / "index.html"

@@ -50,12 +50,12 @@ def points(count: int) -> list[Point]:
 
 
 def history(folder: Path, runs: int = 40, count: int = 8, *, step_at: int | None = 25, cv: float = 0.01) -> Path:
-    """A folder of runs over the same points; the first point is 3 % slower from `step_at` on."""
+    """A folder of runs over the same points; the first point is 5 % slower from `step_at` on."""
     rng = random.Random(count)
     for run in range(runs):
         found = []
         for i, of in enumerate(points(count)):
-            step = 0.97 if i == 0 and step_at is not None and run >= step_at else 1.0
+            step = 0.95 if i == 0 and step_at is not None and run >= step_at else 1.0
             found.append(record(of, run, faster=step * rng.gauss(1, cv)))
         record_builder.write(folder / f"run-{run:03d}", found)
     return folder

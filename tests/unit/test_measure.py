@@ -8,6 +8,7 @@ import torch
 from dcpbench.measuring import timing
 from dcpbench.measuring.timing import Timer, Timing, time_steps
 from dcpbench.points.settings import Settings
+from dcpbench.records.stats import MIN_EFFECTIVE, median_interval
 
 CPU = torch.device("cpu")
 
@@ -56,12 +57,14 @@ class TestStopRule:
     def test_it_goes_on_until_the_interval_is_narrow(self, chunks):
         """Chunks of ten 39s, ten 41s and then 40s; 1 % of the median 40 is 0.4.
 
-        Of 20 and of 30 samples the tenth or an earlier one bounds the median from below, which is 39. Of 40 it is the
-        14th to the 27th, and the 11th to the 30th are 40.
+        Of 40 samples the 11th to the 30th are 40, which independent samples would need from the 14th to the 27th on. Equal
+        neighbours are worth less: the end of the interval is 39 until 100 samples are there.
         """
         timing, _ = chunks([40, 40, 40, 39, 41, 40])
         assert not timing.noisy
-        assert timing.samples_ms == [39] * 10 + [41] * 10 + [40] * 20
+        assert timing.samples_ms == [39] * 10 + [41] * 10 + [40] * 80
+        ends = [median_interval(timing.samples_ms[:n]) for n in (90, 100)]
+        assert [(end.low, end.high) for end in ends] == [(39, 41), (40, 40)]
 
     def test_never_on_fewer_than_20_samples(self, chunks):
         """Even when 5 samples of a 1 s step take 5 s of a limit of 2 s and all agree."""
@@ -78,10 +81,12 @@ class TestStopRule:
         assert len(timing.samples_ms) == 80
 
     def test_the_precision_asked_for_decides(self, chunks):
-        """The same ±30 %: 20 samples' interval is within half the median."""
+        """The same ±30 %, rising within each chunk: 20 samples are worth fewer than six, and 30 are enough."""
         timing, _ = chunks([40], spread=0.3, settings=Settings(seconds=1.0, precision=0.5))
         assert not timing.noisy
-        assert len(timing.samples_ms) == 20
+        assert len(timing.samples_ms) == 30
+        worth = [median_interval(timing.samples_ms[:n]).effective_samples for n in (20, 30)]
+        assert worth[0] < MIN_EFFECTIVE <= worth[1]
 
 
 def test_drift_is_how_far_the_halves_medians_lie_apart():

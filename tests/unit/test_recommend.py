@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import itertools
 import json
+import math
 import re
 import tomllib
 from pathlib import Path

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from dcpbench.commands.machines import machines
 from dcpbench.compare.resampling import error_of_pooled, request_blocks
-from dcpbench.dashboard import changes
 from dcpbench.plan import grid, spec
 from dcpbench.points.machine import Probe
 from dcpbench.points.machines import LINKS
@@ -23,33 +21,8 @@ from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 CPU = Probe(device="cpu", count=0, name="CPU")
 GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=141 << 30)
-
-
-@pytest.fixture(scope="module")
-def stats() -> ModuleType:
-    """Of scipy."""
-    from scipy import stats
-
-    return stats
-
-
-class TestChanges:
-    def test_the_statistic_of_a_split_is_students_of_two_samples(self, stats: ModuleType) -> None:
-        """|t| with a pooled variance, for each split that leaves three runs on both sides."""
-        row = np.array([1.0, 1.2, 0.9, 1.1, 1.9, 2.1, 2.0, 2.2])
-        found = changes._t(row[None])[0]
-        expected = [abs(stats.ttest_ind(row[:k], row[k:]).statistic) for k in range(3, 6)]
-        assert found == pytest.approx(expected)
-
-    def test_half_of_welchs_interval(self, stats: ModuleType) -> None:
-        one, other = np.array([1.0, 1.2, 0.9, 1.1]), np.array([1.9, 2.1, 2.0, 2.3, 2.2])
-        known = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
-        assert changes._welch(one, other) == pytest.approx((known.high - known.low) / 2, rel=2e-2)
 
 
 class TestPooled:

@@ -1,13 +1,41 @@
-"""stats.py: intervals, percentile floors, stop rule, agreement."""
+"""stats.py and autocorrelation.py: intervals, percentile floors, stop rule, agreement."""
 
+from __future__ import annotations
+
+import itertools
 import math
 import random
+import statistics
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from dcpbench.errors import UsageError
+from dcpbench.records import autocorrelation
+from dcpbench.records.autocorrelation import measure_correlation
+from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import Interval
-from dcpbench.records.stats import StopRule, agreement, least_samples, median_interval, percentile, settled
+from dcpbench.records.stats import (
+    MIN_EFFECTIVE,
+    StopRule,
+    agreement,
+    least_samples,
+    median_interval,
+    percentile,
+    settled,
+)
+from tools.statistics_check import MIN_COVERAGE, count_covered, count_covered_at_stop, draw_ar1
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def alternate(samples: Sequence[float]) -> list[float]:
+    """Return the samples from both ends in turn: neighbours lie on both sides of the median, so that none are correlated."""
+    ordered = sorted(samples)
+    pairs = itertools.zip_longest(ordered[: len(ordered) // 2], ordered[: len(ordered) // 2 - 1 : -1])
+    return [x for pair in pairs for x in pair if x is not None]
 
 
 def covers(n: int, k: int) -> float:
@@ -19,10 +47,10 @@ def covers(n: int, k: int) -> float:
 def test_the_interval_is_the_tightest_pair_of_order_statistics_that_covers_95_percent(n: int, k: int) -> None:
     """For n = 20: 1 - 2·(1 + 20 + 190 + 1140 + 4845 + 15504)/2^20 = 0.959 with k = 6; k = 7 gives 0.885."""
     assert covers(n, k) >= 0.95 > covers(n, k + 1)
-    interval = median_interval(list(range(1, n + 1)))
+    interval = median_interval(alternate(range(1, n + 1)))
     assert (interval.low, interval.high) == (k, n + 1 - k)
     assert interval.median == (n + 1) / 2
-    assert interval.samples == n
+    assert (interval.samples, interval.effective_samples, interval.autocorrelation) == (n, n, 0)
 
 
 @pytest.mark.parametrize("n", range(1, 6))
@@ -33,16 +61,16 @@ def test_too_few_samples_for_95_percent_give_smallest_and_largest_and_never_nan(
     assert interval.low <= interval.median <= interval.high
 
 
-def test_the_order_of_samples_does_not_matter() -> None:
-    """Samples are sorted, and the caller's list is left as it was."""
+def test_the_callers_samples_are_left_as_they_were() -> None:
     samples = [3.0, 1.0, 2.0]
-    assert median_interval(samples) == Interval(median=2, low=1, high=3, samples=3)
+    found = median_interval(samples)
+    assert (found.median, found.low, found.high, found.samples) == (2, 1, 3, 3)
     assert samples == [3.0, 1.0, 2.0]
 
 
 def test_a_large_sample_needs_no_large_integers() -> None:
     """With n = 100,000 the half-width in ranks is close to 1.96·√n/2 = 310."""
-    interval = median_interval([float(i) for i in range(100_000)])
+    interval = median_interval(alternate([float(i) for i in range(100_000)]))
     assert interval.high - interval.median == pytest.approx(310, abs=2)
 
 
@@ -54,6 +82,69 @@ def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None
         interval = median_interval([rng.expovariate(1) for _ in range(30)])
         hits += interval.low <= math.log(2) <= interval.high
     assert hits >= 930
+
+
+class TestCorrelatedSamples:
+    @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6])
+    @pytest.mark.parametrize("samples", [20, 60])
+    def test_the_interval_covers_up_to_an_autocorrelation_of_0_6(self, samples: int, rho: float) -> None:
+        """At least 92 of 100; intervals for independent samples cover 75 to 81 of 100 at 0.6."""
+        assert count_covered(rho, samples, 400).value >= MIN_COVERAGE
+
+    def test_the_interval_covers_when_the_stop_rule_decides(self) -> None:
+        assert count_covered_at_stop(0.6, 400).value >= MIN_COVERAGE
+
+    @pytest.mark.parametrize(("rho", "low", "high"), [(0.0, 800, 1000), (0.6, 250, 420), (0.9, 30, 110)])
+    def test_a_thousand_correlated_samples_are_worth_fewer(self, rho: float, low: float, high: float) -> None:
+        """Of the signs of an AR(1) process: 1 + 2·Σ 2/π·asin(0.6ᵏ) = 2.9, so that 1,000 are worth 345; 12.4 and 81 at 0.9."""
+        series = draw_ar1(rho, 20, 1000, np.random.default_rng(1)).tolist()
+        found = [median_interval(row) for row in series]
+        assert low < statistics.fmean(i.effective_samples for i in found) < high
+        assert statistics.fmean(i.autocorrelation for i in found) == pytest.approx(rho, abs=0.03)
+
+    def test_the_inflation_of_an_ar1_process_is_worked_out(self) -> None:
+        """Three samples, ρ = 0.5: 1 + 2·(2/3·asin(0.5) + 1/3·asin(0.25))·2/π, asin(0.5) = π/6."""
+        expected = 1 + 4 / math.pi * (2 / 3 * math.pi / 6 + math.asin(0.25) / 3)
+        assert autocorrelation._inflation_of_ar1(0.5, 3) == pytest.approx(expected)
+
+    def test_correlation_that_falls_off_slowly_is_seen_too(self) -> None:
+        """White noise and a slow process: neighbours correlate by 0.29, as they do 10 samples on. AR(1) alone covers 62 of 100."""
+        rng = np.random.default_rng(2)
+        series = math.sqrt(0.7) * rng.normal(size=(100, 400)) + math.sqrt(0.3) * draw_ar1(0.95, 100, 400, rng)
+        found = [median_interval(row) for row in series.tolist()]
+        assert sum(i.low <= 0 <= i.high for i in found) >= 75
+
+    def test_outliers_hide_no_correlation(self) -> None:
+        rng = np.random.default_rng(3)
+        series = 100 + draw_ar1(0.6, 1, 300, rng)[0]
+        series[rng.random(300) < 0.02] = 1e9
+        assert median_interval(series.tolist()).autocorrelation > 0.4
+
+    def test_a_long_series_is_summed_in_batches_with_the_same_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (series,) = draw_ar1(0.8, 1, 5000, np.random.default_rng(4)).tolist()
+        batched = measure_correlation(series, 0.0)
+        monkeypatch.setattr(autocorrelation, "MAX_SERIES", 5000)
+        assert batched.inflation == pytest.approx(measure_correlation(series, 0.0).inflation, rel=0.3)
+
+    @pytest.mark.parametrize(
+        "samples", [[5.0] * 30, [5.0] * 29 + [9.0], [1e300, 2e300] * 15, [5e-324] * 20 + [1e300] * 20]
+    )
+    def test_samples_without_scatter_or_beyond_all_measure_have_an_interval(self, samples: list[float]) -> None:
+        found = median_interval(samples)
+        assert found.low <= found.median <= found.high
+        assert 0 <= found.autocorrelation <= 1
+        assert 0 < found.effective_samples <= len(samples)
+
+    def test_a_record_says_it(self) -> None:
+        (series,) = (10 + 0.1 * draw_ar1(0.6, 1, 200, np.random.default_rng(5))).tolist()
+        metrics = decode_metrics(series, 8, 1)
+        step = metrics.step_ms
+        assert (step.autocorrelation, step.effective_samples) == (
+            metrics.output_tok_s.autocorrelation,
+            metrics.output_tok_s.effective_samples,
+        )
+        assert step.autocorrelation > 0.4
+        assert step.effective_samples < 120
 
 
 @pytest.mark.parametrize("bad", [[], [1.0, math.nan], [math.inf]])
@@ -92,9 +183,17 @@ def test_a_percentile_that_does_not_exist_is_refused(p: float) -> None:
 
 def test_measuring_stops_when_the_interval_is_within_the_precision() -> None:
     """Median 100, k = 6 of 20: [99.5, 100.5] is within ±1 %, so 20 samples are enough."""
-    samples = [99.5] * 9 + [100.0] * 2 + [100.5] * 9
+    samples = alternate([99.5] * 9 + [100.0] * 2 + [100.5] * 9)
     assert StopRule(precision=0.01, seconds=10).done(samples, 0.1) == "precise"
     assert StopRule(precision=0.004, seconds=10).done(samples, 0.1) is None
+
+
+def test_measuring_goes_on_while_neighbours_are_alike() -> None:
+    """The same samples in order, as of a clock that changed twice: 20 of them are worth fewer than six."""
+    samples = [99.5] * 9 + [100.0] * 2 + [100.5] * 9
+    assert median_interval(samples).effective_samples < MIN_EFFECTIVE
+    assert StopRule(precision=0.01, seconds=10).done(samples, 0.1) is None
+    assert StopRule(precision=0.01, seconds=10).done(samples, 10.0) == "noisy"
 
 
 def test_measuring_goes_on_while_either_end_of_the_interval_is_too_far() -> None:

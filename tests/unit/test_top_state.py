@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.records import student
 from dcpbench.launch.jobs import Check, Failure
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
+from dcpbench.records import student
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
 from dcpbench.show.text import LONGEST_LINE

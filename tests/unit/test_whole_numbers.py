@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from dcpbench.compare import effects, resampling
-from dcpbench.records import student
 from dcpbench.dashboard import changes
 from dcpbench.errors import UsageError
 from dcpbench.points import memory
@@ -35,7 +34,7 @@ from dcpbench.points.layout import (
 from dcpbench.points.names import BY_LAYOUT
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.sizes import size_text
-from dcpbench.records import formulas, stats
+from dcpbench.records import formulas, stats, student
 from dcpbench.records.record import Interval
 from tests.unit.test_whole_outputs import hold, rounded
 
@@ -148,6 +147,8 @@ def test_effects_of_launches(tmp_path: Path) -> None:
         "one against three": (few[:1], others),
         "three against one": (few, others[:1]),
         "two against three": (few[:2], others),
+        "four against five": ([*few, launch(0.015, 1e-4)], [*others, launch(0.052, 1e-6), launch(0.058, 1e-6)]),
+        "four against four": ([*few, launch(0.015, 1e-4)], [*others, launch(0.052, 1e-6)]),
         "served": (served[:2], served[1:]),
         "exactly level": (level, level),
         "exactly apart": (level, [launch(0.01, 0.0), launch(0.01, 0.0)]),
@@ -217,13 +218,8 @@ def test_changes_of_histories(tmp_path: Path) -> None:
             lines.append(f"{runs} runs, {step} of {cv} {name}: {' | '.join(found)}")
     for seed in range(4):
         x = np.random.default_rng(seed).normal(size=9).round(1)
-        about = [
-            *changes._without_odd(x),
-            changes._sigma(x),
-            *changes._t(x[None, :])[0],
-            changes._chance(x, 4),
-            changes._welch(x[:4], x[4:]),
-        ]
+        step = changes.measure_step(x[:4], x[4:])
+        about = [*changes._replace_odd_runs(x), step.difference, step.error, step.score, step.certainty]
         lines.append(" ".join(f"{v:.6g}" for v in about))
     hold("changes.txt", "\n".join(lines), tmp_path)
 
