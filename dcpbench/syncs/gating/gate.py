@@ -175,10 +175,11 @@ def explain_guesses(report: Report) -> Iterator[str]:
         sites = [s for s in warm if trace.path in s.traces]
         if trace.coverage.steps_guessed and sites:
             family = trace.coverage.steps_from
+            pattern = "^" + re.escape(family).replace("\\ ", " ")
             yield (
-                f"{trace.path} has waits at {text.counted(len(sites), 'site')} before or in the first of the ranges "
-                f"'{family}N' alone ({_where(sites[0])}): that they are warm-up follows only from taking these ranges for "
-                f"steps. If they are steps, give --step-range {shlex.quote(f'^{re.escape(family)}')}; else name those that are."
+                f"{trace.path} has waits at {text.counted(len(sites), 'site')} that lie before or in the first of the ranges "
+                f"'{family}N' only ({_where(sites[0])}). They are warm-up if these ranges are steps, which is a guess: give "
+                f"--step-range {shlex.quote(pattern)} if they are, else name the ranges that are."
             )
 
 
