@@ -345,7 +345,7 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     asked = _asked(url, remote, run, spec.layout["tp"])
     if runs.is_elsewhere():
         return 0
-    info = look(asked.target)
+    info = look(asked.target, asked.retries)
     card = info.model(spec.model)
     if run.dry_run or not runs.is_part():
         say(f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.")

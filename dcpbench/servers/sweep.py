@@ -90,7 +90,7 @@ def measure_started(
             try:
                 waited = server.wait(limit_s, told(left[0], "build"))
                 one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
-                info = look(one.target)
+                info = look(one.target, one.retries)
                 manner = manner_of(one, info.model(None).id)
             except DcpbenchError as e:
                 why = f"{str(e).rstrip('.')}{server.cause(str(e))}"

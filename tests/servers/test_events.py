@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.servers.events import MOST_EVENT, Events, Message, StreamError, error_in, read_completion
+from dcpbench.servers.events import MAX_EVENT, Events, Message, StreamError, error_in, read_completion
 
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
@@ -100,10 +100,10 @@ def test_an_event_of_several_lines_is_their_data_alone() -> None:
 def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
     """A MiB; a whole one may be longer."""
     stream = Events()
-    assert stream.feed(b"x" * MOST_EVENT) == []
+    assert stream.feed(b"x" * MAX_EVENT) == []
     with pytest.raises(StreamError, match=r"^one event of its stream is longer than 1,048,576 bytes$"):
         stream.feed(b"x")
-    assert len(Events().feed(b"data: " + b"x" * MOST_EVENT + b"\n\n")[0]) == MOST_EVENT
+    assert len(Events().feed(b"data: " + b"x" * MAX_EVENT + b"\n\n")[0]) == MAX_EVENT
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import measure
 from dcpbench.servers.client import Client, RequestError, Target, api_key
 from dcpbench.servers.load import Call, Outcome, Run
-from dcpbench.servers.prompts import EXACT, Manner
+from dcpbench.servers.prompts import ANSWER_IDS, Manner
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
 LIMIT_S = 1.0
-MANNER = Manner(endpoint="completions", model="fake", extras=EXACT, vocab=1000)
+MANNER = Manner(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 SAID = {
     "401": ("HTTP 401", "HTTP 401: Unauthorized"),
     "404": ("HTTP 404", "HTTP 404: Not Found"),

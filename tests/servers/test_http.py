@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.servers import client
-from dcpbench.servers.client import MOST_HEAD, Connection, RequestError, Target, Whole, status_error
+from dcpbench.servers.client import MAX_HEAD, Connection, RequestError, Target, Whole, status_error
 
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
@@ -200,14 +200,14 @@ def test_a_status_is_told_with_what_the_server_says_of_it(
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MOST_HEAD - 20), False),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MOST_HEAD - 19), True),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MAX_HEAD - 20), False),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MAX_HEAD - 19), True),
         (b"HTT", False),
         (b"HTT ", True),
         (b"HTTP/2 200 OK\r\n\r\n", True),
         (b"HTTP/1.1\r\n\r\n", True),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * MOST_HEAD, False),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * (MOST_HEAD + 1), True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * MAX_HEAD, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * (MAX_HEAD + 1), True),
     ],
 )
 def test_what_is_held_of_a_head_is_bounded(text: bytes, wrong: bool) -> None:
