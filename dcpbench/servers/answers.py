@@ -191,8 +191,9 @@ class Streamed:
         return usage.completion_tokens
 
     def _take_ids(self, ids: list[int]) -> None:
-        if ids and not 0 <= min(ids) <= (largest := max(ids)) <= MAX_TOKEN_ID:
-            self._refuse(Fault.TOKEN_ID, value=largest if largest > MAX_TOKEN_ID else min(ids), limit=MAX_TOKEN_ID)
+        for extreme in (min(ids), max(ids)) if ids else ():
+            if not 0 <= extreme <= MAX_TOKEN_ID:
+                self._refuse(Fault.TOKEN_ID, value=extreme, limit=MAX_TOKEN_ID)
         self.tokens += ids
 
     def _take_text(self, text: str) -> None:

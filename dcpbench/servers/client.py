@@ -256,9 +256,10 @@ class Connection(asyncio.BufferedProtocol):
         self._left = self._interim = 0
         self._trailer = False
         self._keep = True
+        self._ended = False  # whether the peer has ended its side
         self._acked: int | None = None
         self.answered = False  # whether anything arrived for the present request
-        self.unread = False  # whether the connection ended before its peer acknowledged a byte of the request
+        self.unread = False  # whether the connection ended before its peer received a byte of the request
         self.used = 0  # requests that were answered
 
     @property
@@ -328,6 +329,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """See asyncio.Protocol."""
+        self._ended = True
         if self._parse == self._parse_to_end and self._reply is not None:
             try:
                 self._finish()
@@ -338,10 +340,19 @@ class Connection(asyncio.BufferedProtocol):
         """See asyncio.Protocol."""
         where = "in the middle of its answer" if self.answered else "without an answer"
         why = f" ({exc})" if exc else ""
-        self.unread = self._acked is not None and _acked_bytes(self._socket) == self._acked
+        self.unread = self._was_unread(exc)
         self._fail(RequestError(CLOSED, f"the server closed the connection {where}{why}."))
         self._transport = None
         self._lost(self)
+
+    def _was_unread(self, exc: Exception | None) -> bool:
+        """Return whether the peer closed the connection before it received any of the request.
+
+        The end of a connection (FIN) acknowledges all that its peer has received. A reset may come before the
+        acknowledgement of what was read, so that nothing is known after one. A broken pipe is an end followed by a reset.
+        """
+        ended = self._ended or isinstance(exc, BrokenPipeError)
+        return ended and self._acked is not None and _acked_bytes(self._socket) == self._acked
 
     def _fail(self, error: BaseException) -> None:
         done, self._done, self._reply = self._done, None, None
@@ -529,8 +540,8 @@ class Client:
     async def exchange(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:
         """Send a request and wait for the end of its answer. Raise RequestError if it fails.
 
-        A request is sent again only if nothing of it can have been read: a kept connection ended before its peer
-        acknowledged a single byte. If the system cannot tell (TLS, or not Linux), the request counts as failed.
+        A request is sent again only if nothing of it can have been read: its peer ended a kept connection before it
+        received a single byte. If that is not certain (a reset, TLS, or not Linux), the request counts as failed.
         """
         limit_s = self.target.timeout_s if timeout_s is None else timeout_s
         option = " (--request-timeout)" if timeout_s is None else ""

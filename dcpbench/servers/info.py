@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import re
 import time
@@ -13,8 +12,8 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
-from dcpbench.servers.client import MAX_BODY, OK, RequestError, WholeOk
-from dcpbench.servers.load import exchange_with_retries
+from dcpbench.servers.client import MAX_BODY, OK, RequestError, status_error
+from dcpbench.servers.load import retry_while_busy
 from dcpbench.show.text import counted, listed, one_line, short
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
 
 TIMEOUT_S = 10.0  # for everything that a server reports about itself, which costs it nothing
+LINE = re.compile(r"^[^#\n][^\n]*", re.MULTILINE)  # without comments
 SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
 LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 MAX_METRICS, MAX_LINE = 1 << 24, 1 << 14  # bytes of /metrics, characters of a line; 64 engines of vLLM write 4 MB
@@ -141,17 +141,15 @@ async def ask(client: Client, retries: int = 0) -> ServerInfo:
 async def _ask_models(client: Client, retries: int) -> tuple[Card, ...]:
     """Return the models that a server lists, none if it has no list. Raise RequestError if it does not answer."""
 
-    def new_reply() -> WholeOk:
-        return WholeOk()
+    async def send() -> bytes:
+        answer = await client.get("/v1/models", TIMEOUT_S)
+        if answer.status == OK:
+            return answer.data
+        if answer.status in (404, 405, 501):
+            return b""
+        raise status_error(answer.status, answer.headers, answer.data)
 
-    try:
-        request = client.target.request("GET", "/v1/models")
-        answer = await exchange_with_retries(client, request, new_reply, retries, timeout_s=TIMEOUT_S)
-    except RequestError as e:
-        if e.status in (404, 405, 501):
-            return ()
-        raise
-    models = _decoded(answer.data, _Models)
+    models = _decoded(await retry_while_busy(send, retries), _Models)
     cards = models.data[:MAX_MODELS] if models else ()
     return tuple(Card(card.id, _read_length(card.max_model_len)) for card in cards if _is_name(card.id))
 
@@ -180,7 +178,7 @@ async def _get(client: Client, path: str, until_s: float, limit: int = MAX_BODY)
 async def samples(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Return what /metrics reports, by name; nothing if there is none until `until_s` of time.monotonic()."""
     found = await _get(client, "/metrics", until_s, MAX_METRICS)
-    return {} if found is None else read_metrics(found)
+    return {} if found is None else read_metrics(found.decode("utf-8", "replace"))
 
 
 async def counters(client: Client) -> Counters:
@@ -189,16 +187,14 @@ async def counters(client: Client) -> Counters:
     return Counters(preemptions=_sum(found, PREEMPTIONS), cached_tokens=_sum(found, CACHED))
 
 
-def read_metrics(data: bytes, names: Collection[str] = READ) -> dict[str, list[tuple[dict[str, str], float]]]:
+def read_metrics(text: str, names: Collection[str] = READ) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Return the labels and values of these `names` in Prometheus' text format, and all other names without values.
 
     Lines that are no samples, and values that are not finite, are left out.
     """
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for line in io.BytesIO(data):
-        if line.startswith(b"#") or len(line) > MAX_LINE:
-            continue
-        if (match := SAMPLE.match(line.decode("utf-8", "replace"))) is None:
+    for line in LINE.finditer(text):
+        if len(line[0]) > MAX_LINE or (match := SAMPLE.match(line[0])) is None:
             continue
         if match[1] not in found and len(found) >= MAX_NAMES and match[1] not in names:
             continue

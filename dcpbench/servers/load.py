@@ -26,12 +26,12 @@ from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import TOO_MANY, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
-    from dcpbench.servers.client import Client, Reply
+    from dcpbench.servers.client import Client
     from dcpbench.servers.turns import Session
 
-ReplyT = TypeVar("ReplyT", bound="Reply")
+ResultT = TypeVar("ResultT")
 EARLY_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins
 BEAT_S = 0.02  # between two measurements of the event loop's lag
 SOON_S = 0.01  # from the moment that everything is ready to the start of a load
@@ -216,18 +216,15 @@ class Run:
         call, keep = outcome.call, outcome.call.session is not None and outcome.call.session.texts
         outcome.sent_s = time.perf_counter()
 
-        def new_answer() -> Streamed:
-            outcome.answer, outcome.error = (
-                Streamed(call.output_tokens, prompt_tokens=call.prompt_tokens, keep=keep),
-                None,
-            )
-            return outcome.answer
+        async def send() -> None:
+            outcome.answer = Streamed(call.output_tokens, prompt_tokens=call.prompt_tokens, keep=keep)
+            await self.client.exchange(call.data, outcome.answer)
 
         def note_retry() -> None:
             outcome.retries += 1
 
         try:
-            await exchange_with_retries(self.client, call.data, new_answer, self._retries, note_retry)
+            await retry_while_busy(send, self._retries, note_retry)
         except RequestError as e:
             outcome.error = e
         outcome.ended = True
@@ -242,31 +239,22 @@ class Run:
             due = max(due, now - BEAT_S)
 
 
-async def exchange_with_retries(
-    client: Client,
-    data: bytes,
-    new_reply: Callable[[], ReplyT],
-    retries: int,
-    note: Callable[[], None] = lambda: None,
-    *,
-    timeout_s: float | None = None,
-) -> ReplyT:
-    """Send a request, up to `retries` times more while the server is busy; return the answer. Raise RequestError.
+async def retry_while_busy(
+    send: Callable[[], Awaitable[ResultT]], retries: int, note: Callable[[], None] = lambda: None
+) -> ResultT:
+    """Return the result of `send`, which is called up to `retries` times more while the server is busy.
 
-    `note` is called before each retry. `timeout_s`: see Client.exchange.
+    `note` is called before each retry. Raise the last RequestError of `send`.
     """
     while True:
-        reply = new_reply()
         try:
-            await client.exchange(data, reply, timeout_s)
+            return await send()
         except RequestError as e:
             if retries <= 0 or not may_retry(e):
                 raise
             retries -= 1
             note()
             await asyncio.sleep(min(RETRY_S if e.retry_after_s is None else e.retry_after_s, MAX_RETRY_S))
-        else:
-            return reply
 
 
 def may_retry(error: RequestError) -> bool:

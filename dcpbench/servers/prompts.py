@@ -17,7 +17,7 @@ from dcpbench.errors import MissingPackageError, UsageError, WorkerError
 from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import CLIENT_ERROR, TOO_MANY, RequestError, WholeOk
 from dcpbench.servers.events import Completion, StreamError, format_bad_stream, read_completion
-from dcpbench.servers.load import UNAVAILABLE, exchange_with_retries
+from dcpbench.servers.load import UNAVAILABLE, retry_while_busy
 from dcpbench.servers.token_counts import Limits
 
 if TYPE_CHECKING:
@@ -355,10 +355,12 @@ class Trial:
         prompt[:-1] = np.arange(1, TRIED_TOKENS) % manner.vocab
         request = self.client.target.request("POST", PATHS[manner.endpoint], manner.body(prompt, TRIED_OUTPUT))
 
-        def new_answer() -> Streamed:
-            return Streamed(TRIED_OUTPUT, prompt_tokens=TRIED_TOKENS)
+        async def send() -> Streamed:
+            answer = Streamed(TRIED_OUTPUT, prompt_tokens=TRIED_TOKENS)
+            await self.client.exchange(request, answer)
+            return answer
 
-        return await exchange_with_retries(self.client, request, new_answer, self.retries)
+        return await retry_while_busy(send, self.retries)
 
     async def describe_failure(self, manner: Manner) -> WorkerError:
         """Return the error that ends the trials, with what to type next if the server shows it."""
@@ -438,9 +440,14 @@ async def _prompt_tokens(client: Client, manner: Manner, count: int, retries: in
 
 async def _ask_whole(client: Client, path: str, body: bytes, retries: int, limits: Limits) -> Completion:
     """Return an answer that is not streamed. Raise WorkerError if there is none, or if its usage is out of range."""
+
+    async def send() -> bytes:
+        reply = WholeOk()
+        await client.exchange(client.target.request("POST", path, body), reply)
+        return reply.data
+
     try:
-        reply = await exchange_with_retries(client, client.target.request("POST", path, body), WholeOk, retries)
-        found = read_completion(reply.data)
+        found = read_completion(await retry_while_busy(send, retries))
     except RequestError as e:
         raise WorkerError(f"{client.target.url} cannot be measured: {e.sentence}") from e
     except StreamError as e:
