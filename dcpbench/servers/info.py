@@ -73,6 +73,7 @@ class ServerInfo:
     version: str = ""
     models: tuple[Card, ...] = ()
     kv_capacity_tokens: int | None = None
+    answers_metrics: bool = False  # whether /metrics answered in time; only then its counters are read again
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -135,7 +136,9 @@ async def ask(client: Client, retries: int = 0) -> ServerInfo:
             info = _of_sglang(info, said)
             break
     metrics = await samples(client, until_s)
-    return dataclasses.replace(info, **_of_metrics(info, metrics))
+    if metrics is None:
+        return info
+    return dataclasses.replace(info, answers_metrics=True, **_of_metrics(info, metrics))
 
 
 async def _ask_models(client: Client, retries: int) -> tuple[Card, ...]:
@@ -175,15 +178,15 @@ async def _get(client: Client, path: str, until_s: float, limit: int = MAX_BODY)
     return answer.data if answer.status == OK else None
 
 
-async def samples(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Return what /metrics reports, by name; nothing if there is none until `until_s` of time.monotonic()."""
+async def samples(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]] | None:
+    """Return what /metrics reports, by name; None if there is no answer until `until_s` of time.monotonic()."""
     found = await _get(client, "/metrics", until_s, MAX_METRICS)
-    return {} if found is None else read_metrics(found.decode("utf-8", "replace"))
+    return None if found is None else read_metrics(found.decode("utf-8", "replace"))
 
 
 async def counters(client: Client) -> Counters:
     """Return what a server has counted so far."""
-    found = await samples(client, time.monotonic() + TIMEOUT_S)
+    found = await samples(client, time.monotonic() + TIMEOUT_S) or {}
     return Counters(preemptions=_sum(found, PREEMPTIONS), cached_tokens=_sum(found, CACHED))
 
 
@@ -199,8 +202,7 @@ def read_metrics(text: str, names: Collection[str] = READ) -> dict[str, list[tup
         if match[1] not in found and len(found) >= MAX_NAMES and match[1] not in names:
             continue
         series = found.setdefault(match[1], [])
-        value = _read_float(match[3])
-        if match[1] in names and value is not None and len(series) < MAX_SERIES:
+        if match[1] in names and len(series) < MAX_SERIES and (value := _read_float(match[3])) is not None:
             series.append((dict(LABEL.findall(match[2] or "")), value))
     return found
 

@@ -218,10 +218,12 @@ class Run:
 
         async def send() -> None:
             outcome.answer = Streamed(call.output_tokens, prompt_tokens=call.prompt_tokens, keep=keep)
+            outcome.error = None
             await self.client.exchange(call.data, outcome.answer)
 
-        def note_retry() -> None:
+        def note_retry(error: RequestError) -> None:
             outcome.retries += 1
+            outcome.error = error  # if the run ends while the client waits
 
         try:
             await retry_while_busy(send, self._retries, note_retry)
@@ -240,11 +242,11 @@ class Run:
 
 
 async def retry_while_busy(
-    send: Callable[[], Awaitable[ResultT]], retries: int, note: Callable[[], None] = lambda: None
+    send: Callable[[], Awaitable[ResultT]], retries: int, note: Callable[[RequestError], None] = lambda _: None
 ) -> ResultT:
     """Return the result of `send`, which is called up to `retries` times more while the server is busy.
 
-    `note` is called before each retry. Raise the last RequestError of `send`.
+    `note` is called with the failure before each retry. Raise the last RequestError of `send`.
     """
     while True:
         try:
@@ -253,7 +255,7 @@ async def retry_while_busy(
             if retries <= 0 or not may_retry(e):
                 raise
             retries -= 1
-            note()
+            note(e)
             await asyncio.sleep(min(RETRY_S if e.retry_after_s is None else e.retry_after_s, MAX_RETRY_S))
 
 

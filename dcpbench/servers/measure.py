@@ -207,7 +207,7 @@ def measure(
     stopped: BaseException | None = None
     failed = ""
     try:
-        asyncio.run(_send(point, asked, manner, settings, sent, tell))
+        asyncio.run(_send(point, asked, info, manner, settings, sent, tell))
     except (KeyboardInterrupt, SystemExit) as e:
         stopped = e
     except (WorkerError, UsageError) as e:
@@ -228,7 +228,13 @@ def without_key(record: Record, key: str) -> Record:
 
 
 async def _send(
-    point: Point, asked: Asked, manner: Manner, settings: Settings, sent: _Sent, tell: Callable[[str], None]
+    point: Point,
+    asked: Asked,
+    info: ServerInfo,
+    manner: Manner,
+    settings: Settings,
+    sent: _Sent,
+    tell: Callable[[str], None],
 ) -> None:
     load = point.load
     assert load is not None
@@ -248,13 +254,13 @@ async def _send(
         ) as run:
             sent.run = run
             await run.prepare(min(point.concurrency, MOST_OPEN))
-            sent.before = await server_info.counters(client)
+            sent.before = await server_info.counters(client) if info.answers_metrics else None
             told = asyncio.get_running_loop().create_task(_tell(run, tell))
             try:
                 await run.run()
             finally:
                 told.cancel()
-        sent.after = await server_info.counters(client)
+        sent.after = await server_info.counters(client) if info.answers_metrics else None
     streams = at_once(sent.run.outcomes)
     if asked.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")

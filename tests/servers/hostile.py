@@ -108,6 +108,7 @@ class Server:
     answer: Answer
     path: str = "/completions"  # the end of the paths that it answers otherwise than a right server
     kind: str = ""  # of the failed requests in the records; empty: all requests finish
+    all_fail: bool = True  # whether all of them do
     refused: str = ""  # part of the message if it cannot be measured at all
     options: str = ""  # of the command
     waits_s: float = 0.0  # how long its fault makes the client wait, beyond the limits of the load
@@ -130,7 +131,7 @@ def add_events(name: str, change: Callable[[int, dict[str, Any]], object], **abo
     """Add a server that streams, and changes the events of a load."""
 
     async def answer(request: Request) -> None:
-        await request.stream(change if request.measured else lambda _, event: event)
+        await (request.stream(change) if request.measured else right(request))
 
     SERVERS[name] = Server(answer=answer, **about)
 
@@ -168,13 +169,16 @@ add_events("token_ids_400000_in_a_chunk", choice(token_ids=[1] * 400_000), kind=
 add_events("token_ids_are_text", choice(token_ids=["a"]), kind=BAD)
 add_events("choices_250000_in_a_chunk", lambda _, event: event | {"choices": [{}] * 250_000}, kind="no tokens")
 add_events("nested_100000_deep", raw(b'{"choices":' + b"[" * 100_000), kind=BAD)
-add_events("nested_values_in_logprobs", choice(logprobs=[[]] * 300_000))
+add_events("nested_values_in_logprobs", choice(logprobs=[[]] * 20_000))
 add_events("half_a_surrogate", raw(b'{"choices":[{"text":"\\ud83d"}]}'), kind=BAD)
 add_events("no_utf8", raw(b'{"choices":[{"text":"\xff\xfe"}]}'), kind=BAD)
 add_events("nan", raw(b'{"choices":[{"text":"a"}],"usage":{"prompt_tokens":NaN}}'), kind=BAD)
 add_events("choice_is_null", raw(b'{"choices":[null]}'), kind=BAD)
 add_events("error_of_a_megabyte", raw(b'{"error":{"message":"\\u001b[2J' + b"x" * (MB - 100) + b'"}}'), kind=BAD)
-add_events("finish_reason_of_a_megabyte", choice(finish_reason="x" * (MB - 1000)))
+add_events(
+    "finish_reason_of_a_megabyte",
+    lambda number, event: choice(finish_reason="x" * (MB - 1000))(number, event) if number == 23 else event,
+)
 add_events("aborts", choice(finish_reason="abort"), kind="aborted")
 add_events(
     "texts_of_a_megabyte_in_sessions",
@@ -413,10 +417,10 @@ async def error_of_10_megabytes(request: Request) -> None:
     await request.plain(b"x" * (10 * MB), 500)
 
 
-@serves()
+@serves(kind="no stream", all_fail=False)
 @load_only
 async def more_answers_than_requests(request: Request) -> None:
-    """Send a right answer, and another one that belongs to no request."""
+    """Send a right answer, and another one that belongs to no request: it arrives as the answer to the next one."""
     await request.stream()
     await request.plain({"choices": [{"text": "smuggled"}]})
 
@@ -510,9 +514,9 @@ async def metrics_with_26_digits(request: Request) -> None:
     await request.plain(f"vllm:cache_config_info{{{labels}}} 1\n{more}".encode())
 
 
-@serves(path="/metrics", waits_s=30.0)
+@serves(path="/metrics", waits_s=10.0)
 async def metrics_byte_by_byte(request: Request) -> None:
-    """Report metrics, a byte every half second: asked once about the server, and before and after each load."""
+    """Report metrics, a byte every half second."""
     await request.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
     await request.drip(b"#")
 

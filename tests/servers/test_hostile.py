@@ -37,11 +37,19 @@ class Ended(NamedTuple):
     code: int
     output: str
     peak_mb: float
-    seconds: float
+    seconds: float  # without the time for which it was ready to run and had no core
+
+
+def read_starved_s(pid: int) -> float:
+    """Return how long a process was ready to run and had no core; 0 if the system does not report it."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def run(url: str, options: str, folder: Path, limit_s: float) -> Ended:
-    """Run `dcpbench serve` against a server, and kill it after `limit_s`."""
+    """Run `dcpbench serve` against a server, and kill it after `limit_s`, of which time without a core is no part."""
     words = (
         f"-m dcpbench serve --url {url} --device cpu --no-check-client --request-timeout {TIMEOUT_S:g} {LOAD} {options}"
     )
@@ -54,14 +62,17 @@ def run(url: str, options: str, folder: Path, limit_s: float) -> Ended:
             stderr=subprocess.STDOUT,
             cwd=ROOT,
         )
+    seconds = starved_s = 0.0
     while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
-        if time.monotonic() - began > limit_s:
+        starved_s = max(starved_s, read_starved_s(process.pid))
+        seconds = time.monotonic() - began - starved_s
+        if seconds > limit_s:
             os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.02)
     _, status, used = ended
     process.returncode = os.waitstatus_to_exitcode(status)
     text = (folder / "output").read_text("utf-8", "replace")
-    return Ended(process.returncode, text, used.ru_maxrss / 1024, time.monotonic() - began)
+    return Ended(process.returncode, text, used.ru_maxrss / 1024, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +121,8 @@ def test_a_hostile_server_costs_failed_requests_and_nothing_else(
     assert len(records) == POINTS, "each point of the sweep has a record"
     failures = [failure.kind for record in records if record.server for failure in record.server.failures]
     if server.kind:
-        assert set(failures) == {server.kind} or (not failures and server.kind == "HTTP 503")
-        assert all(record.outcome == "failed" for record in records)
-        assert all(record.reason for record in records)
+        assert set(failures) == {server.kind}
+        assert not server.all_fail or all(record.outcome == "failed" and record.reason for record in records)
     else:
         assert failures == []
         assert all(record.outcome == "ok" and record.serve and record.serve.finished == 4 for record in records)
