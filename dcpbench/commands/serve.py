@@ -228,8 +228,8 @@ class Remote(Group):
     )
     warm_up: int = REMOTE("Requests before the clock starts, with short answers.", default=8, metavar="N")
     retries: int = REMOTE(
-        "How often a request is sent again that a busy server sends away (429, 503, connection refused). Each is "
-        "counted, and its latency with it.",
+        "How often a request is sent again while the server is busy (429, 503, connection refused); also the short ones "
+        "before the load. Each is counted, and the wait is in its latency.",
         default=0,
         metavar="N",
     )

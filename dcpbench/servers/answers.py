@@ -18,7 +18,7 @@ from dcpbench.servers.events import (
 )
 from dcpbench.servers.token_counts import (
     MAX_TOKEN_ID,
-    Chunk,
+    Chunks,
     Counting,
     Counts,
     Limits,
@@ -70,7 +70,7 @@ class Streamed:
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
         self._limits, self._keep = Limits(asked, prompt_tokens), keep
-        self._chunks: list[Chunk] = []
+        self._chunks = Chunks()
         self._counts: tuple[int, Counts] | None = None
         self._total: int | None = None
         self._highest = self._length = 0
@@ -135,11 +135,11 @@ class Streamed:
     @property
     def chunk_s(self) -> list[float]:
         """The time at which each chunk with tokens arrived."""
-        return self.counts.time_s
+        return self.counts.time_s.tolist()
 
     def chunk_tokens(self) -> list[int]:
         """Return the tokens of each chunk with tokens."""
-        return self.counts.tokens
+        return self.counts.tokens.tolist()
 
     @property
     def counted_by(self) -> str:
@@ -175,7 +175,7 @@ class Streamed:
             return
         self._highest = max(self._highest, usage or 0)
         self.heard_s = max(self.heard_s, began_s)
-        self._chunks.append(Chunk(began_s, has_output, len(ids), usage))
+        self._chunks.add(began_s, has_output=has_output, ids=len(ids), usage=usage)
         self._take_ids(ids)
         if self._keep:
             self._take_text(choice.new_text)

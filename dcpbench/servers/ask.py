@@ -30,13 +30,13 @@ SHORTEST, LONGEST = 64, 32_768
 MIN_ANSWER_BYTES, BYTES_OF_TOKEN = 1 << 20, 1 << 12  # of a whole answer, and for each token with its log-probabilities
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct, frozen=True):
     """A likely token of a chat's answer."""
 
     logprob: float
 
 
-class ChatLogprob(msgspec.Struct):
+class ChatLogprob(msgspec.Struct, frozen=True):
     """A token of a chat's answer."""
 
     token: str
@@ -44,7 +44,7 @@ class ChatLogprob(msgspec.Struct):
     top_logprobs: list[TopLogprob] | None = None
 
 
-class Logprobs(msgspec.Struct):
+class Logprobs(msgspec.Struct, frozen=True):
     """Log-probabilities as OpenAI's API has them: `content` in chats, the other fields in completions."""
 
     content: list[ChatLogprob] | None = None

@@ -151,19 +151,19 @@ def _data_of(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-class PromptDetails(msgspec.Struct):
+class PromptDetails(msgspec.Struct, frozen=True):
     """Details of the prompt's tokens."""
 
     cached_tokens: int | None = None
 
 
-class OutputDetails(msgspec.Struct):
+class OutputDetails(msgspec.Struct, frozen=True):
     """Details of the output's tokens."""
 
     reasoning_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, frozen=True):
     """Tokens as the server counts them."""
 
     prompt_tokens: int | None = None
@@ -187,13 +187,13 @@ class Usage(msgspec.Struct):
 NULL = msgspec.Raw(b"null")  # fields whose JSON is not parsed here, so that it takes no memory
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, frozen=True):
     """A part of a message's content."""
 
     text: str | None = None
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, frozen=True):
     """A chat message, or what is new in one."""
 
     content: str | list[Part] | None = None
@@ -219,7 +219,7 @@ class Message(msgspec.Struct):
         return bytes(self.tool_calls) not in (b"null", b"[]")
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, frozen=True):
     """An answer, or what is new in one."""
 
     text: str | None = None
@@ -248,7 +248,7 @@ class Choice(msgspec.Struct):
         return bool(self.new_text) or (message is not None and message.calls_tools)
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, frozen=True):
     """One event of a stream, or a whole answer."""
 
     choices: list[Choice] | None = None

@@ -46,21 +46,21 @@ KEPT = """
 """Of what SGLang says of its arguments, what bears on speed."""
 
 
-class Card(msgspec.Struct):
+class Card(msgspec.Struct, frozen=True):
     """One model of /v1/models."""
 
     id: str
     max_model_len: int | None = None
 
 
-class _Card(msgspec.Struct):
+class _Card(msgspec.Struct, frozen=True):
     """A model as a server describes it."""
 
     id: str
     max_model_len: int | float | str | None = None
 
 
-class _Models(msgspec.Struct):
+class _Models(msgspec.Struct, frozen=True):
     data: list[_Card]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from array import array
 from typing import TYPE_CHECKING
 
 from dcpbench.servers.events import BadStream, Fault
@@ -92,14 +93,33 @@ class Limits:
         return None
 
 
-@dataclasses.dataclass(slots=True)
-class Chunk:
-    """One event of a stream that brings output, or says that there is more of it."""
+NO_USAGE = -1
 
-    time_s: float
-    has_output: bool  # text or a part of a tool call
-    ids: int  # token ids in it
-    usage: int | None  # completion_tokens of the `usage` in the same event
+
+class Chunks:
+    """The events of a stream that bring output, or count more of it, in arrays that take 21 bytes for each."""
+
+    __slots__ = ("has_output", "ids", "time_s", "usage")
+
+    def __init__(self) -> None:
+        self.time_s = array("d")
+        self.has_output = bytearray()  # 1: text or a part of a tool call
+        self.ids = array("i")  # the number of token ids
+        self.usage = array("q")  # completion_tokens of the `usage` in the same event, or NO_USAGE
+
+    def __len__(self) -> int:
+        return len(self.time_s)
+
+    def add(self, time_s: float, *, has_output: bool, ids: int, usage: int | None) -> None:
+        """Add an event."""
+        self.time_s.append(time_s)
+        self.has_output.append(has_output)
+        self.ids.append(ids)
+        self.usage.append(NO_USAGE if usage is None else usage)
+
+    def find_shown(self) -> list[int]:
+        """Return the places of the events with output or token ids."""
+        return [i for i, (text, ids) in enumerate(zip(self.has_output, self.ids, strict=True)) if text or ids]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,53 +127,50 @@ class Counts:
     """The chunks of a stream that brought tokens, and how many each."""
 
     by: Counting
-    time_s: list[float]
-    tokens: list[int]
+    time_s: array[float]
+    tokens: array[int]
 
 
 def count_tokens(
-    chunks: Sequence[Chunk], total: int | None = None, *, hidden: int = 0, asked: int = 0, full_length: bool = False
+    chunks: Chunks, total: int | None = None, *, hidden: int = 0, asked: int = 0, full_length: bool = False
 ) -> Counts:
     """Return the tokens of each chunk.
 
     `total` is the last count of all tokens that the server sent. `hidden` tokens are in its counts and in no chunk.
     `full_length`: the answer ended because it has all `asked` tokens.
     """
-    shown = [chunk for chunk in chunks if chunk.has_output or chunk.ids]
+    places = chunks.find_shown()
+    usages = [chunks.usage[i] for i in places]
     total = None if total is None else max(total - hidden, 0)
-    if any(chunk.ids for chunk in chunks):
-        by, found = Counting.IDS, _fill_ids(shown, total)
-    elif (found := _read_cumulative(chunks, hidden)) is not None and not _are_deltas(
-        shown, total, asked, full_length=full_length
-    ):
-        by, shown = Counting.CUMULATIVE, list(chunks)
-    elif _are_deltas(shown, total, asked, full_length=full_length):
-        by, found = Counting.DELTAS, [chunk.usage or 0 for chunk in shown]
+    if any(chunks.ids):
+        by, found = Counting.IDS, _fill_ids([chunks.ids[i] for i in places], total)
+    elif _are_deltas(usages, total, asked, full_length=full_length):
+        by, found = Counting.DELTAS, usages
+    elif (increases := _read_cumulative(chunks, hidden)) is not None:
+        by, found, places = Counting.CUMULATIVE, increases, list(range(len(chunks)))
     elif total:
-        by, found = Counting.TOTAL, _divide(max(total, len(shown)), len(shown))
+        by, found = Counting.TOTAL, _divide(max(total, len(places)), len(places))
     else:
-        by, found = Counting.CHUNKS, [1] * len(shown)
-    kept = [(chunk.time_s, tokens) for chunk, tokens in zip(shown, found, strict=True) if tokens]
-    return Counts(by, [time_s for time_s, _ in kept], [tokens for _, tokens in kept])
+        by, found = Counting.CHUNKS, [1] * len(places)
+    kept = [(i, tokens) for i, tokens in zip(places, found, strict=True) if tokens]
+    return Counts(by, array("d", [chunks.time_s[i] for i, _ in kept]), array("i", [tokens for _, tokens in kept]))
 
 
-def count_hidden(chunks: Sequence[Chunk], total: int | None, reasoning: int) -> int:
+def count_hidden(chunks: Chunks, total: int | None, reasoning: int) -> int:
     """Return how many tokens of reasoning no chunk showed: all or none.
 
     Servers report reasoning tokens whether or not they send them. They were sent if a count of all tokens starts below
     them, or if there are more chunks than other tokens.
     """
-    shown = [chunk for chunk in chunks if chunk.has_output or chunk.ids]
-    if not reasoning or total is None or not shown:
+    if not reasoning or total is None or not (places := chunks.find_shown()):
         return 0
-    first = shown[0].usage
-    were_sent = first <= reasoning if first else len(shown) > total - reasoning
+    first = chunks.usage[places[0]]
+    were_sent = first <= reasoning if first > 0 else len(places) > total - reasoning
     return 0 if were_sent else reasoning
 
 
-def _fill_ids(shown: Sequence[Chunk], total: int | None) -> list[int]:
+def _fill_ids(found: list[int], total: int | None) -> list[int]:
     """Return the number of ids of each chunk. Chunks without ids share the tokens that are left."""
-    found = [chunk.ids for chunk in shown]
     missing = [i for i, count in enumerate(found) if not count]
     left = len(missing) if total is None else max(total - sum(found), 0)
     for i, share in zip(missing, _divide(left, len(missing)), strict=True):
@@ -161,34 +178,32 @@ def _fill_ids(shown: Sequence[Chunk], total: int | None) -> list[int]:
     return found
 
 
-def _read_cumulative(chunks: Sequence[Chunk], hidden: int) -> list[int] | None:
+def _read_cumulative(chunks: Chunks, hidden: int) -> list[int] | None:
     """Return what each chunk added to a cumulative count, or None if the counts do not fit the chunks."""
-    before, found, raised, with_output = hidden, [], 0, 0
-    for chunk in chunks:
-        if chunk.usage is None or chunk.usage < before or (chunk.has_output and chunk.usage <= hidden):
+    before, found, raised = hidden, [], 0
+    for usage, has_output in zip(chunks.usage, chunks.has_output, strict=True):
+        if usage < before or (has_output and usage <= hidden):
             return None
-        found.append(chunk.usage - before)
-        raised += chunk.has_output and chunk.usage > before
-        with_output += chunk.has_output
-        before = chunk.usage
-    return found if found and 2 * raised > with_output else None
+        found.append(usage - before)
+        raised += bool(has_output and usage > before)
+        before = usage
+    return found if found and 2 * raised > sum(chunks.has_output) else None
 
 
-def _are_deltas(shown: Sequence[Chunk], total: int | None, asked: int, *, full_length: bool) -> bool:
+def _are_deltas(usages: Sequence[int], total: int | None, asked: int, *, full_length: bool) -> bool:
     """Return whether each chunk counts its own tokens.
 
     The sum has to be what the answer can have, and the last count has to be too small for a count of all tokens: smaller
     than the number of chunks, or than the `asked` tokens of an answer that has all of them.
     """
-    counts = [chunk.usage for chunk in shown]
-    if not counts or not all(counts):
+    if not usages or min(usages) <= 0:
         return False
-    last, whole = counts[-1] or 0, sum(count or 0 for count in counts)
+    last, whole = usages[-1], sum(usages)
     if total is not None and total != last:
         return whole == total
     if full_length and asked:
         return whole == asked != last
-    return last < len(counts) and whole <= Limits(asked).usage_output
+    return last < len(usages) and whole <= Limits(asked).usage_output
 
 
 def _divide(total: int, parts: int) -> list[int]:

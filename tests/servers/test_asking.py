@@ -674,3 +674,48 @@ def test_the_likelier_two_are_asked_for_until_a_server_refuses_them(endpoint: st
     client = Answering(lambda *_: (200, {"choices": []}))
     with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
         asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+
+
+WHOLE_ANSWER = {"index": 0, "text": "a b", "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "usage", "message"),
+    [
+        ({"finish_reason": "abort"}, {}, "the server broke off with an error: finish_reason abort"),
+        ({"token_ids": [1] * 1005}, {}, "sent more than 1,004 chunks or token ids for 2 tokens"),
+        ({}, {"completion_tokens": 10**7}, "usage.completion_tokens is 10,000,000"),
+        ({}, {"prompt_tokens": -1}, "usage.prompt_tokens is -1"),
+        ({"logprobs": {"tokens": 5}}, {}, "an event is not a completion (Expected `array | null`, got `int`"),
+        ({"logprobs": {"content": [{"token": "a"}]}}, {}, "Object missing required field `logprob`"),
+        (
+            {"logprobs": {"content": [{"token": "a", "logprob": -1, "top_logprobs": [{}]}]}},
+            {},
+            "missing required field",
+        ),
+        ({"logprobs": [[[]]]}, {}, "Expected `object | null`, got `array`"),
+    ],
+)
+def test_a_whole_answer_is_held_against_what_was_asked(
+    changed: dict[str, Any], usage: dict[str, Any], message: str
+) -> None:
+    """What contradicts the request, or is no answer of OpenAI's API, is a sentence."""
+    client = Answering(lambda *_: (200, {"choices": [WHOLE_ANSWER | changed], "usage": usage}))
+    manner = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_a_whole_answer_may_be_as_long_as_its_tokens_and_its_prompt_need() -> None:
+    """The ids of the prompt, and 4 KiB for each token, after a MiB."""
+
+    class Kept(Answering):
+        async def exchange(self, request: bytes, reply: Any, _: float | None = None) -> None:
+            self.limit = reply._limit
+            await super().exchange(request, reply)
+
+    client = Kept(lambda *_: (200, {"choices": [WHOLE_ANSWER]}))
+    manner = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    asyncio.run(ask.Side(client, manner, None).answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
+    assert client.limit == (1 << 20) + 2 * 4096 + 1000 * 12

@@ -18,7 +18,6 @@ from dcpbench.servers.load import Call, Outcome, Run
 from dcpbench.servers.measure import _sample
 from dcpbench.servers.prompts import find_manner
 from dcpbench.servers.shares import deal
-from dcpbench.servers.token_counts import Chunk
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.outcome import rows
 from tests.servers.fake_server import FakeServer, Model, Running, Script
@@ -128,7 +127,8 @@ def test_sessions_stay_in_one_process() -> None:
 def test_a_turn_has_the_cached_tokens_that_the_server_says(details: PromptDetails | None, cached: int | None) -> None:
     request = make_requests(LOAD, 1000)[1]
     answer = Streamed(1)
-    answer._chunks, answer.tokens = [Chunk(2.0, has_output=True, ids=1, usage=None)], [7]
+    answer._chunks.add(2.0, has_output=True, ids=1, usage=None)
+    answer.tokens = [7]
     answer.usage = Usage(prompt_tokens=40, completion_tokens=1, prompt_tokens_details=details)
     outcome = Outcome(Call(0, b"", 1), 1.0, answer=answer, ended=True)
     sample = _sample(outcome, SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]))
