@@ -148,7 +148,7 @@ class Streamed:
 
     @property
     def counts_each(self) -> bool:
-        """Whether the server reports the tokens of each chunk."""
+        """True if the server reports the tokens of each chunk."""
         return self.counts.by in (Counting.IDS, Counting.CUMULATIVE, Counting.DELTAS)
 
     @property
@@ -169,17 +169,20 @@ class Streamed:
         choice = found.choices[0]
         if choice.finish_reason:
             self.finish_reason, self._counts = choice.finish_reason, None
-        self._reasoned = self._reasoned or bool(choice.thoughts)
-        ids, has_output = choice.token_ids or [], choice.has_output
-        if not (ids or has_output or (usage or 0) > self._highest):
+        message, ids, has_output = choice.new_message, choice.token_ids, choice.has_output
+        if message is not None and message.thoughts:
+            self._reasoned = True
+        if usage is not None and usage > self._highest:
+            self._highest = usage
+        elif not (ids or has_output):
             return
-        self._highest = max(self._highest, usage or 0)
-        self.heard_s = max(self.heard_s, began_s)
-        self._chunks.add(began_s, has_output=has_output, ids=len(ids), usage=usage)
-        self._take_ids(ids)
+        self.heard_s = began_s
+        self._chunks.add(began_s, has_output, len(ids) if ids else 0, usage)
+        if ids:
+            self._take_ids(ids)
         if self._keep:
             self._take_text(choice.new_text)
-        if max(len(self._chunks), len(self.tokens)) > self._limits.chunks:
+        if len(self._chunks) > self._limits.chunks or len(self.tokens) > self._limits.chunks:
             self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
 
     def _take_usage(self, usage: Usage) -> int | None:
@@ -191,7 +194,7 @@ class Streamed:
         return usage.completion_tokens
 
     def _take_ids(self, ids: list[int]) -> None:
-        for extreme in (min(ids), max(ids)) if ids else ():
+        for extreme in (min(ids), max(ids)):
             if not 0 <= extreme <= MAX_TOKEN_ID:
                 self._refuse(Fault.TOKEN_ID, value=extreme, limit=MAX_TOKEN_ID)
         self.tokens += ids

@@ -70,7 +70,7 @@ class RequestError(Exception):
 
     @classmethod
     def of_stream(cls, error: StreamError) -> RequestError:
-        """Return the failure of a request whose stream was given up."""
+        """Return the failure of a request after its stream was given up."""
         return cls("bad stream", f"{str(error).rstrip('.')}.", bad=error.bad)
 
     def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
@@ -264,14 +264,14 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """Whether a request can be sent, as far as the event loop knows."""
+        """True if a request can be sent, as far as the event loop knows."""
         return self._transport is not None and not self._transport.is_closing()
 
     def is_alive(self, *, encrypted: bool) -> bool:
         """Return whether an idle connection can take a request, by what its socket has received.
 
         A server closes a kept connection when it has been idle for some seconds. The kernel knows this before the event
-        loop reads it. Bytes that nobody asked for make the next answer ambiguous; on an `encrypted` connection they may
+        loop reads it. Unexpected bytes make the next answer ambiguous; on an `encrypted` connection they may
         be a session ticket.
         """
         try:

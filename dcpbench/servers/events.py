@@ -24,7 +24,7 @@ PLAIN = b"data: "
 
 
 class Fault(enum.StrEnum):
-    """What is wrong with a stream."""
+    """Reasons to give up a stream."""
 
     EVENT_TOO_LONG = "event too long"
     HALF_EVENT = "half an event"
@@ -106,8 +106,10 @@ class Events:
             data = self._with_newlines(data)
         held = self._held
         if not held:
-            self._began_s = now_s
-        search, start = max(len(held) - 1, 0), 0
+            *whole, rest = data.split(b"\n\n")
+            self._hold(rest, now_s)
+            return [(text, now_s) for event in whole if (text := _data_of(event)) is not None]
+        search, start = len(held) - 1, 0
         held += data
         found = []
         while (end := held.find(b"\n\n", search)) >= 0:
@@ -115,12 +117,19 @@ class Events:
                 found.append((text, self._began_s))
             self._began_s = now_s
             start = search = end + 2
-        del held[:start]
-        if held.startswith(b"\n"):  # further blank lines begin no event
-            held[:] = held.lstrip(b"\n")
-        if len(held) > self._limit:
-            raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
+        rest = bytes(held[start:]) if start else b""
+        if start:
+            held.clear()
+        self._hold(rest, self._began_s)
         return found
+
+    def _hold(self, rest: bytes, began_s: float) -> None:
+        """Add the beginning of an event to what is held. Further blank lines after an event begin none."""
+        if rest and (self._held or (rest := rest.lstrip(b"\n"))):
+            self._began_s = began_s
+            self._held += rest
+        if len(self._held) > self._limit:
+            raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
 
     def end(self) -> list[tuple[bytes, float]]:
         """Return what is left at the end of a stream. Raise StreamError if an event was begun and not ended.
@@ -184,7 +193,7 @@ class Usage(msgspec.Struct, frozen=True):
         return (details.reasoning_tokens if details else None) or self.reasoning_tokens or 0
 
 
-NULL = msgspec.Raw(b"null")  # fields whose JSON is not parsed here, so that it takes no memory
+NULL = msgspec.Raw(b"null")  # default of fields that are not parsed here, so that their JSON takes no memory
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -215,8 +224,8 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether it holds a part of a tool call."""
-        return bytes(self.tool_calls) not in (b"null", b"[]")
+        """True if it holds a part of a tool call."""
+        return self.tool_calls is not NULL and bytes(self.tool_calls) not in (b"null", b"[]")
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -230,22 +239,21 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
     @property
+    def new_message(self) -> Message | None:
+        """The message of a chat; None in completions."""
+        return self.delta or self.message
+
+    @property
     def new_text(self) -> str:
         """The generated text, of completions and of chats."""
-        message = self.delta or self.message
+        message = self.new_message
         return message.text if message is not None else self.text or ""
 
     @property
-    def thoughts(self) -> str:
-        """The text of the reasoning; empty in completions."""
-        message = self.delta or self.message
-        return message.thoughts if message is not None else ""
-
-    @property
     def has_output(self) -> bool:
-        """Whether it brings text or a part of a tool call."""
-        message = self.delta or self.message
-        return bool(self.new_text) or (message is not None and message.calls_tools)
+        """True if it brings text or a part of a tool call."""
+        message = self.new_message
+        return bool(self.text) if message is None else bool(message.text) or message.calls_tools
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -268,7 +276,7 @@ def read_completion(data: bytes) -> Completion:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=one_line(str(e)), quote=_shown(data))
         raise StreamError(bad) from e
-    if bytes(found.error) != b"null":
+    if found.error is not NULL and bytes(found.error) != b"null":
         raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=error_in(data)))
     if found.object == "error":
         raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=one_line(str(found.message), MAX_QUOTE)))

@@ -432,7 +432,7 @@ def _record(
 
 
 def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) -> str | None:
-    """Return why a point failed all of whose answers broke off, None if a request finished or none failed."""
+    """Return why a point without a finished request has failed; None if a request finished, or if none failed."""
     if metrics.finished or not metrics.failed:
         return None
     first = next(o.error for o in outcomes if o.error is not None)

@@ -192,7 +192,7 @@ class Manner:
     def prolonged(self, prompt: Prompt, answer: Streamed, made_up: np.ndarray | None, new: np.ndarray) -> Prompt:
         """Return a prompt, the server's answer to it, and new ids after it.
 
-        `made_up`: int32 ids that take the place of an answer whose ids the server does not send.
+        `made_up`: int32 ids that take the place of the answer if the server does not send its ids.
         """
         if self.text is None:
             assert isinstance(prompt, list)

@@ -44,53 +44,37 @@ class Counting(enum.Enum):
     CHUNKS = "chunks"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """The most that a server can rightly report about one request."""
 
-    output_tokens: int  # that the request asks for
-    prompt_tokens: int = 0  # of the prompt as the client made it; 0 if not known
+    __slots__ = ("chunks", "echo_bytes", "output_tokens", "prompt_tokens", "text", "usage_output", "usage_prompt")
 
-    @property
-    def chunks(self) -> int:
-        """Chunks with output."""
-        return 2 * self.output_tokens + SPARE_CHUNKS
-
-    @property
-    def usage_output(self) -> int:
-        """Tokens that `usage` counts, without hidden reasoning."""
-        return self.output_tokens + max(MIN_OUTPUT_SLACK, int(OUTPUT_SLACK_SHARE * self.output_tokens))
-
-    @property
-    def usage_prompt(self) -> int:
-        """Tokens of the prompt that `usage` counts."""
-        return 2 * self.prompt_tokens + MIN_PROMPT_SLACK
-
-    @property
-    def text(self) -> int:
-        """Characters of the answer."""
-        return MIN_TEXT + TEXT_OF_TOKEN * self.output_tokens
-
-    @property
-    def echo_bytes(self) -> int:
-        """Bytes by which an event may be longer because it repeats the ids of the prompt."""
-        return BYTES_OF_ID * self.prompt_tokens
+    def __init__(self, output_tokens: int, prompt_tokens: int = 0) -> None:
+        """Take the tokens that the request asks for, and those of its prompt; 0 if not known."""
+        self.output_tokens, self.prompt_tokens = output_tokens, prompt_tokens
+        self.chunks = 2 * output_tokens + SPARE_CHUNKS  # chunks with output, and token ids
+        self.usage_output = output_tokens + max(MIN_OUTPUT_SLACK, int(OUTPUT_SLACK_SHARE * output_tokens))
+        self.usage_prompt = 2 * prompt_tokens + MIN_PROMPT_SLACK
+        self.text = MIN_TEXT + TEXT_OF_TOKEN * output_tokens  # characters of the answer
+        self.echo_bytes = BYTES_OF_ID * prompt_tokens  # by which an event may be longer as it repeats the prompt's ids
 
     def find_excess(self, usage: Usage) -> BadStream | None:
         """Return what is wrong with the first field of a `usage` that is out of range; None if all are in range."""
-        prompt = self.usage_prompt
-        cached = max(usage.prompt_tokens or 0, self.prompt_tokens or prompt)
-        checks = (
-            ("prompt_tokens", usage.prompt_tokens, prompt),
-            ("prompt_tokens_details.cached_tokens", usage.cached, cached),
-            ("reasoning_tokens", usage.reasoning, MAX_HIDDEN),
-            ("completion_tokens", usage.completion_tokens, self.usage_output + usage.reasoning),
-        )
-        for name, value, limit in checks:
-            if value is not None and not 0 <= value <= limit:
-                asked = self.prompt_tokens if name.startswith("prompt") else self.output_tokens
-                return BadStream(fault=Fault.USAGE, field=name, value=value, limit=limit, asked=asked)
+        prompt, output, reasoning = usage.prompt_tokens, usage.completion_tokens, usage.reasoning
+        if prompt is not None and not 0 <= prompt <= self.usage_prompt:
+            return self._excess("prompt_tokens", prompt, self.usage_prompt)
+        if not 0 <= reasoning <= MAX_HIDDEN:
+            return self._excess("reasoning_tokens", reasoning, MAX_HIDDEN)
+        if output is not None and not 0 <= output <= self.usage_output + reasoning:
+            return self._excess("completion_tokens", output, self.usage_output + reasoning)
+        cached, limit = usage.cached, max(prompt or 0, self.prompt_tokens or self.usage_prompt)
+        if cached is not None and not 0 <= cached <= limit:
+            return self._excess("prompt_tokens_details.cached_tokens", cached, limit)
         return None
+
+    def _excess(self, field: str, value: int, limit: int) -> BadStream:
+        asked = self.prompt_tokens if field.startswith("prompt") else self.output_tokens
+        return BadStream(fault=Fault.USAGE, field=field, value=value, limit=limit, asked=asked)
 
 
 NO_USAGE = -1
@@ -110,7 +94,7 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.time_s)
 
-    def add(self, time_s: float, *, has_output: bool, ids: int, usage: int | None) -> None:
+    def add(self, time_s: float, has_output: bool, ids: int, usage: int | None) -> None:
         """Add an event."""
         self.time_s.append(time_s)
         self.has_output.append(has_output)

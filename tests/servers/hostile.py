@@ -81,7 +81,7 @@ class Request:
         await self.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     async def stream(self, change: Callable[[int, dict[str, Any]], object] = lambda _, event: event) -> None:
-        """Send a right stream, each of whose events `change` may replace."""
+        """Send a right stream; `change` may replace each event."""
         await self.write(STREAM)
         for number in range(self.asked):
             await self.event(change(number, self.token(number)))
@@ -92,8 +92,8 @@ class Request:
     def token(self, number: int) -> dict[str, Any]:
         """Return the event of one token, with right usage."""
         end = "length" if number + 1 == self.asked else None
-        said = {"delta": {"content": " a"}} if "messages" in self.body else {"text": " a"}
-        choice = {"index": 0, "finish_reason": end, **said}
+        output = {"delta": {"content": " a"}} if "messages" in self.body else {"text": " a"}
+        choice = {"index": 0, "finish_reason": end, **output}
         usage = {"prompt_tokens": self.prompt, "completion_tokens": number + 1}
         return {"object": "text_completion", "choices": [choice], "usage": usage}
 
@@ -118,7 +118,7 @@ SERVERS: dict[str, Server] = {}
 
 
 def serves(**about: Any) -> Callable[[Answer], Answer]:
-    """Add a server whose answers a function makes, under the function's name."""
+    """Add a server under the name of the function that answers for it."""
 
     def add(answer: Answer) -> Answer:
         SERVERS[answer.__name__] = Server(answer=answer, **about)
@@ -447,7 +447,7 @@ async def models_200000(request: Request) -> None:
 
 @serves(path="/v1/models", refused="the server names no model")
 async def models_with_strange_names(request: Request) -> None:
-    """List models whose names no file or terminal can have."""
+    """List models with names that no file or terminal can have."""
     await request.plain({"data": [{"id": name} for name in ("\x1b[2J", "a\0b", "x" * 100_000, "\ud800", "")]})
 
 
@@ -471,7 +471,7 @@ async def models_nested_deep(request: Request) -> None:
 
 @serves(path="/v1/models")
 async def model_named_like_a_path(request: Request) -> None:
-    """List a model whose name leads out of a folder."""
+    """List a model with a name that leads out of a folder."""
     await request.plain({"data": [{"id": "../../../../tmp/.."}]})
 
 
@@ -536,7 +536,7 @@ async def server_info_of_strange_values(request: Request) -> None:
 
 @serves(refused="do not follow the prompt", options="--endpoint chat", path="/chat/completions")
 async def counts_every_prompt_as_9_tokens(request: Request) -> None:
-    """Take text alone, and count all prompts alike."""
+    """Accept text alone, and report the same count for all prompts."""
     if request.body.get("stream"):
         await request.stream()
     else:
@@ -545,7 +545,7 @@ async def counts_every_prompt_as_9_tokens(request: Request) -> None:
 
 @serves(refused="usage.prompt_tokens is 1,000,000,000,000", options="--endpoint chat", path="/chat/completions")
 async def counts_a_prompt_as_1e12_tokens(request: Request) -> None:
-    """Take text alone, and count more than was sent."""
+    """Accept text alone, and count more than was sent."""
     if request.body.get("stream"):
         await request.stream()
     else:

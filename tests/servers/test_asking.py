@@ -108,16 +108,16 @@ def test_a_server_whose_count_does_not_follow_the_prompt_is_refused() -> None:
         asyncio.run(find_manner(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
 
 
-def vllm(_: str, said: dict[str, Any]) -> tuple[int, object]:
+def vllm(_: str, body: dict[str, Any]) -> tuple[int, object]:
     """A server with usage in each chunk and ids of answers; with these it repeats the prompt."""
     events: list[dict[str, Any]] = [
         {"choices": [{"text": "a"}]},
         {"choices": [{"text": "b", "finish_reason": "length"}]},
     ]
     for number, each in enumerate(events):
-        if said.get("stream_options", {}).get("continuous_usage_stats"):
+        if body.get("stream_options", {}).get("continuous_usage_stats"):
             each["usage"] = {"completion_tokens": number + 1}
-        if said.get("return_token_ids"):
+        if body.get("return_token_ids"):
             each["choices"][0]["token_ids"] = [number]
     return 200, events
 
@@ -139,9 +139,9 @@ def test_ids_of_answers_are_asked_for_only_if_nothing_else_counts_each_chunk(
     Fields that a server lacks it ignores here.
     """
 
-    def answers(path: str, said: dict[str, Any]) -> tuple[int, object]:
-        known = {name: value for name, value in said.items() if name not in lacks}
-        known["stream_options"] = {n: v for n, v in said.get("stream_options", {}).items() if n not in lacks}
+    def answers(path: str, body: dict[str, Any]) -> tuple[int, object]:
+        known = {name: value for name, value in body.items() if name not in lacks}
+        known["stream_options"] = {n: v for n, v in body.get("stream_options", {}).items() if n not in lacks}
         return vllm(path, known)
 
     found = asyncio.run(find_manner(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
@@ -173,8 +173,8 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
 def test_a_field_that_a_server_answers_with_an_error_is_left_out(status: int) -> None:
     """Servers refuse unknown fields with several statuses, and some break down at them."""
 
-    def answers(_: str, said: dict[str, Any]) -> tuple[int, object]:
-        if {"ignore_eos", "return_token_ids"} & {*said}:
+    def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
+        if {"ignore_eos", "return_token_ids"} & {*body}:
             return status, {"error": "no"}
         return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
 
@@ -249,11 +249,11 @@ def test_retries_are_for_the_short_requests_too(endpoint: str, monkeypatch: pyte
     slept = sleeping(monkeypatch, [0.0], 99)
     seen: set[str] = set()
 
-    def answers(path: str, said: dict[str, Any]) -> tuple[int, object]:
-        if (text := json.dumps(said)) not in seen:
+    def answers(path: str, body: dict[str, Any]) -> tuple[int, object]:
+        if (text := json.dumps(body)) not in seen:
             seen.add(text)
             return 503, {"error": "loading"}
-        return of_text(1.0, 0)(path, said)
+        return of_text(1.0, 0)(path, body)
 
     found = asyncio.run(find_manner(Answering(answers), "m", endpoint, retries=1))  # type: ignore[arg-type]
     assert found.text == Words(1.0, 0.0)
@@ -276,8 +276,8 @@ def test_trials_end_when_they_have_taken_as_long_as_a_request_may(monkeypatch: p
 
 
 def test_a_prompt_that_a_server_counts_as_more_than_was_sent_ends_the_trials() -> None:
-    def answers(_: str, said: dict[str, Any]) -> tuple[int, object]:
-        if said["stream"]:
+    def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
+        if body["stream"]:
             return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
         return 200, {"usage": {"prompt_tokens": 10**12}}
 

@@ -93,18 +93,18 @@ def test_an_error_is_found_where_servers_put_it(body: bytes, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "fault", "said"),
+    ("event", "fault", "start"),
     [
         (b'{"error": {"message": "dead"}}', Fault.SERVER_ERROR, "the server broke off with an error: dead"),
         (b'{"object": "error", "message": "dead"}', Fault.SERVER_ERROR, "the server broke off with an error: dead"),
         (b"no", Fault.NOT_A_COMPLETION, "an event is not a completion ("),
     ],
 )
-def test_an_error_in_the_stream_is_told(event: bytes, fault: Fault, said: str) -> None:
+def test_an_error_in_the_stream_is_reported(event: bytes, fault: Fault, start: str) -> None:
     with pytest.raises(StreamError) as error:
         read_completion(event)
     assert error.value.bad.fault == fault
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(start)
 
 
 def test_numbers_of_a_stream_are_shown_however_large_they_are() -> None:

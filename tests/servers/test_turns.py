@@ -127,7 +127,7 @@ def test_sessions_stay_in_one_process() -> None:
 def test_a_turn_has_the_cached_tokens_that_the_server_says(details: PromptDetails | None, cached: int | None) -> None:
     request = make_requests(LOAD, 1000)[1]
     answer = Streamed(1)
-    answer._chunks.add(2.0, has_output=True, ids=1, usage=None)
+    answer._chunks.add(2.0, True, 1, None)  # noqa: FBT003 -- as it is called
     answer.tokens = [7]
     answer.usage = Usage(prompt_tokens=40, completion_tokens=1, prompt_tokens_details=details)
     outcome = Outcome(Call(0, b"", 1), 1.0, answer=answer, ended=True)
