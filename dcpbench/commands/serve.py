@@ -237,8 +237,8 @@ class Remote(Group):
     )
     warm_up: int = REMOTE("Requests before the clock starts, with short answers.", default=8, metavar="N")
     retries: int = REMOTE(
-        "How often a request is sent again that a busy server sends away (429, 503, connection refused). Each is "
-        "counted, and its latency with it.",
+        "How often a request is sent again while the server is busy (429, 503, connection refused); also the short ones "
+        "before the load. Each is counted, and the wait is in its latency.",
         default=0,
         metavar="N",
     )
@@ -368,7 +368,7 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
     asked = _asked(url, remote, run, spec.layout["tp"])
     if runs.is_elsewhere():
         return 0
-    info = look(asked.target).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
+    info = look(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
     card = info.model(spec.model)
     if run.dry_run or not runs.is_part():
         for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):

@@ -238,9 +238,7 @@ def _choice(
             refused[str(layout)] = reason
             without_room.add(str(layout))
             continue
-        found += [
-            forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])
-        ]
+        found += [forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])]
         found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
         if found:
             short.pop(str(layout), None)

@@ -224,7 +224,9 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
         by = "alone"
         if behind is not None:
             lead, needed = per_gpu(best) / per_gpu(behind) - 1, margin(best, behind)
-            known = f"{percent(lead)} ± {percent(needed)}" if math.isfinite(needed) else f"{percent(lead)} in one launch"
+            known = (
+                f"{percent(lead)} ± {percent(needed)}" if math.isfinite(needed) else f"{percent(lead)} in one launch"
+            )
             by = known + _open(choice)
         who = best.who if choice.meets else f"{best.who}, misses {', '.join(choice.misses[best.who])}"
         row = [

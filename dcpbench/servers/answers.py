@@ -1,59 +1,81 @@
-"""The answer to one request as it streams in: when each chunk came, and how many tokens it brought."""
+"""Read the streamed answer to one request: when each chunk arrived, and how many tokens it brought."""
 
 from __future__ import annotations
 
 import time
 
-from dcpbench.servers.client import CLIENT_ERROR, MOST_ERROR, OK, RequestError, status_error
-from dcpbench.servers.events import DONE, Choice, Events, StreamError, Usage, error_in, read_completion
+from dcpbench.servers.client import CLIENT_ERROR, MAX_ERROR, OK, RequestError, status_error
+from dcpbench.servers.events import (
+    DONE,
+    MAX_EVENT,
+    BadStream,
+    Events,
+    Fault,
+    StreamError,
+    Usage,
+    error_in,
+    read_completion,
+)
+from dcpbench.servers.token_counts import (
+    MAX_TOKEN_ID,
+    Chunks,
+    Counting,
+    Counts,
+    Limits,
+    count_hidden,
+    count_tokens,
+)
+from dcpbench.show.text import counted, one_line
 
-BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"
-"""What told how many tokens a chunk brought."""
-UNKNOWN = -1
-SPARE_CHUNKS = 1000
-"""Chunks beyond twice the tokens asked for, after which a stream is taken for endless."""
+BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # what the tokens of a chunk were counted by, in records
+COUNTED_BY = {Counting.IDS: BY_IDS, Counting.CHUNKS: BY_CHUNKS}  # all others are of usage
 EVENT_STREAM = b"text/event-stream"
-TELLING = 512
-"""Bytes of an answer of another kind that say what it is."""
+MAX_OTHER = 512  # bytes of an answer of another type, which are enough to say what it is
+LENGTH = "length"  # finish_reason of an answer with all tokens that were asked for
+BROKEN_OFF = ("abort", "error")  # finish_reason of an answer that the server gave up
 
 
 class Streamed:
-    """A client.Reply of a completion that is streamed."""
+    """A client.Reply that reads a streamed completion."""
 
+    awaits = "no token"
     __slots__ = (
-        "_asked",
         "_body",
-        "_chunk_tokens",
-        "_counted",
+        "_chunks",
+        "_counts",
         "_done",
         "_events",
         "_headers",
+        "_highest",
         "_keep",
+        "_length",
+        "_limits",
         "_other",
-        "choices",
-        "chunk_s",
+        "_reasoned",
+        "_total",
         "finish_reason",
         "heard_s",
         "status",
+        "texts",
         "tokens",
         "usage",
     )
 
-    def __init__(self, asked: int, *, keep: bool = False) -> None:
-        """`asked`: tokens that were asked for. `keep`: all choices, with their texts and logprobs."""
+    def __init__(self, asked: int, *, prompt_tokens: int = 0, keep: bool = False) -> None:
+        """`asked`: output tokens of the request. `prompt_tokens`: of its prompt, 0 if unknown. `keep`: keep the texts."""
         self.heard_s = time.perf_counter()
         self.status = 0
-        self.chunk_s: list[float] = []
-        """When each chunk with tokens came."""
-        self.tokens: list[int] = []
-        """Their ids, where the server says them."""
-        self.choices: list[Choice] = []
+        self.tokens: list[int] = []  # ids of the answer, if the server sends them
+        self.texts: list[str] = []
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
-        self._asked, self._keep = asked, keep
-        self._chunk_tokens: list[int] = []
-        self._counted = 0
-        self._events = Events()
+        self._limits, self._keep = Limits(asked, prompt_tokens), keep
+        self._chunks = Chunks()
+        self._counts: tuple[int, Counts] | None = None
+        self._total: int | None = None
+        self._highest = self._length = 0
+        self._reasoned = False
+        self._events = Events(MAX_EVENT + self._limits.echo_bytes)
         self._headers: dict[bytes, bytes] = {}
         self._body = b""
         self._other = self._done = False
@@ -68,92 +90,133 @@ class Streamed:
         """See client.Reply."""
         if self._other:
             self._body += data
-            if len(self._body) > MOST_ERROR or (self.status == OK and len(self._body) > TELLING):
+            if len(self._body) > MAX_ERROR or (self.status == OK and len(self._body) > MAX_OTHER):
                 raise self._no_stream()
             return
-        for event in self._events.feed(data):
-            self._take(event, now_s)
+        for event, began_s in self._events.feed(data, now_s):
+            self._take(event, began_s)
 
     def end(self) -> None:
         """See client.Reply."""
         if self._other:
             raise self._no_stream()
-        for event in self._events.end():
-            self._take(event, self.heard_s)
-        if not self._done and self.finish_reason is None:
+        for event, began_s in self._events.end():
+            self._take(event, began_s)
+        if self.finish_reason in BROKEN_OFF:
+            arrived = counted(len(self._chunks), "chunk")
             raise RequestError(
-                "cut off", f"the stream ended after {len(self.chunk_s)} chunks, before it said that the answer had."
+                "aborted", f"the server ended the request after {arrived} with finish_reason {self.finish_reason}."
             )
+        if not self._done and self.finish_reason is None:
+            arrived = counted(len(self._chunks), "chunk")
+            raise RequestError("cut off", f"the stream ended after {arrived}, without a finish_reason or [DONE].")
         if not self.chunk_s:
             raise RequestError("no tokens", "the server's answer holds no token.")
 
     @property
-    def counted_by(self) -> str:
-        """BY_IDS, BY_USAGE or BY_CHUNKS."""
-        if self.tokens and len(self.tokens) == sum(self._chunk_tokens):
-            return BY_IDS
-        return BY_USAGE if self.usage is not None and self.usage.completion_tokens else BY_CHUNKS
+    def chunks(self) -> int:
+        """The number of chunks with output so far."""
+        return len(self._chunks)
+
+    @property
+    def counts(self) -> Counts:
+        """The chunks with tokens so far, and how many tokens each brought."""
+        if self._counts is None or self._counts[0] != len(self._chunks):
+            counts = count_tokens(
+                self._chunks,
+                self._total,
+                hidden=self.hidden_tokens,
+                asked=self._limits.output_tokens,
+                full_length=self.finish_reason == LENGTH,
+            )
+            self._counts = len(self._chunks), counts
+        return self._counts[1]
+
+    @property
+    def chunk_s(self) -> list[float]:
+        """The time at which each chunk with tokens arrived."""
+        return self.counts.time_s.tolist()
 
     def chunk_tokens(self) -> list[int]:
-        """Tokens of each chunk: as the server says; of those of which it does not, evenly what is left, at least one."""
-        counts = list(self._chunk_tokens)
-        unknown = [i for i, count in enumerate(counts) if count == UNKNOWN]
-        if unknown:
-            total = self.usage.completion_tokens if self.usage and self.usage.completion_tokens else 0
-            left = max(total - sum(count for count in counts if count > 0), len(unknown))
-            each, more = divmod(left, len(unknown))
-            for k, i in enumerate(reversed(unknown)):  # a first chunk mostly has one
-                counts[i] = each + (k < more)
-        return counts
+        """Return the tokens of each chunk with tokens."""
+        return self.counts.tokens.tolist()
 
-    def _take(self, event: bytes, now: float) -> None:
-        """One event. Raises StreamError for what is no chunk of an answer."""
+    @property
+    def counted_by(self) -> str:
+        """BY_IDS, BY_USAGE or BY_CHUNKS."""
+        return COUNTED_BY.get(self.counts.by, BY_USAGE)
+
+    @property
+    def counts_each(self) -> bool:
+        """True if the server reports the tokens of each chunk."""
+        return self.counts.by in (Counting.IDS, Counting.CUMULATIVE, Counting.DELTAS)
+
+    @property
+    def hidden_tokens(self) -> int:
+        """Reasoning tokens that the server generated and did not send."""
+        reasoning = self.usage.reasoning if self.usage is not None and not self._reasoned else 0
+        return count_hidden(self._chunks, self._total, reasoning)
+
+    def _take(self, event: bytes, began_s: float) -> None:
+        """Read one event. Raise StreamError if it is no chunk of an answer, or contradicts the request."""
         if event == DONE:
             self._done = True
             return
         found = read_completion(event)
-        told = None
-        if found.usage is not None:
-            self.usage = found.usage
-            told = found.usage.completion_tokens
+        usage = self._take_usage(found.usage) if found.usage is not None else None
         if not found.choices:
             return
         choice = found.choices[0]
-        self.finish_reason = choice.finish_reason or self.finish_reason
-        count = self._count(choice, told)
-        if not count:
+        if choice.finish_reason:
+            self.finish_reason, self._counts = choice.finish_reason, None
+        message, ids, has_output = choice.new_message, choice.token_ids, choice.has_output
+        if message is not None and message.thoughts:
+            self._reasoned = True
+        if usage is not None and usage > self._highest:
+            self._highest = usage
+        elif not (ids or has_output):
             return
-        self.heard_s = now
-        self.chunk_s.append(now)
-        self._chunk_tokens.append(count)
-        if choice.token_ids:
-            self.tokens += choice.token_ids
+        self.heard_s = began_s
+        self._chunks.add(began_s, has_output, len(ids) if ids else 0, usage)
+        if ids:
+            self._take_ids(ids)
         if self._keep:
-            self.choices.append(choice)
-        if len(self.chunk_s) > 2 * self._asked + SPARE_CHUNKS:
-            raise StreamError(f"it sent {len(self.chunk_s):,} chunks for {self._asked:,} tokens and did not end")
+            self._take_text(choice.new_text)
+        if len(self._chunks) > self._limits.chunks or len(self.tokens) > self._limits.chunks:
+            self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
 
-    def _count(self, choice: Choice, told: int | None) -> int:
-        """Tokens of a chunk; UNKNOWN where there are some; 0 where it brought none, as the one with a chat's role.
+    def _take_usage(self, usage: Usage) -> int | None:
+        if (bad := self._limits.find_excess(usage)) is not None:
+            raise StreamError(bad)
+        self.usage, self._counts = usage, None
+        if usage.completion_tokens is not None:
+            self._total = usage.completion_tokens
+        return usage.completion_tokens
 
-        Usage that comes with the last chunk alone is of all of them, and says nothing of one.
-        """
-        if choice.token_ids:
-            return len(choice.token_ids)
-        if told is not None and UNKNOWN not in self._chunk_tokens[:1]:
-            new, self._counted = told - self._counted, max(told, self._counted)
-            return max(new, 0)
-        return UNKNOWN if choice.new_text else 0
+    def _take_ids(self, ids: list[int]) -> None:
+        for extreme in (min(ids), max(ids)):
+            if not 0 <= extreme <= MAX_TOKEN_ID:
+                self._refuse(Fault.TOKEN_ID, value=extreme, limit=MAX_TOKEN_ID)
+        self.tokens += ids
+
+    def _take_text(self, text: str) -> None:
+        self._length += len(text)
+        if self._length > self._limits.text:
+            self._refuse(Fault.TOO_MUCH_TEXT, limit=self._limits.text)
+        self.texts.append(text)
+
+    def _refuse(self, fault: Fault, *, value: int = 0, limit: int = 0) -> None:
+        raise StreamError(BadStream(fault=fault, value=value, limit=limit, asked=self._limits.output_tokens))
 
     def _no_stream(self) -> RequestError:
         if self.status != OK:
             return status_error(self.status, self._headers, self._body)
-        kind = self._headers.get(b"content-type", b"").decode("latin-1")[:100]
+        kind = one_line(self._headers.get(b"content-type", b"").decode("latin-1"), 100)
         return RequestError(
-            "no stream", f"the server sent {kind} in place of a stream: {error_in(self._body[:TELLING])}"
+            "no stream", f"the server sent {kind} instead of a stream: {error_in(self._body[:MAX_OTHER])}"
         )
 
 
 def refused(error: RequestError) -> bool:
-    """Whether a server did not take a request as it was put, and may take it otherwise."""
+    """Return whether the server did not accept the fields of a request, and may accept others."""
     return error.status in (CLIENT_ERROR, 415, 422)

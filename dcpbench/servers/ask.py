@@ -1,4 +1,4 @@
-"""Greedy answers of servers to the same prompts, with log-probabilities where they are offered."""
+"""Ask servers for greedy answers to the same prompts, with log-probabilities if they are offered."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers.agreement import Answer
-from dcpbench.servers.answers import refused
-from dcpbench.servers.client import OK, RequestError, Whole, status_error
-from dcpbench.servers.events import Choice, StreamError, read_completion
+from dcpbench.servers.answers import BROKEN_OFF, refused
+from dcpbench.servers.client import RequestError, WholeOk
+from dcpbench.servers.events import BadStream, Choice, Completion, Fault, StreamError, read_completion
 from dcpbench.servers.prompts import CHAT, PATHS
+from dcpbench.servers.token_counts import Limits
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +27,36 @@ if TYPE_CHECKING:
 TOP_LOGPROBS = (20, 5, 2)
 """Numbers of likeliest tokens whose log-probabilities are asked for, until a server takes one."""
 SHORTEST, LONGEST = 64, 32_768
-"""Prompts where --context says nothing: doubled from one to the other, or to what the servers take."""
+"""Lengths of prompts without --context: doubled from one to the other, or to what the servers accept."""
+MIN_ANSWER_BYTES, BYTES_OF_TOKEN = 1 << 20, 1 << 12  # of a whole answer, and for each token with its log-probabilities
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A likely token of a chat's answer."""
+
+    token: str
+    logprob: float
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """A token of a chat's answer."""
+
+    token: str
+    logprob: float
+    top_logprobs: list[TopLogprob] | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities as OpenAI's API has them: `content` in chats, the other fields in completions."""
+
+    content: list[ChatLogprob] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class Side:
-    """A server and how it is asked."""
+    """A server and how requests to it are written."""
 
     def __init__(self, client: Client, manner: Manner, longest: int | None) -> None:
         self.client, self.manner, self.longest = client, manner, longest
@@ -39,20 +66,18 @@ class Side:
         ]
 
     async def answer(self, prompt: np.ndarray, tokens: int) -> Answer:
-        """One greedy answer. Raises WorkerError where there is none."""
+        """Return one greedy answer. Raise WorkerError if there is none."""
+        limits = Limits(tokens, len(prompt))
         while True:
-            more: dict[str, Any] = {"stream": False, "stream_options": None, "seed": 0}
             tried = self._extras[0] if self._extras else {}
-            more |= tried
-            body = msgspec.json.decode(self.manner.body(prompt, tokens, **more))
-            body.pop("stream_options")
-            reply = Whole()
             try:
-                data = msgspec.json.encode(body)
-                await self.client.exchange(self.client.target.request("POST", PATHS[self.manner.endpoint], data), reply)
-                if reply.status != OK:
-                    raise status_error(reply.status, reply.headers, reply.data)
+                reply = await self._send(prompt, tokens, limits, tried)
                 found = read_completion(reply.data)
+                if not found.choices:
+                    raise WorkerError(f"{self.client.target.url}: its answer holds no choice.")
+                details = found.usage.prompt_tokens_details if found.usage else None
+                answer = answer_of(check_answer(found, limits))
+                return msgspec.structs.replace(answer, cached_tokens=details.cached_tokens if details else None)
             except RequestError as e:
                 if tried and refused(e):
                     if self._extras and self._extras[0] == tried:  # another request may have removed it meanwhile
@@ -61,38 +86,59 @@ class Side:
                 raise WorkerError(f"{self.client.target.url}: {e.sentence}") from e
             except StreamError as e:
                 raise WorkerError(f"{self.client.target.url}: {e}.") from e
-            if not found.choices:
-                raise WorkerError(f"{self.client.target.url}: its answer holds no choice.")
-            details = found.usage.prompt_tokens_details if found.usage else None
-            return msgspec.structs.replace(
-                answer_of(found.choices[0]), cached_tokens=details.cached_tokens if details else None
-            )
+
+    async def _send(self, prompt: np.ndarray, tokens: int, limits: Limits, extras: dict[str, Any]) -> WholeOk:
+        more = {"stream": False, "stream_options": None, "seed": 0} | extras
+        body = msgspec.json.decode(self.manner.body(prompt, tokens, ids=True, **more))
+        body.pop("stream_options")
+        reply = WholeOk(MIN_ANSWER_BYTES + BYTES_OF_TOKEN * tokens + limits.echo_bytes)
+        path = PATHS[self.manner.endpoint]
+        await self.client.exchange(self.client.target.request("POST", path, msgspec.json.encode(body)), reply)
+        return reply
+
+
+def check_answer(found: Completion, limits: Limits) -> Choice:
+    """Return the first choice of a whole answer. Raise StreamError if it broke off, or contradicts the request."""
+    assert found.choices
+    choice = found.choices[0]
+    if choice.finish_reason in BROKEN_OFF:
+        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=f"finish_reason {choice.finish_reason}"))
+    if found.usage is not None and (bad := limits.find_excess(found.usage)) is not None:
+        raise StreamError(bad)
+    if len(choice.token_ids or ()) > limits.chunks:
+        raise StreamError(BadStream(fault=Fault.TOO_MANY_TOKENS, limit=limits.chunks, asked=limits.output_tokens))
+    return choice
 
 
 def answer_of(choice: Choice) -> Answer:
-    """Return the tokens and log-probabilities of a whole answer; without either, the words of its text."""
-    given = choice.logprobs if isinstance(choice.logprobs, dict) else {}
-    if content := given.get("content"):
-        names, logprobs = [one["token"] for one in content], [one["logprob"] for one in content]
-        tops = [{top["token"]: top["logprob"] for top in one.get("top_logprobs") or ()} for one in content]
+    """Return the tokens and log-probabilities of a whole answer; without either, the words of its text.
+
+    Raise StreamError if its log-probabilities are not those of OpenAI's API.
+    """
+    try:
+        given = msgspec.json.decode(choice.logprobs, type=Logprobs | None) or Logprobs()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=one_line(str(e)), quote="log-probabilities")
+        raise StreamError(bad) from e
+    logprobs: Sequence[float | None]
+    if given.content:
+        names, logprobs = [one.token for one in given.content], [one.logprob for one in given.content]
+        tops = [{top.token: top.logprob for top in one.top_logprobs or ()} for one in given.content]
     else:
-        names, logprobs = given.get("tokens") or [], given.get("token_logprobs") or []
-        tops = [one or {} for one in given.get("top_logprobs") or ()]
+        names, logprobs = given.tokens or [], given.token_logprobs or []
+        tops = [one or {} for one in given.top_logprobs or ()]
     tokens = list(map(str, choice.token_ids)) if choice.token_ids else names
     if not tokens:
         return Answer(tokens=choice.new_text.split())
-    if len(logprobs) != len(tokens) or not all(map(_is_finite, logprobs)):
+    known = [p for p in logprobs if p is not None and math.isfinite(p)]
+    if len(known) != len(logprobs) or len(known) != len(tokens):
         return Answer(tokens=tokens)
-    tops = [{name: p for name, p in top.items() if _is_finite(p)} for top in tops]
-    return Answer(tokens=tokens, names=names, logprobs=logprobs, tops=tops if len(tops) == len(tokens) else [])
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    tops = [{name: p for name, p in top.items() if math.isfinite(p)} for top in tops]
+    return Answer(tokens=tokens, names=names, logprobs=known, tops=tops if len(tops) == len(tokens) else [])
 
 
 def contexts_for(typed: Sequence[int] | None, longest: int | None, tokens: int) -> list[int]:
-    """Lengths of prompts, growing. Raises UsageError for those that a server does not take."""
+    """Return the lengths of prompts in rising order. Raise UsageError for those that a server does not accept."""
     most = LONGEST if longest is None else longest - tokens
     if typed:
         if longest is not None and max(typed) > most:

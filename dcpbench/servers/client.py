@@ -1,7 +1,7 @@
-"""HTTP/1.1 as a load generator needs it: bytes are stamped when they come, before anything else is done with them.
+"""An HTTP/1.1 client for a load generator: bytes get their time when they arrive, before anything else is done with them.
 
-They are stamped by the kernel where it does (stamps.py), else by the read. A connection is an asyncio.Protocol that parses what
-it receives and hands each piece of a body on at once, in the same turn of the loop: no stream, queue or task stands
+The kernel stamps them where it can (stamps.py), else the read does. A connection is an asyncio.Protocol that parses what
+it receives and passes each piece of a body on at once, in the same turn of the loop: no stream, queue or task stands
 between the socket and the clock. What is held of heads, lines and bodies is bounded.
 """
 
@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 import ssl
+import struct
 import time
 import urllib.parse
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +23,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, shortage_sentence
-from dcpbench.servers.events import StreamError, error_in
+from dcpbench.servers.events import BadStream, StreamError, error_in
 from dcpbench.servers.request_options import find_secrets
 from dcpbench.servers.stamps import StampedSocket
 from dcpbench.show.text import one_line
@@ -29,11 +31,12 @@ from dcpbench.show.text import one_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MOST_HEAD = 1 << 16
-MOST_BODY = 1 << 26
-"""Bytes of an answer that is kept whole."""
-MOST_ERROR = 1 << 16
-"""And of the body that comes with an error."""
+MAX_HEAD = 1 << 16  # bytes of a head, and of a line between two chunks
+MAX_INTERIM = 64  # heads of status 1xx before an answer
+MAX_BODY = 1 << 22  # bytes of an answer that is kept whole
+MAX_ERROR = 1 << 16  # bytes of the body that comes with an error
+MAX_LOCATION, MAX_CODING = 200, 40  # characters that are repeated of these headers
+MAX_LENGTH_DIGITS = 18  # of a Content-Length
 BUFFER = memoryview(bytearray(1 << 16))
 NO_BODY = (204, 304)
 CONTINUE = 100
@@ -41,23 +44,46 @@ OK = 200
 REDIRECT, CLIENT_ERROR = 300, 400
 TOO_MANY = 429
 PORTS = {"http": 80, "https": 443}
+IDENTITY = (b"", b"identity")
+STATUS_LINE = re.compile(rb"HTTP/1\.\S*\s+(\d{3})(?=\s|$)")
+CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
+ACKED_BYTES = struct.Struct("@Q")
+ACKED_AT, TCP_INFO_SIZE = 120, 256  # place of tcpi_bytes_acked in struct tcp_info (linux/tcp.h, since Linux 4.1)
+CLOSED, TIME_OUT = "closed", "time-out"  # kinds of RequestError that the code tells apart
 EXAMPLE = "write for example --url http://127.0.0.1:8000"
 
 
 class RequestError(Exception):
     """A request that failed: its kind, in a word or two, and a sentence."""
 
-    def __init__(self, kind: str, sentence: str, *, status: int = 0, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        sentence: str,
+        *,
+        status: int = 0,
+        retry_after_s: float | None = None,
+        bad: BadStream | None = None,
+    ) -> None:
+        """`bad`: what is wrong with the stream, for the kind `bad stream`."""
         super().__init__(sentence)
         self.kind, self.sentence, self.status, self.retry_after_s = kind, sentence, status, retry_after_s
+        self.bad = bad
+
+    @classmethod
+    def of_stream(cls, error: StreamError) -> RequestError:
+        """Return the failure of a request after its stream was given up."""
+        return cls("bad stream", f"{str(error).rstrip('.')}.", bad=error.bad)
 
     def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
-        """As it goes from one process to another."""
-        return _request_error, (self.kind, self.sentence, self.status, self.retry_after_s)
+        """Support pickling: errors travel between client processes."""
+        return _request_error, (self.kind, self.sentence, self.status, self.retry_after_s, self.bad)
 
 
-def _request_error(kind: str, sentence: str, status: int, retry_after_s: float | None) -> RequestError:
-    return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s)
+def _request_error(
+    kind: str, sentence: str, status: int, retry_after_s: float | None, bad: BadStream | None
+) -> RequestError:
+    return RequestError(kind, sentence, status=status, retry_after_s=retry_after_s, bad=bad)
 
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -148,39 +174,41 @@ class Target:
 
 
 class Reply(Protocol):
-    """What takes an answer as it comes."""
+    """An object that takes an answer as it arrives."""
 
-    heard_s: float
-    """When there was progress last, by time.perf_counter()."""
+    awaits: str  # what did not come if the request times out
+    heard_s: float  # time.perf_counter() of the last progress, which restarts the time limit
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """The status and the headers, names in small letters."""
+        """Take the status and the headers; names are in lower case."""
 
     def body(self, data: bytes, now_s: float) -> None:
-        """A piece of the body. May raise RequestError or StreamError: then the connection is closed."""
+        """Take a piece of the body. The connection is closed if this raises RequestError or StreamError."""
 
     def end(self) -> None:
-        """The body is whole. May raise likewise."""
+        """Take the end of the body. May raise like `body`."""
 
 
 class Whole:
-    """An answer that is kept whole."""
+    """An answer that is kept whole. Its time limit is for all of it, however slowly a server writes."""
 
-    def __init__(self, most: int = MOST_BODY) -> None:
+    awaits = "no complete answer"
+
+    def __init__(self, limit: int = MAX_BODY) -> None:
+        """Keep at most `limit` bytes."""
         self.status, self.headers, self.heard_s = 0, dict[bytes, bytes](), time.perf_counter()
         self._pieces: list[bytes] = []
-        self._size, self._most = 0, most
+        self._size, self._limit = 0, limit
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """See Reply."""
         self.status, self.headers = status, headers
 
-    def body(self, data: bytes, now_s: float) -> None:
+    def body(self, data: bytes, now_s: float) -> None:  # noqa: ARG002
         """See Reply."""
         self._size += len(data)
-        self.heard_s = now_s
-        if self._size > self._most:
-            raise RequestError("too long", f"the server's answer is longer than {self._most:,} bytes.")
+        if self._size > self._limit:
+            raise RequestError("too long", f"the server's answer is longer than {self._limit:,} bytes.")
         self._pieces.append(data)
 
     def end(self) -> None:
@@ -192,23 +220,44 @@ class Whole:
         return b"".join(self._pieces)
 
 
+class WholeOk(Whole):
+    """An answer that is kept whole. Its end raises RequestError if its status is not 200."""
+
+    def end(self) -> None:
+        """See Reply."""
+        if self.status != OK:
+            raise status_error(self.status, self.headers, self.data)
+
+
+def _find_encoding(headers: dict[bytes, bytes]) -> str | None:
+    """Return the header by which an answer is compressed, or None if it is not."""
+    coding = headers.get(b"content-encoding", b"").lower()
+    if coding not in IDENTITY:
+        return f"Content-Encoding: {one_line(coding.decode('latin-1'), MAX_CODING)}"
+    codings = [name.strip() for name in headers.get(b"transfer-encoding", b"").lower().split(b",")]
+    other = [name for name in codings if name not in (b"chunked", *IDENTITY)]
+    return f"Transfer-Encoding: {one_line(other[0].decode('latin-1'), MAX_CODING)}" if other else None
+
+
 def status_error(status: int, headers: dict[bytes, bytes], body: bytes) -> RequestError:
-    """What an HTTP status other than 200 means for a request, with what the server says."""
-    said = error_in(body).rstrip(".") if body.strip() else "nothing more"
+    """Return the failure that an HTTP status other than 200 means, with the server's own message."""
+    message = error_in(body).rstrip(".") if body.strip() else "no message"
+    if (encoding := _find_encoding(headers)) is not None:
+        message = f"a message in {encoding}"
     if status < CLIENT_ERROR:
-        to = headers.get(b"location", b"").decode("latin-1")[:200]
-        return RequestError(f"HTTP {status}", f"the server sends elsewhere (HTTP {status}): {to}. Name that in --url.")
+        to = one_line(headers.get(b"location", b"").decode("latin-1"), MAX_LOCATION)
+        return RequestError(f"HTTP {status}", f"the server redirects (HTTP {status}) to {to}. Use that in --url.")
     after = headers.get(b"retry-after", b"").decode("latin-1")
     return RequestError(
         f"HTTP {status}",
-        f"the server answered HTTP {status}: {said}.",
+        f"the server answered HTTP {status}: {message}.",
         status=status,
         retry_after_s=float(after) if after.isdecimal() else None,
     )
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, with one request at a time on its way."""
+    """One connection, which carries one request at a time."""
 
     def __init__(self, sock: StampedSocket, ages_s: list[float], lost: Callable[[Connection], None]) -> None:
         self._socket, self._ages_s, self._lost = sock, ages_s, lost
@@ -218,30 +267,47 @@ class Connection(asyncio.BufferedProtocol):
         self._done: asyncio.Future[None] | None = None
         self._parse: Callable[[bytes, float], None] = self._parse_head
         self._held = b""
-        self._left = 0
+        self._left = self._interim = 0
         self._trailer = False
         self._keep = True
-        self.answered = False
-        """Whether anything came for the request on its way."""
-        self.used = 0
-        """Requests that were answered before."""
+        self._ended = False  # whether the peer has ended its side
+        self._acked: int | None = None
+        self.answered = False  # whether anything arrived for the present request
+        self.unread = False  # whether the connection ended before its peer received a byte of the request
+        self.used = 0  # requests that were answered
 
     @property
     def open(self) -> bool:
-        """Whether a request can be sent."""
+        """True if a request can be sent, as far as the event loop knows."""
         return self._transport is not None and not self._transport.is_closing()
 
+    def is_alive(self, *, encrypted: bool) -> bool:
+        """Return whether an idle connection can take a request, by what its socket has received.
+
+        A server closes a kept connection when it has been idle for some seconds. The kernel knows this before the event
+        loop reads it. Unexpected bytes make the next answer ambiguous; on an `encrypted` connection they may
+        be a session ticket.
+        """
+        try:
+            waiting = self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return bool(waiting) and encrypted
+
     def send(self, data: bytes, reply: Reply) -> asyncio.Future[None]:
-        """Send a request; done when its answer is whole, with RequestError where it failed."""
+        """Send a request. The result is set when the answer is whole, or to RequestError if the request failed."""
         assert self._transport is not None
         self._parse, self._held, self._left, self._trailer, self._keep = self._parse_head, b"", 0, False, True
-        self.answered, self._reply, self._heard_s = False, reply, time.perf_counter()
+        self.answered, self._reply, self._heard_s, self._interim = False, reply, time.perf_counter(), 0
+        self._acked, self.unread = _acked_bytes(self._socket), False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         return self._done
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Close it now; a request on its way fails with the error."""
+        """Close the connection now. A request that is under way fails with the error."""
         if self._transport is not None:
             self._transport.abort()
         if error is not None:
@@ -252,7 +318,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport  # type: ignore[assignment]  # of TCP or TLS
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        """See asyncio.BufferedProtocol; one for all connections, as each read is taken out of it at once."""
+        """See asyncio.BufferedProtocol. All connections share one buffer, as each read is copied out of it at once."""
         return BUFFER
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -271,12 +337,13 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parse(data, now)
         except StreamError as e:
-            self.abort(RequestError("bad stream", f"the server at work: {e}."))
+            self.abort(RequestError.of_stream(e))
         except RequestError as e:
             self.abort(e)
 
     def eof_received(self) -> None:
         """See asyncio.Protocol."""
+        self._ended = True
         if self._parse == self._parse_to_end and self._reply is not None:
             try:
                 self._finish()
@@ -287,64 +354,90 @@ class Connection(asyncio.BufferedProtocol):
         """See asyncio.Protocol."""
         where = "in the middle of its answer" if self.answered else "without an answer"
         why = f" ({exc})" if exc else ""
-        self._fail(RequestError("closed", f"the server closed the connection {where}{why}."))
+        self.unread = self._was_unread(exc)
+        self._fail(RequestError(CLOSED, f"the server closed the connection {where}{why}."))
         self._transport = None
         self._lost(self)
+
+    def _was_unread(self, exc: Exception | None) -> bool:
+        """Return whether the peer closed the connection before it received any of the request.
+
+        The end of a connection (FIN) acknowledges all that its peer has received. A reset may come before the
+        acknowledgement of what was read, so that nothing is known after one. A broken pipe is an end followed by a reset.
+        """
+        ended = self._ended or isinstance(exc, BrokenPipeError)
+        return ended and self._acked is not None and _acked_bytes(self._socket) == self._acked
 
     def _fail(self, error: BaseException) -> None:
         done, self._done, self._reply = self._done, None, None
         if done is not None and not done.done():
             done.set_exception(error)
 
-    def _finish(self) -> None:
+    def _finish(self, rest: bytes = b"") -> None:
+        """End an answer. The connection is not used again if bytes follow it."""
         assert self._reply is not None
         try:
             self._reply.end()
         except StreamError as e:
-            raise RequestError("bad stream", f"the server at work: {e}.") from e
+            raise RequestError.of_stream(e) from e
         done, self._done, self._reply = self._done, None, None
         self.used += 1
-        if not self._keep and self._transport is not None:
+        if (rest or not self._keep) and self._transport is not None:
             self._transport.close()
         if done is not None and not done.done():
             done.set_result(None)
 
     def _parse_head(self, data: bytes, now: float) -> None:
         assert self._reply is not None
-        text = self._held + data
-        head, blank, rest = text.partition(b"\r\n\r\n")
-        if not blank:
-            if len(text) > MOST_HEAD or not b"HTTP/".startswith(text[:5]):
-                raise RequestError("not HTTP", "what the server sent is no answer of HTTP/1.1.")
-            self._held = text
+        head, rest = self._take_head(self._held + data)
+        if head is None:
             return
-        status, headers = _read_head(head)
-        self._held = b""
-        if CONTINUE <= status < OK:
-            if rest:
-                self._parse_head(rest, now)
-            return
-        self._keep = headers.get(b"connection", b"").lower() != b"close" and head.startswith(b"HTTP/1.1")
-        self._reply.heard_s = now
+        status, headers = head
+        if status == OK and (encoding := _find_encoding(headers)) is not None:
+            raise RequestError(
+                "compressed",
+                f"the server's answer is compressed ({encoding}), although the request accepts none; turn compression off in "
+                "the server or in the proxy before it.",
+            )
         self._reply.head(status, headers)
         length = headers.get(b"content-length", b"")
         if headers.get(b"transfer-encoding", b"").lower().endswith(b"chunked"):
             self._parse = self._parse_chunks
         elif status in NO_BODY or length == b"0":
-            self._finish()
+            self._finish(rest)
             return
-        elif length.isdigit():
+        elif length.isdigit() and len(length) <= MAX_LENGTH_DIGITS:
             self._parse, self._left = self._parse_sized, int(length)
         else:
             self._parse, self._keep = self._parse_to_end, False
         if rest:
             self._parse(rest, now)
 
+    def _take_head(self, text: bytes) -> tuple[tuple[int, dict[bytes, bytes]] | None, bytes]:
+        """Return the status and the headers of the final head, and what follows it; None while it is incomplete."""
+        while True:
+            head, blank, rest = text.partition(b"\r\n\r\n")
+            if not blank:
+                if len(text) > MAX_HEAD or not b"HTTP/".startswith(text[:5]):
+                    raise _not_http()
+                self._held = text
+                return None, b""
+            status, headers = _read_head(head)
+            if not CONTINUE <= status < OK:
+                break
+            text = rest
+            self._interim += 1
+            if self._interim > MAX_INTERIM:
+                raise RequestError("not HTTP", f"the server sent more than {MAX_INTERIM} heads of status 1xx.")
+        self._held = b""
+        self._keep = headers.get(b"connection", b"").lower() != b"close" and head.startswith(b"HTTP/1.1")
+        return (status, headers), rest
+
     def _parse_sized(self, data: bytes, now: float) -> None:
         assert self._reply is not None
         self._left -= len(data)
         if self._left < 0:
-            raise RequestError("not HTTP", "the server sent more than its Content-Length says.")
+            raise RequestError("not HTTP", "the server sent more bytes than its Content-Length.")
         self._reply.body(data, now)
         if not self._left:
             self._finish()
@@ -366,46 +459,60 @@ class Connection(asyncio.BufferedProtocol):
             end = data.find(b"\n", place)
             if end < 0:
                 self._held += data[place:]
-                if len(self._held) > MOST_HEAD:
-                    raise RequestError("not HTTP", "a chunk of the server's answer has no length.")
+                if len(self._held) > MAX_HEAD:
+                    raise _no_chunk()
                 return
             line, self._held = (self._held + data[place:end]).strip(), b""
             place = end + 1
             if self._trailer:
                 if not line:
-                    self._finish()
+                    self._finish(data[place:])
                     return
             elif line:
                 self._begin_chunk(line)
 
     def _begin_chunk(self, line: bytes) -> None:
-        try:
-            self._left = int(line.partition(b";")[0], 16)
-        except ValueError:
-            self._left = -1
-        if self._left < 0:
-            raise RequestError("not HTTP", "a chunk of the server's answer has no length.")
+        size = line.partition(b";")[0].strip()
+        if CHUNK_SIZE.fullmatch(size) is None:
+            raise _no_chunk()
+        self._left = int(size, 16)
         self._trailer = self._left == 0
+
+
+def _not_http() -> RequestError:
+    return RequestError("not HTTP", "the server's answer is not HTTP/1.1.")
+
+
+def _no_chunk() -> RequestError:
+    return RequestError("not HTTP", "a chunk of the server's answer has no valid length.")
+
+
+def _acked_bytes(sock: socket.socket) -> int | None:
+    """Return how many bytes the peer's kernel has acknowledged; None where the system does not report it."""
+    try:
+        found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
+        return int(ACKED_BYTES.unpack_from(found, ACKED_AT)[0])
+    except (OSError, AttributeError, struct.error):
+        return None
 
 
 def _read_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
     first, *lines = head.split(b"\r\n")
-    words = first.split(None, 2)
-    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():  # noqa: PLR2004
-        raise RequestError("not HTTP", "what the server sent is no answer of HTTP/1.1.")
+    if (match := STATUS_LINE.match(first)) is None:
+        raise _not_http()
     pairs = (line.partition(b":") for line in lines)
-    return int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return int(match[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 class Client:
-    """Connections to one server, which are kept and used again. Of one event loop."""
+    """Connections to one server, which are kept and used again. It belongs to one event loop."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.resent = 0
-        """Requests that were sent again because the connection had been closed before the server read anything."""
-        self.ages_s: list[float] = []
-        """How long each piece had lain in the kernel when it was read, where the kernel says."""
+        self.resent = 0  # requests that were sent again, see `exchange`
+        self.ages_s: list[
+            float
+        ] = []  # how long each piece lay in the kernel before it was read, if the kernel stamps it
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._tls: ssl.SSLContext | None = ssl.create_default_context() if target.scheme == "https" else None
@@ -422,35 +529,45 @@ class Client:
             connection.abort()
 
     async def open(self, count: int) -> None:
-        """Have so many connections ready. Raises RequestError."""
-        missing = count - len(self._idle)
-        self._idle += await asyncio.gather(*(self._connect() for _ in range(missing)))
+        """Have `count` connections ready. Raise RequestError if one of them cannot be made."""
+        missing = range(count - len(self._idle))
+        limit_s = self.target.timeout_s
+        found = await asyncio.gather(*(self._connect_within(limit_s) for _ in missing), return_exceptions=True)
+        self._idle += [connection for connection in found if isinstance(connection, Connection)]
+        for failure in found:
+            if isinstance(failure, BaseException):
+                raise failure
 
-    async def get(self, path: str, timeout_s: float | None = None) -> Whole:
-        """The answer to a GET, whatever its status. Raises RequestError where there is none."""
-        reply = Whole()
+    async def get(self, path: str, timeout_s: float | None = None, limit: int = MAX_BODY) -> Whole:
+        """Return the answer to a GET, whatever its status, of at most `limit` bytes. Raise RequestError if there is none."""
+        reply = Whole(limit)
         await self.exchange(self.target.request("GET", path), reply, timeout_s)
         return reply
 
     async def post(self, path: str, body: object = None, timeout_s: float | None = None) -> Whole:
-        """The same of a POST of JSON."""
+        """Return the answer to a POST of JSON, like `get`."""
         reply = Whole()
         data = b"" if body is None else msgspec.json.encode(body)
         await self.exchange(self.target.request("POST", path, data), reply, timeout_s)
         return reply
 
     async def exchange(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:
-        """Send a request and wait for the end of its answer. Raises RequestError where it fails.
+        """Send a request and wait for the end of its answer. Raise RequestError if it fails.
 
-        It is sent once more where the server had closed a kept connection before it read anything.
+        A request is sent again only if nothing of it can have been read: its peer ended a kept connection before it
+        received a single byte. If that is not certain (a reset, TLS, or not Linux), the request counts as failed.
         """
         limit_s = self.target.timeout_s if timeout_s is None else timeout_s
+        option = " (--request-timeout)" if timeout_s is None else ""
         while True:
-            connection = await self._lend(limit_s)
+            connection = self._take_idle()
+            kept = connection is not None
+            if connection is None:
+                connection = await self._connect_within(limit_s)
             try:
-                await self._exchange(connection, request, reply, limit_s)
+                await self._exchange(connection, request, reply, limit_s, option)
             except RequestError as e:
-                if e.kind == "closed" and connection.used and not connection.answered:
+                if e.kind == CLOSED and kept and connection.unread and not connection.answered:
                     self.resent += 1
                     continue
                 raise
@@ -461,7 +578,9 @@ class Client:
                 self._idle.append(connection)
             return
 
-    async def _exchange(self, connection: Connection, request: bytes, reply: Reply, limit_s: float) -> None:
+    async def _exchange(
+        self, connection: Connection, request: bytes, reply: Reply, limit_s: float, option: str
+    ) -> None:
         loop = asyncio.get_running_loop()
         reply.heard_s = time.perf_counter()
 
@@ -471,7 +590,9 @@ class Client:
                 timers[0] = loop.call_later(left, look)
             else:
                 connection.abort(
-                    RequestError("time-out", f"nothing came for {limit_s:g} s (--request-timeout); it was given up.")
+                    RequestError(
+                        TIME_OUT, f"{reply.awaits} came for {limit_s:g} s{option}; the client gave the request up."
+                    )
                 )
 
         timers = [loop.call_later(limit_s, look)]
@@ -480,16 +601,21 @@ class Client:
         finally:
             timers[0].cancel()
 
-    async def _lend(self, limit_s: float) -> Connection:
+    def _take_idle(self) -> Connection | None:
+        """Return a kept connection that its server has not closed, or None if there is none."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.open:
+            if connection.open and connection.is_alive(encrypted=self._tls is not None):
                 return connection
+            connection.abort()
+        return None
+
+    async def _connect_within(self, limit_s: float) -> Connection:
         try:
             async with asyncio.timeout(limit_s):
                 return await self._connect()
         except TimeoutError as e:
-            raise RequestError("time-out", f"no connection to {self.target.url} within {limit_s:g} s.") from e
+            raise RequestError(TIME_OUT, f"no connection to {self.target.url} within {limit_s:g} s.") from e
 
     async def _connect(self) -> Connection:
         target, loop = self.target, asyncio.get_running_loop()

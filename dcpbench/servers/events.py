@@ -1,57 +1,150 @@
-"""Server-sent events as their bytes come, and what OpenAI's API says in them.
+"""Parse server-sent events as their bytes arrive, and the JSON of OpenAI's API inside them.
 
     data: {"choices": [{"text": " a"}]}⏎⏎data: [DONE]⏎⏎
 
-A read may hold half an event or many. What is kept of an unfinished one is bounded, whatever a server sends.
+A read may hold half an event or many. The size of an unfinished event is bounded, whatever a server sends.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
-MOST_EVENT = 1 << 20
-"""Bytes of one event: a chunk of an answer with its logprobs has some thousands."""
+from dcpbench.show.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_EVENT = 1 << 20  # bytes of one event without the echo of a prompt; a chunk with its logprobs has some thousands
+MAX_QUOTE = 300  # characters of a server's own error message that are repeated
 DONE = b"[DONE]"
 PLAIN = b"data: "
 
 
+class Fault(enum.StrEnum):
+    """Reasons to give up a stream."""
+
+    EVENT_TOO_LONG = "event too long"
+    HALF_EVENT = "half an event"
+    NOT_A_COMPLETION = "not a completion"
+    SERVER_ERROR = "server error"
+    TOO_MANY_TOKENS = "too many tokens"
+    TOO_MUCH_TEXT = "too much text"
+    TOKEN_ID = "token id out of range"  # noqa: S105 -- the name of a fault
+    USAGE = "usage out of range"
+
+
+class BadStream(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a stream was given up. `format_bad_stream` makes a sentence of it."""
+
+    fault: Fault
+    field: str = ""  # which number of `usage` is out of range
+    value: int = 0  # what the server sent or counted
+    limit: int = 0  # the most that could be right for this request
+    asked: int = 0  # the tokens that the request asked for
+    quote: str = ""  # the server's own words, or the beginning of what it sent
+    detail: str = ""  # what the JSON decoder reports
+
+
+FORMATS: dict[Fault, Callable[[BadStream], str]] = {
+    Fault.EVENT_TOO_LONG: lambda bad: f"one event of the stream is longer than {bad.limit:,} bytes",
+    Fault.HALF_EVENT: lambda bad: f"the stream ended in the middle of an event: {bad.quote}",
+    Fault.NOT_A_COMPLETION: lambda bad: f"an event is not a completion ({bad.detail}): {bad.quote}",
+    Fault.SERVER_ERROR: lambda bad: f"the server broke off with an error: {bad.quote}",
+    Fault.TOO_MANY_TOKENS: lambda bad: (
+        f"the server sent more than {bad.limit:,} chunks or token ids for {bad.asked:,} tokens and did not end"
+    ),
+    Fault.TOO_MUCH_TEXT: lambda bad: f"the text of {bad.asked:,} tokens is longer than {bad.limit:,} characters",
+    Fault.TOKEN_ID: lambda bad: f"the token id {_format_number(bad.value)} is not between 0 and {bad.limit:,}",
+    Fault.USAGE: lambda bad: (
+        f"usage.{bad.field} is {_format_number(bad.value)}, which is not between 0 and {bad.limit:,} "
+        f"for a request of {bad.asked:,} tokens"
+    ),
+}
+MAX_SHOWN_NUMBER = 10**18  # larger numbers are shown as a power of ten
+
+
+def format_bad_stream(bad: BadStream) -> str:
+    """Return the sentence for a stream that was given up, without its full stop."""
+    return FORMATS[bad.fault](bad)
+
+
+def _format_number(number: int) -> str:
+    if abs(number) <= MAX_SHOWN_NUMBER:
+        return f"{number:,}"
+    return f"{'-' if number < 0 else ''}about 10^{len(str(abs(number))) - 1}"
+
+
 class StreamError(Exception):
-    """A stream that is none of OpenAI's API; the message says what it is instead."""
+    """A stream that does not follow OpenAI's API, or that contradicts its request."""
+
+    def __init__(self, bad: BadStream) -> None:
+        super().__init__(format_bad_stream(bad))
+        self.bad = bad
 
 
 class Events:
-    """Cuts a stream into the `data` of its events."""
+    """Cut a stream into the `data` of its events, each with the time at which its first byte arrived."""
 
-    __slots__ = ("_after_return", "_rest")
+    __slots__ = ("_after_return", "_began_s", "_held", "_limit")
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, limit: int = MAX_EVENT) -> None:
+        """Hold at most `limit` bytes of an unfinished event."""
+        self._held = bytearray()
+        self._began_s = 0.0
         self._after_return = False
+        self._limit = limit
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Of the events that these bytes complete. Raises StreamError for one that is too long."""
+    def feed(self, data: bytes, now_s: float) -> list[tuple[bytes, float]]:
+        """Return the events that these bytes complete. Raise StreamError for one that is too long.
+
+        Only the new bytes are searched, so that a long event costs no more than its length.
+        """
         if self._after_return or b"\r" in data:
             data = self._with_newlines(data)
-        *whole, self._rest = (self._rest + data).split(b"\n\n")
-        if len(self._rest) > MOST_EVENT:
-            raise StreamError(f"one event of its stream is longer than {MOST_EVENT:,} bytes")
-        return [found for event in whole if (found := _data_of(event)) is not None]
+        held = self._held
+        if not held:
+            *whole, rest = data.split(b"\n\n")
+            self._hold(rest, now_s)
+            return [(text, now_s) for event in whole if (text := _data_of(event)) is not None]
+        search, start = len(held) - 1, 0
+        held += data
+        found = []
+        while (end := held.find(b"\n\n", search)) >= 0:
+            if (text := _data_of(bytes(held[start:end]))) is not None:
+                found.append((text, self._began_s))
+            self._began_s = now_s
+            start = search = end + 2
+        rest = bytes(held[start:]) if start else b""
+        if start:
+            held.clear()
+        self._hold(rest, self._began_s)
+        return found
 
-    def end(self) -> list[bytes]:
-        """At the end of a stream. Raises StreamError where an event was begun and not ended.
+    def _hold(self, rest: bytes, began_s: float) -> None:
+        """Add the beginning of an event to what is held. Further blank lines after an event begin none."""
+        if rest and (self._held or (rest := rest.lstrip(b"\n"))):
+            self._began_s = began_s
+            self._held += rest
+        if len(self._held) > self._limit:
+            raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
 
-        But what ends a whole stream needs no blank line behind it.
+    def end(self) -> list[tuple[bytes, float]]:
+        """Return what is left at the end of a stream. Raise StreamError if an event was begun and not ended.
+
+        The `[DONE]` that ends a whole stream needs no blank line after it.
         """
-        rest, self._rest = self._rest.strip(), b""
+        rest = bytes(self._held).strip()
+        self._held.clear()
         found = _data_of(rest) if rest else None
         if found is not None and found != DONE:
-            raise StreamError(f"its stream ended in the middle of an event: {_shown(rest)}")
-        return [] if found is None else [found]
+            raise StreamError(BadStream(fault=Fault.HALF_EVENT, quote=_shown(rest)))
+        return [] if found is None else [(found, self._began_s)]
 
     def _with_newlines(self, data: bytes) -> bytes:
-        """A line may end in CR LF, LF or CR, and CR LF may be cut in two."""
+        """Replace CR LF and CR by LF. A read may end between CR and LF."""
         if self._after_return and data.startswith(b"\n"):
             data = data[1:]
         self._after_return = data.endswith(b"\r")
@@ -59,7 +152,7 @@ class Events:
 
 
 def _data_of(event: bytes) -> bytes | None:
-    """The lines of its field `data`; None where it has none, as a comment that only keeps a connection alive."""
+    """Return the lines of the field `data`, or None if there is none, as in a keep-alive comment."""
     if event.startswith(PLAIN) and b"\n" not in event:
         return event[len(PLAIN) :]
     fields = (line.partition(b":") for line in event.split(b"\n"))
@@ -67,62 +160,109 @@ def _data_of(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-class Details(msgspec.Struct):
-    """Of a prompt."""
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Details of the prompt's tokens."""
 
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
-    """What a server counted."""
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Details of the output's tokens."""
+
+    reasoning_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens as the server counts them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: Details | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: OutputDetails | None = None
+    reasoning_tokens: int | None = None  # where SGLang puts it
+
+    @property
+    def cached(self) -> int | None:
+        """Prompt tokens found in the prefix cache."""
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+    @property
+    def reasoning(self) -> int:
+        """Output tokens of reasoning; 0 if the server does not report them."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens if details else None) or self.reasoning_tokens or 0
 
 
-class Message(msgspec.Struct):
-    """Of a chat: a whole answer, or what is new of it."""
+NULL = msgspec.Raw(b"null")  # default of fields that are not parsed here, so that their JSON takes no memory
 
-    content: str | None = None
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message's content."""
+
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A chat message, or what is new in one."""
+
+    content: str | list[Part] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: msgspec.Raw = NULL
+
+    @property
+    def thoughts(self) -> str:
+        """The text of the reasoning."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
-        """All that was generated, reasoning included."""
-        return (self.reasoning_content or self.reasoning or "") + (self.content or "")
+        """All generated text, reasoning included."""
+        if isinstance(self.content, list):
+            return self.thoughts + "".join(part.text or "" for part in self.content)
+        return self.thoughts + (self.content or "")
+
+    @property
+    def calls_tools(self) -> bool:
+        """True if it holds a part of a tool call."""
+        return self.tool_calls is not NULL and bytes(self.tool_calls) not in (b"null", b"[]")
 
 
-class Choice(msgspec.Struct):
-    """An answer, or what is new of it."""
+class Choice(msgspec.Struct, frozen=True):
+    """An answer, or what is new in one."""
 
     text: str | None = None
     delta: Message | None = None
     message: Message | None = None
-    token_ids: list[int] | None = None
-    """Of the answer, where the server takes return_token_ids."""
-    logprobs: Any = None
+    token_ids: list[int] | None = None  # of the answer, where the server supports return_token_ids
+    logprobs: msgspec.Raw = NULL
     finish_reason: str | None = None
 
     @property
+    def new_message(self) -> Message | None:
+        """The message of a chat; None in completions."""
+        return self.delta or self.message
+
+    @property
     def new_text(self) -> str:
-        """What was generated, of completions and of chats."""
-        said = self.delta or self.message
-        return said.text if said is not None else self.text or ""
+        """The generated text, of completions and of chats."""
+        message = self.new_message
+        return message.text if message is not None else self.text or ""
+
+    @property
+    def has_output(self) -> bool:
+        """True if it brings text or a part of a tool call."""
+        message = self.new_message
+        return bool(self.text) if message is None else bool(message.text) or message.calls_tools
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, frozen=True):
     """One event of a stream, or a whole answer."""
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
-    error: Any = None
+    error: msgspec.Raw = NULL
     object: str | None = None
-    message: str | None = None
-
-
-class _Error(msgspec.Struct):
     message: str | None = None
 
 
@@ -130,20 +270,21 @@ _completion = msgspec.json.Decoder(Completion)
 
 
 def read_completion(data: bytes) -> Completion:
-    """An event, or a whole answer. Raises StreamError for what is none, and for an error that a server tells in it."""
+    """Parse an event or a whole answer. Raise StreamError if it is none, or if it reports an error."""
     try:
         found = _completion.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise StreamError(f"it sent what is no completion ({e}): {_shown(data)}") from e
-    if found.error is not None:
-        raise StreamError(f"it broke off with an error: {error_in(data)}")
+        bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=one_line(str(e)), quote=_shown(data))
+        raise StreamError(bad) from e
+    if found.error is not NULL and bytes(found.error) != b"null":
+        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=error_in(data)))
     if found.object == "error":
-        raise StreamError(f"it broke off with an error: {found.message}")
+        raise StreamError(BadStream(fault=Fault.SERVER_ERROR, quote=one_line(str(found.message), MAX_QUOTE)))
     return found
 
 
 def error_in(data: bytes) -> str:
-    """What a body says of an error, as OpenAI's API and FastAPI put it; else its beginning."""
+    """Return the error message in a body, where OpenAI's API and FastAPI put it, else the beginning of the body."""
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -151,10 +292,10 @@ def error_in(data: bytes) -> str:
     for name in ("error", "detail", "message"):
         if isinstance(found, dict) and name in found:
             found = found[name]
-    return found[:300] if isinstance(found, str) else _shown(data)
+    return one_line(found, MAX_QUOTE) if isinstance(found, str) else _shown(data)
 
 
 def _shown(data: bytes) -> str:
-    """The beginning of what came, on one line and inert."""
+    """Return the beginning of what arrived, on one line and printable."""
     text = " ".join(data[:600].decode("utf-8", "replace").split())
     return "".join(c if c.isprintable() else "�" for c in text[:200]) + ("…" if len(data) > 200 else "")  # noqa: PLR2004

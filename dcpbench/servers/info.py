@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
-from dcpbench.servers.client import OK, RequestError, status_error
+from dcpbench.servers.client import MAX_BODY, OK, RequestError, status_error
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
-from dcpbench.show.text import listed, short
+from dcpbench.servers.load import retry_while_busy
+from dcpbench.show.text import counted, listed, one_line, short
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dcpbench.records.record import KvSources
     from dcpbench.servers.client import Client
 
-TIMEOUT_S = 10.0
-"""Of what a server says of itself, which costs it nothing."""
+TIMEOUT_S = 10.0  # for everything that a server reports about itself, which costs it nothing
+LINE = re.compile(r"^[^#\n][^\n]*", re.MULTILINE)  # without comments
 SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
+MAX_METRICS, MAX_LINE = 1 << 24, 1 << 14  # bytes of /metrics, characters of a line; 64 engines of vLLM write 4 MB
+MAX_NAMES, MAX_SERIES = 4096, 4096  # names of metrics, and series of each name, that are kept
+MAX_COUNT = float(1 << 53)  # of a counter: Prometheus sends floats, which are exact up to here
+MAX_NAME, MAX_MODELS = 512, 1024  # characters of a model's name, and models of a server
+MAX_MODEL_LEN = 1 << 40
+MAX_DIGITS = 15  # of block size and number of blocks
+MAX_LISTED = 10  # models named in a message
 PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "sglang:num_retractions_total")
 CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 CACHE_CONFIG = "vllm:cache_config_info"
+READ = {*PREEMPTIONS, *CACHED, CACHE_CONFIG}  # metrics of which the series are kept; of all others only the names
 SGLANG_INFO = ("/server_info", "/get_server_info")
 METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}
 """How each engine is started so that /metrics has its counters."""
@@ -37,15 +50,22 @@ KEPT = """
 """Of what SGLang says of its arguments, what bears on speed."""
 
 
-class Card(msgspec.Struct):
+class Card(msgspec.Struct, frozen=True):
     """One model of /v1/models."""
 
     id: str
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[Card]
+class _Card(msgspec.Struct, frozen=True):
+    """A model as a server describes it."""
+
+    id: str
+    max_model_len: int | float | str | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Card]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +83,7 @@ class ServerInfo:
     kv_sources: KvSources | None = None
     metrics: bool = False
     """Whether /metrics has the engine's counters."""
+    answers_metrics: bool = False  # whether /metrics answered in time; only then its counters are read again
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -102,7 +123,9 @@ class ServerInfo:
         for card in self.models:
             if card.id == name:
                 return card
-        serves = f"the server serves {listed([short(n) for n in names])}" if names else "the server names no model"
+        shown = [short(n) for n in names[:MAX_LISTED]]
+        shown += [counted(len(names) - MAX_LISTED, "other")] if len(names) > MAX_LISTED else []
+        serves = f"the server serves {listed(shown)}" if names else "the server names no model"
         if name is None:
             raise UsageError(f"{serves}; say with --model which is meant.")
         if not names:
@@ -122,65 +145,113 @@ class Counters:
         found: dict[str, int | None] = {}
         for field in dataclasses.fields(self):
             now, then = getattr(self, field.name), getattr(before, field.name)
-            known = now is not None and then is not None and now >= then
+            known = now is not None and then is not None and 0 <= then <= now <= MAX_COUNT
             found[field.name] = round(now - then) if known else None
         return found
 
 
-async def ask(client: Client) -> ServerInfo:
-    """What a server is. Raises WorkerError where none answers, or one that has no /v1/models refuses."""
+async def ask(client: Client, retries: int = 0) -> ServerInfo:
+    """Return what a server reports about itself, within TIMEOUT_S in all.
+
+    `retries`: how often it is asked again while it is busy. Raise WorkerError if none answers, or if /v1/models refuses.
+    """
     try:
-        answer = await client.get("/v1/models", TIMEOUT_S)
-        if answer.status != OK and answer.status not in (404, 405, 501):
-            raise status_error(answer.status, answer.headers, answer.data)
+        models = await _ask_models(client, retries)
     except RequestError as e:
         raise WorkerError(_unusable(client, e)) from e
-    models = _decoded(answer.data, _Models) if answer.status == OK else None
-    info = ServerInfo(models=tuple(models.data) if models else ())
-    version = await _json(client, "/version")
+    until_s = time.monotonic() + TIMEOUT_S
+    info = ServerInfo(models=models)
+    version = await _json(client, "/version", until_s)
     if isinstance(version.get("version"), str):
-        info = dataclasses.replace(info, engine=VLLM, version=version["version"][:LONGEST_FACT])
+        info = dataclasses.replace(info, engine=VLLM, version=one_line(version["version"], LONGEST_FACT))
     for path in SGLANG_INFO:
-        said = await _json(client, path)
+        said = await _json(client, path, until_s)
         if "max_total_num_tokens" in said or "internal_states" in said or "model_path" in said:
             info = _of_sglang(info, said)
             break
-    metrics = await samples(client)
-    return dataclasses.replace(info, **_of_metrics(info, metrics))
+    metrics = await samples(client, until_s)
+    if metrics is None:
+        return info
+    return dataclasses.replace(info, answers_metrics=True, **_of_metrics(info, metrics))
 
 
-async def samples(client: Client) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """What /metrics says, by name; nothing where there is none."""
+async def _ask_models(client: Client, retries: int) -> tuple[Card, ...]:
+    """Return the models that a server lists, none if it has no list. Raise RequestError if it does not answer."""
+
+    async def send() -> bytes:
+        answer = await client.get("/v1/models", TIMEOUT_S)
+        if answer.status == OK:
+            return answer.data
+        if answer.status in (404, 405, 501):
+            return b""
+        raise status_error(answer.status, answer.headers, answer.data)
+
+    models = _decoded(await retry_while_busy(send, retries), _Models)
+    cards = models.data[:MAX_MODELS] if models else ()
+    return tuple(Card(card.id, _read_length(card.max_model_len)) for card in cards if _is_name(card.id))
+
+
+def _is_name(name: str) -> bool:
+    return name.isprintable() and 0 < len(name) <= MAX_NAME
+
+
+def _read_length(value: object) -> int | None:
+    """Return a context length, None for one that cannot be."""
+    return value if type(value) is int and 0 < value <= MAX_MODEL_LEN else None
+
+
+async def _get(client: Client, path: str, until_s: float, limit: int = MAX_BODY) -> bytes | None:
+    """Return the body of an answer of status 200, None if there is none until `until_s` of time.monotonic()."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        return None
     try:
-        answer = await client.get("/metrics", TIMEOUT_S)
+        answer = await client.get(path, left_s, limit)
     except RequestError:
-        return {}
-    return read_metrics(answer.data.decode("utf-8", "replace")) if answer.status == OK else {}
+        return None
+    return answer.data if answer.status == OK else None
+
+
+async def samples(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]] | None:
+    """Return what /metrics reports, by name; None if there is no answer until `until_s` of time.monotonic()."""
+    found = await _get(client, "/metrics", until_s, MAX_METRICS)
+    return None if found is None else read_metrics(found.decode("utf-8", "replace"))
 
 
 async def counters(client: Client) -> Counters:
-    """What a server has counted so far."""
-    found = await samples(client)
+    """Return what a server has counted so far."""
+    found = await samples(client, time.monotonic() + TIMEOUT_S) or {}
     return Counters(preemptions=_sum(found, PREEMPTIONS), cached_tokens=_sum(found, CACHED))
 
 
-def read_metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Prometheus' text: of each name its labels and values. What is none is left out."""
+def read_metrics(text: str, names: Collection[str] = READ) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Return the labels and values of these `names` in Prometheus' text format, and all other names without values.
+
+    Lines that are no samples, and values that are not finite, are left out.
+    """
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for line in text.splitlines():
-        if line.startswith("#") or not (match := SAMPLE.match(line)):
+    for line in LINE.finditer(text):
+        if len(line[0]) > MAX_LINE or (match := SAMPLE.match(line[0])) is None:
             continue
-        try:
-            value = float(match[3])
-        except ValueError:
+        if match[1] not in found and len(found) >= MAX_NAMES and match[1] not in names:
             continue
-        found.setdefault(match[1], []).append((dict(LABEL.findall(match[2] or "")), value))
+        series = found.setdefault(match[1], [])
+        if match[1] in names and len(series) < MAX_SERIES and (value := _read_float(match[3])) is not None:
+            series.append((dict(LABEL.findall(match[2] or "")), value))
     return found
 
 
+def _read_float(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
 def _sum(found: dict[str, list[tuple[dict[str, str], float]]], names: tuple[str, ...]) -> float | None:
-    """Over all engines of a server, of the first of these names that it has."""
-    return next((sum(value for _, value in found[name]) for name in names if name in found), None)
+    """Return the sum over all engines of a server, of the first of these names that it has."""
+    return next((sum(value for _, value in found[name]) for name in names if found.get(name)), None)
 
 
 def _of_metrics(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], float]]]) -> dict[str, Any]:
@@ -190,7 +261,9 @@ def _of_metrics(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], fl
     facts, configs = dict(info.facts), [labels for labels, _ in found.get(CACHE_CONFIG, ())]
     for labels in configs:
         facts |= {
-            name: labels[name] for name in ("cache_dtype", "block_size", "enable_prefix_caching") if name in labels
+            name: one_line(labels[name], LONGEST_FACT)
+            for name in ("cache_dtype", "block_size", "enable_prefix_caching")
+            if name in labels
         }
     counters = any(name.startswith(f"{info.engine}:") for name in found)
     return {"engine": info.engine, "kv": info.kv or read_vllm(configs), "metrics": counters, "facts": facts}
@@ -201,20 +274,25 @@ def _of_sglang(info: ServerInfo, said: dict[str, Any]) -> ServerInfo:
     return dataclasses.replace(
         info,
         engine=SGLANG,
-        version=version[:LONGEST_FACT] if isinstance(version, str) else "",
+        version=one_line(version, LONGEST_FACT) if isinstance(version, str) else "",
         kv=read_sglang(said),
-        facts={name: str(said[name])[:LONGEST_FACT] for name in KEPT.split() if said.get(name) not in (None, "")},
+        facts={
+            name: one_line(_format_fact(said[name]), LONGEST_FACT)
+            for name in KEPT.split()
+            if said.get(name) not in (None, "")
+        },
     )
 
 
-async def _json(client: Client, path: str) -> dict[str, Any]:
-    """An object that a server says of itself; empty where it does not."""
-    try:
-        answer = await client.get(path, TIMEOUT_S)
-    except RequestError:
-        return {}
-    found = _decoded(answer.data, dict[str, Any]) if answer.status == OK else None
-    return found or {}
+def _format_fact(value: object) -> str:
+    """Return a value as Python writes it; lists and objects may be long, and are left out."""
+    return str(value) if isinstance(value, str | int | float) else type(value).__name__
+
+
+async def _json(client: Client, path: str, until_s: float) -> dict[str, Any]:
+    """Return an object that a server reports about itself; empty if it does not."""
+    data = await _get(client, path, until_s)
+    return _decoded(data, dict[str, Any]) or {} if data is not None else {}
 
 
 def _decoded(data: bytes, kind: Any) -> Any:  # noqa: ANN401 -- as msgspec has it

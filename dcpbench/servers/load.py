@@ -1,13 +1,14 @@
-"""Sends the requests of a load when they are due, and keeps what came of each: one event loop, several connections.
+"""Send the requests of a load when they are due, and keep what became of each: one event loop, several connections.
 
-    closed   so many clients, each of which sends its next request when its last one has been answered
-    open     each request at its time, by the clock, whatever is unanswered; with a bound, those beyond it wait and count
-             from when they were due all the same
+    closed   each client sends its next request when its last one has been answered
+    open     each request is sent at its time, whatever is unanswered; with a bound, requests beyond it wait, and their
+             latency counts from when they were due all the same
 
-Turns of a session follow each other in one client, or beside others in an open loop; where one fails, so does the session.
+Turns of a session follow each other in one client, or run concurrently with other sessions in an open loop; if a turn
+fails, its session ends.
 
-A request counts from when it was due, or from when its client was free: what this process is late by is in its latency,
-and is recorded beside.
+The latency of a request counts from when it was due, or from when its client was free: delays of this process are in the
+latency, and are recorded next to it.
 """
 
 from __future__ import annotations
@@ -19,25 +20,23 @@ import gc
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import TOO_MANY, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from dcpbench.servers.client import Client
     from dcpbench.servers.turns import Session
 
-EARLY_S = 1.2e-3
-"""epoll wakes a process up to a millisecond late: so the loop is woken before a request is due, and turns until it is."""
-BEAT_S = 0.02
-SOON_S = 0.01
-"""Until a load begins, from the moment that all is ready."""
-RETRY_S = 1.0
-"""Before a request is sent again where the server does not say."""
-MOST_RETRY_S = 60.0
+ResultT = TypeVar("ResultT")
+EARLY_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins
+BEAT_S = 0.02  # between two measurements of the event loop's lag
+SOON_S = 0.01  # from the moment that everything is ready to the start of a load
+RETRY_S = 1.0  # before a request is sent again, if the server names no time (Retry-After)
+MAX_RETRY_S = 60.0  # of a Retry-After
 UNAVAILABLE = 503
 
 
@@ -45,19 +44,16 @@ UNAVAILABLE = 503
 class Call:
     """One request as it is sent."""
 
-    number: int
-    """Of the load."""
-    data: bytes
-    """All of it, head and body."""
+    number: int  # in the load
+    data: bytes  # head and body
     output_tokens: int
-    due_s: float | None = None
-    """After the start; None where a client sends it when it is free."""
-    session: Session | None = None
-    """What follows once it has been answered."""
+    due_s: float | None = None  # after the start; None if a client sends it when it is free
+    session: Session | None = None  # the turns that follow once it has been answered
+    prompt_tokens: int = 0  # 0 if unknown
 
     @property
     def requests(self) -> int:
-        """It, and those of its session that follow."""
+        """The number of requests: this one and the later turns of its session."""
         return 1 + (len(self.session.left) if self.session is not None else 0)
 
 
@@ -66,15 +62,12 @@ class Outcome:
     """What became of a call; times of time.perf_counter()."""
 
     call: Call
-    submitted_s: float
-    """When it was due, or its client free."""
+    submitted_s: float  # when it was due, or its client free
     sent_s: float | None = None
-    answer: Streamed | None = None
-    """The last one, where it was sent several times."""
+    answer: Streamed | None = None  # the last one, if it was sent several times
     error: RequestError | None = None
     retries: int = 0
-    ended: bool = False
-    """Whether it was answered or failed; False while it is on its way, or where the run ended before."""
+    ended: bool = False  # whether it was answered or failed; False if the run ended before
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,19 +75,16 @@ class Pace:
     """How well this process kept up."""
 
     lags_s: list[float] = dataclasses.field(default_factory=list)
-    ages_s: list[float] = dataclasses.field(default_factory=list)
-    """Of what was read, where the kernel stamps it."""
+    ages_s: list[float] = dataclasses.field(default_factory=list)  # how long data lay in the kernel, if it is stamped
     cpu_s: float = 0.0
-    starved_s: float | None = None
-    """For which it was ready, and had no core."""
-    realtime: bool = False
-    """Whether it went before everything else on its core."""
+    starved_s: float | None = None  # for which it was ready, and had no core
+    realtime: bool = False  # whether it had priority over all ordinary processes of its core
     wall_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
-    """How far a load is."""
+    """The progress of a load."""
 
     ended: int = 0
     failed: int = 0
@@ -102,7 +92,7 @@ class Told:
 
 
 class Run:
-    """A load on its way. `outcomes` can be read at any time, also after an interruption."""
+    """A load under way. `outcomes` can be read at any time, also after an interruption."""
 
     def __init__(
         self,
@@ -115,7 +105,10 @@ class Run:
         retries: int = 0,
         realtime: bool = False,
     ) -> None:
-        """`clients` of a closed loop; None: each call at its time, `at_once` of them at most. `realtime`: see first_in_line."""
+        """Take the calls of a closed loop of `clients`; None: each call at its time, at most `at_once` at the same time.
+
+        `realtime`: see first_in_line.
+        """
         self.client, self.calls, self.clients = client, calls, clients
         self.outcomes: list[Outcome] = []
         self.start_s = 0.0
@@ -125,28 +118,28 @@ class Run:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, connections: int) -> None:
-        """Have so many connections ready, where the server takes them."""
+        """Open `connections` connections beforehand, if the server accepts them."""
         with contextlib.suppress(RequestError):
             await self.client.open(connections)
 
     @property
     def requests(self) -> int:
-        """How many there will be."""
+        """The number of requests in the load."""
         return sum(call.requests for call in self.calls)
 
     @property
     def paces(self) -> list[Pace]:
-        """Of each process: one."""
+        """The pace of each process, of which there is one."""
         return [self.pace]
 
     def told(self) -> Told:
-        """How far it is."""
+        """Return the progress so far."""
         ended = [o for o in self.outcomes if o.ended]
-        chunks = sum(len(o.answer.chunk_s) for o in self.outcomes if o.answer is not None)
+        chunks = sum(o.answer.chunks for o in self.outcomes if o.answer is not None)
         return Told(len(ended), sum(o.error is not None for o in ended), chunks)
 
     async def run(self, start_s: float | None = None) -> None:
-        """To the end, or to the limit. `start_s`: by time.perf_counter(), the same for all processes of a load."""
+        """Send the load, to its end or to the limit. `start_s`: of time.perf_counter(), the same for all processes."""
         loop = asyncio.get_running_loop()
         with settled_heap(), first_in_line(wanted=self._realtime) as self.pace.realtime:
             self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
@@ -202,7 +195,7 @@ class Run:
         return task
 
     async def _session(self, call: Call, submitted_s: float) -> None:
-        """A request, and those that follow it."""
+        """Send a request, and then the later turns of its session."""
         while (outcome := await self._one(call, submitted_s)).error is None and call.session is not None:
             assert outcome.answer is not None
             think_s = call.session.think_s
@@ -221,22 +214,22 @@ class Run:
         return outcome
 
     async def _send(self, outcome: Outcome) -> None:
-        call = outcome.call
+        call, keep = outcome.call, outcome.call.session is not None and outcome.call.session.texts
         outcome.sent_s = time.perf_counter()
-        while True:
-            outcome.answer, outcome.error = (
-                Streamed(call.output_tokens, keep=call.session is not None and call.session.texts),
-                None,
-            )
-            try:
-                await self.client.exchange(call.data, outcome.answer)
-            except RequestError as e:
-                outcome.error = e
-                if outcome.retries < self._retries and may_retry(e):
-                    outcome.retries += 1
-                    await asyncio.sleep(min(RETRY_S if e.retry_after_s is None else e.retry_after_s, MOST_RETRY_S))
-                    continue
-            break
+
+        async def send() -> None:
+            outcome.answer = Streamed(call.output_tokens, prompt_tokens=call.prompt_tokens, keep=keep)
+            outcome.error = None
+            await self.client.exchange(call.data, outcome.answer)
+
+        def note_retry(error: RequestError) -> None:
+            outcome.retries += 1
+            outcome.error = error  # if the run ends while the client waits
+
+        try:
+            await retry_while_busy(send, self._retries, note_retry)
+        except RequestError as e:
+            outcome.error = e
         outcome.ended = True
 
     async def _beat(self) -> None:
@@ -249,16 +242,34 @@ class Run:
             due = max(due, now - BEAT_S)
 
 
+async def retry_while_busy(
+    send: Callable[[], Awaitable[ResultT]], retries: int, note: Callable[[RequestError], None] = lambda _: None
+) -> ResultT:
+    """Return the result of `send`, which is called up to `retries` times more while the server is busy.
+
+    `note` is called with the failure before each retry. Raise the last RequestError of `send`.
+    """
+    while True:
+        try:
+            return await send()
+        except RequestError as e:
+            if retries <= 0 or not may_retry(e):
+                raise
+            retries -= 1
+            note(e)
+            await asyncio.sleep(min(RETRY_S if e.retry_after_s is None else e.retry_after_s, MAX_RETRY_S))
+
+
 def may_retry(error: RequestError) -> bool:
-    """Whether the same request may be taken a moment later: the server is busy, or not there."""
+    """Return whether the server may accept the same request a moment later: it is busy, or does not listen yet."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
 
 
 @contextlib.contextmanager
 def first_in_line(*, wanted: bool = True) -> Iterator[bool]:
-    """This thread runs as soon as it can, before all ordinary ones of its core (SCHED_RR); whether the kernel allows that.
+    """Give this thread priority over all ordinary threads of its core (SCHED_RR); yield whether the kernel allows it.
 
-    It needs root, CAP_SYS_NICE or an RLIMIT_RTPRIO. What it starts meanwhile is ordinary.
+    It needs root, CAP_SYS_NICE or an RLIMIT_RTPRIO. Threads and processes that it starts have ordinary priority.
     """
     allowed = False
     if wanted and hasattr(os, "sched_setscheduler"):
@@ -275,7 +286,7 @@ def first_in_line(*, wanted: bool = True) -> Iterator[bool]:
 
 
 def starved_s() -> float | None:
-    """For which this thread has been ready and had no core, since it began; None where the kernel does not say."""
+    """Return the seconds for which this thread was ready and had no core; None if the kernel does not report it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -283,16 +294,16 @@ def starved_s() -> float | None:
 
 
 async def _until(moment_s: float) -> None:
-    """Sleep, and then turn the loop, until a moment of time.perf_counter()."""
+    """Sleep, and then spin in the event loop, until a moment of time.perf_counter()."""
     if (left := moment_s - time.perf_counter() - EARLY_S) > 0:
         await asyncio.sleep(left)
-    while time.perf_counter() < moment_s:  # noqa: ASYNC110 -- nobody sets an event when time passes
+    while time.perf_counter() < moment_s:  # noqa: ASYNC110 -- the clock sets no event
         await asyncio.sleep(0)
 
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """No collection of garbage while times are taken: it stops everything for as long as a token takes."""
+    """Turn garbage collection off while times are taken: it stops the process for as long as a token takes."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import SyncSite
+    from dcpbench.records.record import ServeMetrics, SyncSite
+    from dcpbench.servers.client import RequestError
+    from dcpbench.servers.events import Fault
     from dcpbench.servers.info import Counters, ServerInfo
     from dcpbench.servers.load import Outcome, Pace
     from dcpbench.servers.shares import Shares
@@ -63,6 +65,7 @@ NEAR = 0.05
 WARM_UP, WARM_UP_OUTPUT = 8, 16
 NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
 """Names of facts: why the server was not profiled, and how its counters are turned on."""
+HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
 PROFILED = 8
 """Requests that a server serves while it is profiled."""
 MOST_OPEN = 256
@@ -113,23 +116,28 @@ class Asked:
         return {name: text for name, text in (("headers", names), ("extra_body", body)) if text}
 
 
-def look(target: Target) -> ServerInfo:
-    """What a server says of itself. Raises WorkerError where it cannot be measured."""
+def look(target: Target, retries: int = 0) -> ServerInfo:
+    """Return what a server reports about itself. Raise WorkerError if it cannot be measured."""
 
     async def main() -> ServerInfo:
         async with Client(target) as client:
-            return await server_info.ask(client)
+            return await server_info.ask(client, retries)
 
     return asyncio.run(main())
 
 
 def manner_of(asked: Asked, model: str) -> Manner:
-    """How the server takes requests. Raises WorkerError and UsageError where it takes none."""
+    """Return how requests to the server are written. Raise WorkerError or UsageError if it accepts none."""
 
     async def main() -> Manner:
         async with Client(asked.target) as client:
             return await find_manner(
-                client, model, asked.endpoint, tokenizer=asked.tokenizer, extra_body=asked.extra_body
+                client,
+                model,
+                asked.endpoint,
+                tokenizer=asked.tokenizer,
+                extra_body=asked.extra_body,
+                retries=asked.retries,
             )
 
     return asyncio.run(main())
@@ -217,7 +225,7 @@ def measure(
     stopped: BaseException | None = None
     failed = ""
     try:
-        asyncio.run(_send(point, asked, manner, settings, sent, tell))
+        asyncio.run(_send(point, asked, info, manner, settings, sent, tell))
     except (KeyboardInterrupt, SystemExit) as e:
         stopped = e
     except (WorkerError, UsageError) as e:
@@ -238,7 +246,13 @@ def without_secrets(record: Record, secrets_: Sequence[str]) -> Record:
 
 
 async def _send(
-    point: Point, asked: Asked, manner: Manner, settings: Settings, sent: _Sent, tell: Callable[[str], None]
+    point: Point,
+    asked: Asked,
+    info: ServerInfo,
+    manner: Manner,
+    settings: Settings,
+    sent: _Sent,
+    tell: Callable[[str], None],
 ) -> None:
     load = point.load
     assert load is not None
@@ -260,13 +274,13 @@ async def _send(
             ) as run:
                 sent.run = run
                 await run.prepare(min(point.concurrency, MOST_OPEN))
-                sent.before = await server_info.counters(client)
+                sent.before = await server_info.counters(client) if info.answers_metrics else None
                 told = asyncio.get_running_loop().create_task(_tell(run, tell))
                 try:
                     await run.run()
                 finally:
                     told.cancel()
-            sent.after = await server_info.counters(client)
+            sent.after = await server_info.counters(client) if info.answers_metrics else None
     streams = at_once(sent.run.outcomes)
     if asked.check_client and streams:
         tell(f"the client itself, {streams} streams of a server that does nothing")
@@ -314,7 +328,7 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
     calls = _short(client, manner, requests[: asked.warm_up])
     if not calls:
         return None
-    run = Run(client, calls, len(calls))
+    run = Run(client, calls, len(calls), retries=asked.retries)
     await run.run()
     errors = [outcome.error for outcome in run.outcomes if outcome.error is not None]
     if len(errors) == len(calls):
@@ -331,7 +345,8 @@ def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> 
         prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
         output = min(request.output_tokens, WARM_UP_OUTPUT)
         changed = dataclasses.replace(request, prompt=prompt, output_tokens=output)
-        calls.append(Call(request.number, manner.request(client, changed), output))
+        data = manner.request(client, changed)
+        calls.append(Call(request.number, data, output, prompt_tokens=len(prompt)))
     return calls
 
 
@@ -427,7 +442,7 @@ def _record(
         NOMINAL: _not_as_asked(samples, sent.requests),
         KV_SOURCES_DIFFER: bool(info.kv_sources and info.kv_sources.conflicts),
     }
-    reason = failed or None
+    reason = failed or _describe_none_finished(metrics, outcomes)
     if stopped:
         reason = (
             f"interrupted with {metrics.finished} of {counted(len(sent.requests), 'request')} finished; they are in {name}. Send the "
@@ -444,6 +459,15 @@ def _record(
     )
 
 
+def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) -> str | None:
+    """Return why a point without a finished request has failed; None if a request finished, or if none failed."""
+    if metrics.finished or not metrics.failed:
+        return None
+    first = next(o.error for o in outcomes if o.error is not None)
+    cut_off = f", {metrics.cancelled:,} were cut off" if metrics.cancelled else ""
+    return f"no request finished: {metrics.failed:,} failed{cut_off}; the first one: {first.sentence}"
+
+
 def _sample(outcome: Outcome, sent: _Sent) -> Sample:
     """A request as our samples have it; times after the start of the run."""
     assert sent.run is not None
@@ -458,25 +482,25 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
     sample.token_s = [t - start for t in formulas.token_times(answer.chunk_s, counts)]
     sample.tokens = answer.tokens if len(answer.tokens) == len(sample.token_s) else []
     sample.chunk_tokens = counts if max(counts) > 1 else []
-    told = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else len(request.prompt)
+    length = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else len(request.prompt)
     finished = outcome.ended and outcome.error is None
     sample.request = ServeRequest(
         number=request.number,
-        prompt=np.broadcast_to(np.int32(0), told),  # no memory: of prompts that were sent only the length is kept
+        prompt=np.broadcast_to(np.int32(0), length),  # takes no memory: only the length of a sent prompt is kept
         output_tokens=len(sample.token_s) if finished else max(request.output_tokens, len(sample.token_s) + 1),
         arrival_s=request.arrival_s,
         session=request.session,
         turn=request.turn,
     )
-    if answer.usage and answer.usage.prompt_tokens_details:
-        sample.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+    sample.cached_tokens = answer.usage.cached if answer.usage else None
     return sample
 
 
 def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[Outcome], sent: _Sent) -> Server:
     errors = [o.error for o in outcomes if o.error is not None]
-    kinds = collections.Counter(error.kind for error in errors)
-    first = {error.kind: error.sentence for error in reversed(errors)}
+    kinds = collections.Counter(map(_failure_kind, errors))
+    first = {_failure_kind(error): error.sentence for error in reversed(errors)}
+    hidden = sum(o.answer.hidden_tokens for o in outcomes if o.answer is not None)
     answered = next((o.answer for o in outcomes if o.answer is not None and o.answer.chunk_s), None)
     return Server(
         engine=info.engine,
@@ -487,7 +511,7 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
         prompts=manner.prompts,
         counted=answered.counted_by if answered else BY_CHUNKS,
         retries=sum(o.retries for o in outcomes),
-        failures=[Failed(kind=kind, requests=count, first=first[kind]) for kind, count in kinds.most_common()],
+        failures=[Failed(kind=kind[0], requests=count, first=first[kind]) for kind, count in kinds.most_common()],
         client=_client_load(outcomes, sent.run.paces, sent.null) if sent.run and sent.run.paces else None,
         facts={
             **info.facts,
@@ -495,8 +519,14 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
             **asked.request_facts,
             **({NOT_PROFILED: sent.unprofiled} if sent.unprofiled else {}),
             **({NO_METRICS: info.metrics_hint} if info.metrics_hint else {}),
+            **({HIDDEN_TOKENS: f"{hidden:,}"} if hidden else {}),
         },
     )
+
+
+def _failure_kind(error: RequestError) -> tuple[str, Fault | None]:
+    """Return the kind of a failed request, with what is wrong with its stream."""
+    return error.kind, error.bad.fault if error.bad is not None else None
 
 
 def _client_load(outcomes: Sequence[Outcome], paces: Sequence[Pace], null: Mapping[str, float | int]) -> ClientLoad:

@@ -84,7 +84,7 @@ async def profile(
             )
             for _ in range(requests)
         ]
-        calls = [Call(i, body, output_tokens) for i, body in enumerate(bodies)]
+        calls = [Call(i, body, output_tokens, prompt_tokens=input_tokens) for i, body in enumerate(bodies)]
         return await traced(client, calls, concurrency, folder, wait_s, tell)
 
 

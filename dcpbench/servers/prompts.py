@@ -1,21 +1,24 @@
-"""How a server is asked: prompts as token ids where it takes them, else as text of so many tokens, and what beside.
+"""How requests to a server are written: prompts as token ids if it accepts them, else as text, and further fields.
 
-A server is tried out with a few short requests before anything is measured: engines differ in what they take.
+A few short requests find this out before anything is measured, as engines differ in what they accept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 
 from dcpbench.errors import MissingPackageError, UsageError, WorkerError
-from dcpbench.servers.answers import BY_IDS, Streamed, refused
-from dcpbench.servers.client import OK, RequestError, status_error
-from dcpbench.servers.events import StreamError, read_completion
+from dcpbench.servers.answers import Streamed
+from dcpbench.servers.client import CLIENT_ERROR, TOO_MANY, RequestError, WholeOk
+from dcpbench.servers.events import Completion, StreamError, format_bad_stream, read_completion
+from dcpbench.servers.load import UNAVAILABLE, retry_while_busy
+from dcpbench.servers.token_counts import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,28 +27,39 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Client
     from dcpbench.serving.requests import ServeRequest
 
-COMPLETIONS, CHAT = ENDPOINTS = ("completions", "chat")
-"""What --endpoint can be."""
+COMPLETIONS, CHAT = ENDPOINTS = ("completions", "chat")  # values of --endpoint
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
-IDS, TOKENIZER, COUNTED = "token ids", "text of a tokenizer", "text, counted by the server"
-"""How prompts are put."""
-VOCABULARIES = (32_000, 1_000, 100)
-"""Ids below these are tried: nearly every model has the first."""
-EXACT: dict[str, Any] = {
+IDS, TOKENIZER, COUNTED = "token ids", "text of a tokenizer", "text, counted by the server"  # forms of a prompt
+VOCABULARIES = (32_000, 1_000, 100)  # ids below these are tried: nearly every model has the first
+USAGE_IN_EACH: dict[str, Any] = {
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+ANSWER_IDS: dict[str, Any] = {
     "ignore_eos": True,
     "return_token_ids": True,
     "stream_options": {"include_usage": True},
 }
-EACH: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 EXTRAS: tuple[dict[str, Any], ...] = (
-    EXACT,
-    EACH,
+    USAGE_IN_EACH,
+    ANSWER_IDS,
     {"ignore_eos": True, "stream_options": {"include_usage": True}},
     {"stream_options": {"include_usage": True}},
     {},
 )
-"""Fields beside OpenAI's required ones, from what says most to what every server takes."""
-TRIED_TOKENS, TRIED_WORDS = 8, (40, 240)
+"""Fields besides OpenAI's required ones, from those that tell most to none.
+
+Ids of the answer come second, as vLLM and SGLang then also repeat the ids of the prompt, in the event of the first token:
+1.3 MB for 200,000 tokens, which delays that token (vllm/entrypoints/openai/completion/protocol.py, `return_token_ids`:
+"prompt_token_ids is included only in the first chunk").
+"""
+TRIED_TOKENS, TRIED_OUTPUT = 8, 2  # tokens of the prompt and of the answer of a short request
+CALIBRATION_WORDS = (40, 240)
+MIN_PER_WORD = 0.25  # tokens of a word; with fewer the server does not count the prompt
+UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED, NOT_IMPLEMENTED = 401, 403, 404, 405, 501
+NO_ENDPOINT = (NOT_FOUND, NOT_ALLOWED, NOT_IMPLEMENTED)
+BUSY = (TOO_MANY, UNAVAILABLE)
+MAY_BE_FIELDS = ("bad stream", "closed", "cut off", "no stream", "no tokens")  # failures that other fields may avoid
 WORDS = [
     "the",
     "of",
@@ -144,68 +158,71 @@ WORDS = [
     "may",
     "part",
 ]
-"""What prompts of text are made of where there is no tokenizer; most vocabularies have each as one token."""
+"""Words of prompts of text without a tokenizer; in most vocabularies each is one token."""
 
 
-Prompt = list[int] | str | list[dict[str, str]]
-"""As a request has it: token ids, text, or the messages of a chat."""
+Prompt = list[int] | str | list[dict[str, str]]  # token ids, text, or the messages of a chat
 
 
 class Text(Protocol):
-    """Turns token ids of a load into text of about as many tokens of the server's."""
+    """A function that turns token ids of a load into text of about as many tokens for the server."""
 
     def __call__(self, ids: np.ndarray) -> str:
-        """The text; prompts that begin alike have texts that do."""
+        """Return the text. Prompts with a common prefix have texts with a common prefix."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a server is asked."""
+    """How requests to a server are written."""
 
     endpoint: str
     model: str
     extras: dict[str, Any]
-    vocab: int
-    """Ids of prompts are below it."""
-    text: Text | None = None
-    """None: prompts are token ids."""
-    prompts: str = IDS
-    """IDS, TOKENIZER or COUNTED."""
-    extra_body: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Fields of --extra-body, sent with every request."""
+    vocab: int  # ids of prompts are below it
+    text: Text | None = None  # None: prompts are token ids
+    prompts: str = IDS  # IDS, TOKENIZER or COUNTED
+    id_extras: dict[str, Any] | None = None  # fields with which the ids of the answer come; None: the server has none
+    extra_body: Mapping[str, object] = dataclasses.field(
+        default_factory=dict
+    )  # fields of --extra-body, sent with every request
 
     def prompt(self, ids: np.ndarray) -> Prompt:
-        """Ids of a load as this server takes them."""
+        """Return the prompt for these ids of a load."""
         if self.text is None:
             listed: list[int] = ids.tolist()
             return listed
         return self.text(ids) if self.endpoint == COMPLETIONS else [_message("user", self.text(ids))]
 
-    def prolonged(self, said: Prompt, answer: Streamed, made_up: np.ndarray | None, new: np.ndarray) -> Prompt:
-        """A prompt, what the server answered to it, and what is added then. `made_up`: int32 ids in the place of an answer
-        whose ids the server does not say.
+    def prolonged(self, prompt: Prompt, answer: Streamed, made_up: np.ndarray | None, new: np.ndarray) -> Prompt:
+        """Return a prompt, the server's answer to it, and new ids after it.
+
+        `made_up`: int32 ids that take the place of the answer if the server does not send its ids.
         """
         if self.text is None:
-            assert isinstance(said, list)
-            told = len(answer.tokens) == sum(answer.chunk_tokens()) and answer.tokens
-            return [*said, *(answer.tokens if told or made_up is None else made_up.tolist()), *new.tolist()]
-        text = "".join(choice.new_text for choice in answer.choices)
-        if isinstance(said, str):
-            return f"{said}{text} {self.text(new)}"
-        return [*said, _message("assistant", text), _message("user", self.text(new))]
+            assert isinstance(prompt, list)
+            complete = len(answer.tokens) == sum(answer.chunk_tokens()) and answer.tokens
+            return [*prompt, *(answer.tokens if complete or made_up is None else made_up.tolist()), *new.tolist()]
+        text = "".join(answer.texts)
+        if isinstance(prompt, str):
+            return f"{prompt}{text} {self.text(new)}"
+        return [*prompt, _message("assistant", text), _message("user", self.text(new))]
 
-    def body(self, ids: np.ndarray, output_tokens: int, **more: object) -> bytes:
-        """A request as JSON, streamed and sampled greedily unless `more` says otherwise."""
-        return self.body_of(self.prompt(ids), output_tokens, **more)
+    def body(self, tokens: np.ndarray, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
+        """Return a request as JSON, streamed and sampled greedily unless `more` has other values.
 
-    def body_of(self, prompt: Prompt, output_tokens: int, **more: object) -> bytes:
-        """The same of what is no longer a load's."""
+        `ids`: ask for the token ids of the answer, if the server has them.
+        """
+        return self.body_of(self.prompt(tokens), output_tokens, ids=ids, **more)
+
+    def body_of(self, prompt: Prompt, output_tokens: int, *, ids: bool = False, **more: object) -> bytes:
+        """Return a request for a prompt that has its final form, like `body`."""
         put = {"prompt" if self.endpoint == COMPLETIONS else "messages": prompt}
         asked = {"model": self.model, **put, "max_tokens": output_tokens, "temperature": 0, "stream": True}
-        return msgspec.json.encode(asked | self.extras | dict(self.extra_body) | more)
+        extras = self.id_extras if ids and self.id_extras is not None else self.extras
+        return msgspec.json.encode(asked | extras | dict(self.extra_body) | more)
 
     def request(self, client: Client, request: ServeRequest) -> bytes:
-        """All bytes of a request of a load."""
+        """Return all bytes of a request of a load."""
         return client.target.request("POST", PATHS[self.endpoint], self.body(request.prompt, request.output_tokens))
 
 
@@ -215,29 +232,26 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Words for ids, as many as the server counts as so many tokens."""
+    """Text of words, as many as the server counts as the given number of tokens."""
 
-    per_word: float
-    """Tokens of a word."""
-    beside: float
-    """Tokens of a prompt beside its words, such as those of a chat's template."""
+    per_word: float  # tokens of a word
+    fixed: float  # tokens of a prompt besides its words, such as those of a chat template
 
     def __call__(self, ids: np.ndarray) -> str:
         """See Text."""
-        count = max(round((len(ids) - self.beside) / self.per_word), 1)
+        count = max(round((len(ids) - self.fixed) / self.per_word), 1)
         found = np.resize(ids, count)
         return " ".join([WORDS[i] for i in (found % len(WORDS)).tolist()])
 
 
-TRIES = 16
-"""Times that a text is cut or prolonged; one or two do, but where most ids decode to nothing."""
+TRIES = 16  # times that a text is cut or prolonged; one or two suffice unless most ids decode to nothing
 
 
 class Tokenized:
     """Text of a tokenizer that the user names."""
 
-    def __init__(self, folder: Path, beside: float = 0.0) -> None:
-        """Raises UsageError for a folder without a tokenizer.json, MissingPackageError without the library."""
+    def __init__(self, folder: Path, fixed: float = 0.0) -> None:
+        """Raise UsageError for a folder without a tokenizer.json, MissingPackageError without the library."""
         try:
             from tokenizers import Tokenizer
         except ImportError as e:
@@ -254,18 +268,18 @@ class Tokenized:
                 "the served model, with its tokenizer.json."
             ) from e
         self.vocab: int = self._tokenizer.get_vocab_size()
-        self.beside = beside
+        self.fixed = fixed
 
     def __call__(self, ids: np.ndarray) -> str:
         """See Text. The text is tokenized again, and cut or prolonged until it has as many tokens."""
-        wanted = max(len(ids) - round(self.beside), 1)
+        wanted = max(len(ids) - round(self.fixed), 1)
         found, more = np.resize(ids, wanted).tolist(), itertools.cycle(ids.tolist())
         for _ in range(TRIES):
             text = self._tokenizer.decode(found, skip_special_tokens=True)
             again = self._tokenizer.encode(text, add_special_tokens=False).ids
             if len(again) == wanted:
                 break
-            # On from where the last try ended: a token that the text does not show helps no time.
+            # Continue where the last try ended: a token without text would be tried in vain each time.
             found = (again + list(itertools.islice(more, max(wanted - len(again), 0))))[:wanted]
         return text
 
@@ -278,17 +292,18 @@ async def find_manner(
     tokenizer: Path | None = None,
     text: bool = False,
     extra_body: Mapping[str, object] | None = None,
+    retries: int = 0,
 ) -> Manner:
-    """How this server takes prompts and tells tokens. `text`: also where it would take ids. `extra_body`: see Manner.
+    """Return how this server accepts prompts and reports tokens. `text`: use text even if it accepts ids. `extra_body`: see Manner.
 
-    Raises WorkerError where it takes none of the ways, and UsageError for a tokenizer that cannot be used.
+    Raise WorkerError if it accepts none of the known forms, and UsageError for a tokenizer that cannot be used.
     """
     own = Tokenized(tokenizer) if tokenizer is not None else None
-    errors: list[RequestError] = []
+    trial = Trial(client, endpoint, retries)
     if endpoint == COMPLETIONS and not text:
         for vocab in (own.vocab,) if own else VOCABULARIES:
             start = Manner(endpoint=endpoint, model=model, extras={}, vocab=vocab, extra_body=extra_body or {})
-            found = await _try_extras(client, start, vocab, errors)
+            found = await trial.find_extras(start)
             if found is not None:
                 return found
     start = Manner(
@@ -300,69 +315,156 @@ async def find_manner(
         prompts=TOKENIZER if own else COUNTED,
         extra_body=extra_body or {},
     )
-    found = await _try_extras(client, start, start.vocab, errors)
+    found = await trial.find_extras(start)
     if found is None:
-        raise WorkerError(f"{client.target.url} takes no request of {PATHS[endpoint]}: {errors[-1].sentence}")
-    return await _calibrated(client, found)
+        raise await trial.describe_failure(start)
+    return await _calibrate(client, found, retries)
 
 
-async def _try_extras(client: Client, manner: Manner, vocab: int, errors: list[RequestError]) -> Manner | None:
-    """With the most telling fields that the server takes; None where it takes none, for which `errors` say why."""
-    prompt = np.full(TRIED_TOKENS, vocab - 1, np.int32)
-    prompt[:-1] = np.arange(1, TRIED_TOKENS) % vocab
-    for extras in EXTRAS:
-        tried = dataclasses.replace(manner, extras=extras)
-        answer = Streamed(2)
-        request = client.target.request("POST", PATHS[manner.endpoint], tried.body(prompt, 2))
+class Trial:
+    """Short requests that find out what a server accepts."""
+
+    def __init__(self, client: Client, endpoint: str, retries: int) -> None:
+        self.client, self.endpoint, self.retries = client, endpoint, retries
+        self.errors: list[RequestError] = []
+        self._deadline_s = time.monotonic() + client.target.timeout_s
+
+    async def find_extras(self, manner: Manner) -> Manner | None:
+        """Return the manner with the fields that tell most about tokens; None if the server refuses all of them."""
+        fallback: Manner | None = None
+        for extras in EXTRAS:
+            tried = dataclasses.replace(manner, extras=extras)
+            answer = await self._ask(tried)
+            if answer is not None and answer.counts_each:
+                return await self._find_ids(tried)
+            if answer is not None and extras is not ANSWER_IDS:
+                fallback = fallback or tried
+            if fallback is not None and extras is not USAGE_IN_EACH:
+                break
+        return fallback
+
+    async def _find_ids(self, manner: Manner) -> Manner:
+        """Return the manner with the fields that ask for the ids of the answer, if the server has them."""
+        if manner.extras is ANSWER_IDS:
+            return dataclasses.replace(manner, id_extras=ANSWER_IDS)
+        answer = await self._ask(dataclasses.replace(manner, extras=ANSWER_IDS))
+        return dataclasses.replace(manner, id_extras=ANSWER_IDS) if answer is not None and answer.tokens else manner
+
+    async def _ask(self, manner: Manner) -> Streamed | None:
+        """Return the answer to a short request, None if it failed in a way that other fields may avoid.
+
+        Raise WorkerError if it failed otherwise, or if trials have taken longer than one request may take.
+        """
         try:
-            await client.exchange(request, answer)
+            return await self._send(manner)
         except RequestError as e:
-            if not refused(e) and e.kind != "bad stream":  # vLLM says in a stream that it does not take a request
-                raise WorkerError(f"{client.target.url} cannot be measured: {e.sentence}") from e
-            errors.append(e)
-            continue
-        if extras is not EXACT or answer.counted_by == BY_IDS:
-            return tried
-    return None
+            self.errors.append(e)
+            if not _may_be_fields(e) or time.monotonic() > self._deadline_s:
+                raise await self.describe_failure(manner) from e
+            return None
+
+    async def _send(self, manner: Manner) -> Streamed:
+        prompt = np.full(TRIED_TOKENS, manner.vocab - 1, np.int32)
+        prompt[:-1] = np.arange(1, TRIED_TOKENS) % manner.vocab
+        request = self.client.target.request("POST", PATHS[manner.endpoint], manner.body(prompt, TRIED_OUTPUT))
+
+        async def send() -> Streamed:
+            answer = Streamed(TRIED_OUTPUT, prompt_tokens=TRIED_TOKENS)
+            await self.client.exchange(request, answer)
+            return answer
+
+        return await retry_while_busy(send, self.retries)
+
+    async def describe_failure(self, manner: Manner) -> WorkerError:
+        """Return the error that ends the trials, with what to type next if the server shows it."""
+        url, path, last = self.client.target.url, PATHS[self.endpoint], self.errors[-1]
+        if (other := await self._find_other_endpoint(manner, last)) is not None:
+            return WorkerError(
+                f"{url} does not answer {path} ({last.sentence.rstrip('.')}), but it answers {PATHS[other]}; add --endpoint {other}."
+            )
+        if last.status in BUSY:
+            more = "Wait until it is ready, or send requests again with --retries" + (
+                " 5." if not self.retries else "."
+            )
+            return WorkerError(f"{url} cannot be measured: {last.sentence} {more}")
+        if last.status in (UNAUTHORIZED, FORBIDDEN):
+            return WorkerError(f"{url} cannot be measured: {last.sentence} {KEY_HINT}")
+        if _may_be_fields(last):
+            return WorkerError(f"{url} accepts no request to {path}; the last one failed: {last.sentence}")
+        return WorkerError(f"{url} cannot be measured: {last.sentence}")
+
+    async def _find_other_endpoint(self, manner: Manner, last: RequestError) -> str | None:
+        """Return the other endpoint if it answers where this one does not."""
+        if last.status not in NO_ENDPOINT and not (_may_be_fields(last) and last.status):
+            return None
+        other = CHAT if self.endpoint == COMPLETIONS else COMPLETIONS
+        try:
+            await self._send(dataclasses.replace(manner, endpoint=other, extras={}, text=Words(1.0, 0.0)))
+        except RequestError:
+            return None
+        return other
 
 
-async def _calibrated(client: Client, manner: Manner) -> Manner:
-    """With texts of as many tokens as the server counts. Raises WorkerError where it counts none."""
-    short, long = [await _prompt_tokens(client, manner, count) for count in TRIED_WORDS]
+KEY_HINT = "Put its API key into the environment variable that --api-key-env names, OPENAI_API_KEY by default."
+
+
+def _may_be_fields(error: RequestError) -> bool:
+    """Return whether the same request may succeed with other fields.
+
+    Servers answer a field that they do not know with 400, 415, 422 or 500, close the connection, or begin a stream that
+    reports the error. A missing endpoint, a wrong key and a busy server do not depend on fields.
+    """
+    if error.status < CLIENT_ERROR:
+        return error.kind in MAY_BE_FIELDS
+    return error.status not in (UNAUTHORIZED, FORBIDDEN, *NO_ENDPOINT, *BUSY)
+
+
+async def _calibrate(client: Client, manner: Manner, retries: int) -> Manner:
+    """Return the manner with texts of the right length by the server's count. Raise WorkerError if it counts none."""
+    url, (few, many) = client.target.url, CALIBRATION_WORDS
+    short, long = [await _prompt_tokens(client, manner, count, retries) for count in CALIBRATION_WORDS]
     if short is None or long is None:
         if manner.prompts == TOKENIZER:
             return manner
         raise WorkerError(
-            f"{client.target.url} takes no token ids and does not say how many tokens a prompt of text has; name the "
+            f"{url} takes no token ids and does not say how many tokens a prompt of text has; name the "
             "folder of the model's tokenizer with --tokenizer."
         )
     if isinstance(manner.text, Tokenized):
-        manner.text.beside = max(short - TRIED_WORDS[0], 0)
+        manner.text.fixed = max(short - few, 0)
         return manner
-    per_word = max((long - short) / (TRIED_WORDS[1] - TRIED_WORDS[0]), 0.01)
-    return dataclasses.replace(manner, text=Words(per_word, short - per_word * TRIED_WORDS[0]))
+    per_word = (long - short) / (many - few)
+    if per_word < MIN_PER_WORD:
+        raise WorkerError(
+            f"{url} counts {short:,} tokens in a prompt of {few} words and {long:,} in one of {many}, so its counts do not follow "
+            "the prompt; name the folder of the model's tokenizer with --tokenizer."
+        )
+    return dataclasses.replace(manner, text=Words(per_word, short - per_word * few))
 
 
-async def _prompt_tokens(client: Client, manner: Manner, count: int) -> int | None:
-    """What the server counts of a prompt of so many words, or tokens of the tokenizer."""
+async def _prompt_tokens(client: Client, manner: Manner, count: int, retries: int) -> int | None:
+    """Return the server's count of a prompt of `count` words, or tokens of the tokenizer; None if it reports none."""
     ids = np.arange(count, dtype=np.int32) * 7 % min(manner.vocab, 30_000)
-    extras = {"stream": False, "stream_options": None}
-    plain = dataclasses.replace(manner, extras={k: v for k, v in manner.extras.items() if k not in extras})
-    body = plain.body(ids, 1, stream=False)
-    answer = await _whole(client, PATHS[manner.endpoint], body)
+    extras = {name: value for name, value in manner.extras.items() if name != "stream_options"}
+    body = dataclasses.replace(manner, extras=extras).body(ids, 1, stream=False)
+    answer = await _ask_whole(client, PATHS[manner.endpoint], body, retries, Limits(1, count))
     return answer.usage.prompt_tokens if answer.usage else None
 
 
-async def _whole(client: Client, path: str, body: bytes) -> Any:  # noqa: ANN401 -- a Completion
-    from dcpbench.servers.client import Whole
+async def _ask_whole(client: Client, path: str, body: bytes, retries: int, limits: Limits) -> Completion:
+    """Return an answer that is not streamed. Raise WorkerError if there is none, or if its usage is out of range."""
 
-    reply = Whole()
-    try:
+    async def send() -> bytes:
+        reply = WholeOk()
         await client.exchange(client.target.request("POST", path, body), reply)
-        if reply.status != OK:
-            raise status_error(reply.status, reply.headers, reply.data)
-        return read_completion(reply.data)
+        return reply.data
+
+    try:
+        found = read_completion(await retry_while_busy(send, retries))
     except RequestError as e:
         raise WorkerError(f"{client.target.url} cannot be measured: {e.sentence}") from e
     except StreamError as e:
         raise WorkerError(f"{client.target.url} cannot be measured: {e}.") from e
+    if found.usage is not None and (bad := limits.find_excess(found.usage)) is not None:
+        raise WorkerError(f"{client.target.url} cannot be measured: {format_bad_stream(bad)}.")
+    return found

@@ -89,7 +89,7 @@ def measure_started(
             try:
                 waited = server.wait(limit_s, told(left[0], "build"))
                 one = dataclasses.replace(one, facts=one.facts | {"start_s": f"{waited:.1f}"})
-                info = look(one.target).with_kv_capacity(
+                info = look(one.target, one.retries).with_kv_capacity(
                     dp=left[0].dp, dcp=left[0].dcp, pcp=find_pcp(words), log=server.read_log()
                 )
                 for note in info.notes:

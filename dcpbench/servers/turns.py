@@ -1,4 +1,4 @@
-"""Sessions over HTTP: what a client sends once the turn before has been answered, its answer and all before included."""
+"""Sessions over HTTP: each turn's prompt holds all earlier turns, the server's own answers included."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Session:
-    """The turns to come of one session."""
+    """The later turns of one session."""
 
     target: Target
     manner: Manner
-    before: ServeRequest
-    """The turn whose answer is waited for."""
-    said: Prompt
-    """Its prompt."""
+    before: ServeRequest  # the turn that is being answered
+    prompt: Prompt  # of that turn
     left: tuple[ServeRequest, ...]
     think_s: float
 
@@ -36,27 +34,36 @@ class Session:
         return self.manner.text is not None
 
     def next_call(self, answer: Streamed) -> Call:
-        """The next turn, by what the server answered."""
+        """Return the next turn, after this answer to the turn before it."""
         request, *later = self.left
         new = request.prompt[len(self.before.prompt) + self.before.output_tokens :]
-        said = self.manner.prolonged(self.said, answer, self.before.answer, new)
-        session = dataclasses.replace(self, before=request, said=said, left=tuple(later)) if later else None
-        return _call(self.target, self.manner, request, said, session)
+        prompt = self.manner.prolonged(self.prompt, answer, self.before.answer, new)
+        session = dataclasses.replace(self, before=request, prompt=prompt, left=tuple(later)) if later else None
+        return _call(self.target, self.manner, request, prompt, session)
 
 
 def calls(target: Target, manner: Manner, requests: Sequence[ServeRequest], think_s: float) -> list[Call]:
-    """The first request of each session, with the session's others behind it; or the only one."""
+    """Return the first request of each session, which holds the session's other turns."""
     found = []
     for first, *later in _by_session(requests):
-        said = manner.prompt(first.prompt)
-        session = Session(target, manner, first, said, tuple(later), think_s) if later else None
-        found.append(_call(target, manner, first, said, session))
+        prompt = manner.prompt(first.prompt)
+        session = Session(target, manner, first, prompt, tuple(later), think_s) if later else None
+        found.append(_call(target, manner, first, prompt, session))
     return found
 
 
-def _call(target: Target, manner: Manner, request: ServeRequest, said: Prompt, session: Session | None) -> Call:
-    data = target.request("POST", PATHS[manner.endpoint], manner.body_of(said, request.output_tokens))
-    return Call(request.number, data, request.output_tokens, request.arrival_s, session)
+def _call(target: Target, manner: Manner, request: ServeRequest, prompt: Prompt, session: Session | None) -> Call:
+    """Return a request as it is sent. The ids of its answer are asked for only if a later turn's prompt holds them."""
+    body = manner.body_of(prompt, request.output_tokens, ids=session is not None)
+    data = target.request("POST", PATHS[manner.endpoint], body)
+    return Call(
+        request.number,
+        data,
+        request.output_tokens,
+        request.arrival_s,
+        session,
+        prompt_tokens=max(len(prompt) if manner.text is None else 0, len(request.prompt)),
+    )
 
 
 def _by_session(requests: Sequence[ServeRequest]) -> Iterator[list[ServeRequest]]:

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from dcpbench.servers.answers import BY_IDS, BY_USAGE, SPARE_CHUNKS, Streamed
+from dcpbench.servers.answers import BY_IDS, BY_USAGE, Streamed
 from dcpbench.servers.client import RequestError
-from dcpbench.servers.events import StreamError
+from dcpbench.servers.events import Fault, StreamError
+from dcpbench.servers.token_counts import SPARE_CHUNKS, Counting
 
 
 def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, end: bool = False) -> dict[str, object]:
@@ -18,9 +19,9 @@ def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, 
     return said if usage is None else said | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
 
 
-def streamed(*events: dict[str, object]) -> Streamed:
+def streamed(*events: dict[str, object], asked: int = 4) -> Streamed:
     """The answer that these events make, one every second."""
-    answer = Streamed(4)
+    answer = Streamed(asked)
     answer.head(200, {b"content-type": b"text/event-stream"})
     for second, said in enumerate(events):
         answer.body(b"data: " + json.dumps(said).encode() + b"\n\n", float(second))
@@ -39,8 +40,9 @@ def test_a_stream_may_have_twice_the_chunks_of_what_was_asked_and_some_to_spare(
     if ends:
         assert len(streamed(*events, event("", end=True)).chunk_s) == chunks
     else:
-        with pytest.raises(StreamError, match=f"it sent {chunks:,} chunks for 4 tokens and did not end"):
+        with pytest.raises(StreamError, match="more than 1,008 chunks or token ids for 4 tokens") as error:
             streamed(*events)
+        assert error.value.bad.fault == Fault.TOO_MANY_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,8 @@ def test_tokens_of_chunks_add_up_to_what_the_server_counted(
 @pytest.mark.parametrize(
     ("status", "kind", "pieces", "said"),
     [
-        (200, b"text/html", [b"<html>", b"Sign in"], "text/html in place of a stream: <html>Sign in"),
-        (200, b"text/html", [b"x" * 300, b"y" * 300, b"z"], "text/html in place of a stream: xxx"),
+        (200, b"text/html", [b"<html>", b"Sign in"], "text/html instead of a stream: <html>Sign in"),
+        (200, b"text/html", [b"x" * 300, b"y" * 300, b"z"], "text/html instead of a stream: xxx"),
         (500, b"text/plain", [b"x" * 600, b" told at its end"], "told at its end"),
     ],
     ids=["short", "long enough", "error"],
@@ -127,7 +129,7 @@ def test_a_stream_that_says_neither_that_it_is_done_nor_why_was_cut_off() -> Non
     answer.head(200, {b"content-type": b"text/event-stream; charset=utf-8"})
     answer.body(b"data: " + json.dumps(event("a")).encode() + b"\n\n", 1.0)
     with pytest.raises(
-        RequestError, match=r"^the stream ended after 1 chunks, before it said that the answer had\.$"
+        RequestError, match=r"^the stream ended after 1 chunk, without a finish_reason or \[DONE\]\.$"
     ) as error:
         answer.end()
     assert error.value.kind == "cut off"
@@ -137,3 +139,154 @@ def test_a_stream_that_says_neither_that_it_is_done_nor_why_was_cut_off() -> Non
     with pytest.raises(RequestError, match=r"^the server's answer holds no token\.$") as error:
         empty.end()
     assert error.value.kind == "no tokens"
+
+
+def chunks(*usages: int | None, texts: str = "", total: int | None = None, asked: int = 0, **about: object) -> Streamed:
+    """The answer of a stream with these counts in its chunks, then `total` in an event of its own. "-": no text."""
+    events = [
+        event("" if texts[i : i + 1] == "-" else "a", usage=usage, end=i + 1 == len(usages))
+        for i, usage in enumerate(usages)
+    ]
+    last = {"choices": [], "usage": {"completion_tokens": total, "prompt_tokens": 3} | about}
+    return streamed(*events, *([last] if total is not None else []), asked=asked or max(len(usages), 4))
+
+
+@pytest.mark.parametrize(
+    ("answer", "by", "counts"),
+    [
+        (chunks(1, 2, 3, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),
+        (chunks(1, 3, 4), Counting.CUMULATIVE, [1, 2, 1]),
+        (chunks(1, 2, 4, texts="a-a"), Counting.CUMULATIVE, [1, 1, 2]),  # a token whose text is not complete yet
+        (chunks(1, 2, 3, 4, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),  # the last text had been held back
+        (chunks(4), Counting.CUMULATIVE, [4]),
+        (chunks(0, 0, 0, 4), Counting.TOTAL, [1, 1, 1, 1]),
+        (chunks(0, None, None, None, total=4), Counting.TOTAL, [1, 1, 1, 1]),
+        (chunks(4, 4, 4, 4), Counting.TOTAL, [1, 1, 1, 1]),
+        (chunks(4, 4), Counting.TOTAL, [2, 2]),
+        (chunks(0, 1, 2, 3, total=4), Counting.TOTAL, [1, 1, 1, 1]),  # counts lag behind
+        (chunks(1, 1, 1, 1), Counting.DELTAS, [1, 1, 1, 1]),
+        (chunks(1, 2, 1), Counting.DELTAS, [1, 2, 1]),
+        (chunks(1, 1, 2, total=4), Counting.DELTAS, [1, 1, 2]),
+        (chunks(1, 1, 1, 1, total=8), Counting.TOTAL, [2, 2, 2, 2]),
+        (chunks(0, 0, 0, 0), Counting.CHUNKS, [1, 1, 1, 1]),
+        (chunks(None, None, None, None), Counting.CHUNKS, [1, 1, 1, 1]),
+    ],
+)
+def test_usage_of_chunks_is_believed_if_it_fits_them(answer: Streamed, by: Counting, counts: list[int]) -> None:
+    """All but the first ones are of servers that fill `usage` of a chunk in their own way."""
+    assert (answer.counts.by, answer.chunk_tokens()) == (by, counts)
+
+
+def test_the_first_chunk_counts_whatever_its_usage_says() -> None:
+    """TTFT is its time."""
+    for answer in (chunks(0, 0, 0, 4), chunks(0, None, None, None, total=4), chunks(4, 4, 4, 4)):
+        assert answer.chunk_s == [0.0, 1.0, 2.0, 3.0]
+
+
+HIDDEN = {"completion_tokens_details": {"reasoning_tokens": 500}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "hidden", "counts"),
+    [
+        (chunks(None, None, None, None, total=504, **HIDDEN), 500, [1, 1, 1, 1]),
+        (chunks(501, 502, 503, 504, total=504, asked=600, **HIDDEN), 500, [1, 1, 1, 1]),
+        (chunks(*range(1, 505), total=504, **HIDDEN), 0, [1] * 504),
+        (chunks(*[None] * 504, total=504, **HIDDEN), 0, [1] * 504),
+        (chunks(None, None, None, None, total=504, reasoning_tokens=500), 500, [1, 1, 1, 1]),
+    ],
+    ids=["total", "cumulative", "sent, cumulative", "sent, total", "as by SGLang"],
+)
+def test_reasoning_that_is_not_sent_is_in_no_chunk(answer: Streamed, hidden: int, counts: list[int]) -> None:
+    """500 tokens of reasoning and 4 others: with them in the first chunk ITL would be 0."""
+    assert (answer.hidden_tokens, answer.chunk_tokens()) == (hidden, counts)
+
+
+def test_reasoning_that_is_sent_as_such_counts() -> None:
+    deltas = [{"reasoning_content": "a"}, {"content": "b"}]
+    events = [{"choices": [{"delta": delta, "finish_reason": "stop"}]} for delta in deltas]
+    last = {"choices": [], "usage": {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 2}}}
+    answer = streamed(*events, last)
+    assert (answer.hidden_tokens, answer.chunk_tokens()) == (0, [2, 2])
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_its_server_gave_up_is_a_failed_request(reason: str) -> None:
+    with pytest.raises(RequestError, match=f"after 2 chunks with finish_reason {reason}") as error:
+        streamed(event("a"), {"choices": [{"text": "b", "finish_reason": reason}]})
+    assert error.value.kind == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("usage", "field", "limit"),
+    [
+        ({"completion_tokens": -1}, "completion_tokens", 32),
+        ({"completion_tokens": 33}, "completion_tokens", 32),
+        ({"completion_tokens": 10**26}, "completion_tokens", 32),
+        ({"completion_tokens": 533, "reasoning_tokens": 500}, "completion_tokens", 532),
+        ({"completion_tokens": 5, "reasoning_tokens": 10**12}, "reasoning_tokens", 1 << 20),
+        ({"prompt_tokens": -1}, "prompt_tokens", 32_968),
+        ({"prompt_tokens": 10**16}, "prompt_tokens", 32_968),
+        ({"prompt_tokens_details": {"cached_tokens": -99}}, "prompt_tokens_details.cached_tokens", 100),
+        ({"prompt_tokens_details": {"cached_tokens": 101}}, "prompt_tokens_details.cached_tokens", 100),
+    ],
+)
+def test_usage_is_held_against_what_was_asked(usage: dict[str, object], field: str, limit: int) -> None:
+    """24 tokens after a prompt of 100; one token less is right."""
+    answer = Streamed(24, prompt_tokens=100)
+    with pytest.raises(StreamError) as error:
+        answer.body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
+    bad = error.value.bad
+    assert (bad.fault, bad.field, bad.limit) == (Fault.USAGE, field, limit)
+    assert answer.usage is None
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": 32}, {"prompt_tokens": 32_968}, {"prompt_tokens": None}, {}])
+def test_usage_within_bounds_is_kept(usage: dict[str, object]) -> None:
+    answer = Streamed(24, prompt_tokens=100)
+    answer.body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
+    assert answer.usage is not None
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 31], [1 << 70], [5, -5]])
+def test_a_token_id_fits_into_32_bits(ids: list[int]) -> None:
+    """Samples keep them so."""
+    with pytest.raises(StreamError) as error:
+        streamed(event("a", ids=ids))
+    assert error.value.bad.fault == Fault.TOKEN_ID
+    assert streamed(event("a", ids=[0, (1 << 31) - 1], end=True)).tokens == [0, (1 << 31) - 1]
+
+
+def test_text_that_is_kept_is_bounded() -> None:
+    """64 KiB and 1 KiB for each of 4 tokens; without keeping it, it takes no memory."""
+    long = event("x" * (1 << 16) + "x" * (4 << 10))
+    answer = Streamed(4, keep=True)
+    data = b"data: " + json.dumps(long).encode() + b"\n\n"
+    answer.body(data, 0.0)
+    with pytest.raises(StreamError) as error:
+        answer.body(b"data: " + json.dumps(event("x")).encode() + b"\n\n", 0.0)
+    assert error.value.bad.fault == Fault.TOO_MUCH_TEXT
+    other = Streamed(4)
+    for _ in range(3):
+        other.body(data, 0.0)
+    assert other.texts == []
+
+
+@pytest.mark.parametrize(("prompt_tokens", "fits"), [(200_000, True), (20_000, False)])
+def test_an_event_may_be_as_much_longer_as_the_prompt_that_it_repeats(prompt_tokens: int, fits: bool) -> None:
+    """200,000 ids of six digits are 1.4 MB, in reads of 64 KiB; its token has the time of the first of them."""
+    echo = {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": [128_000] * 200_000, "finish_reason": "x"}]}
+    data = b"data: " + json.dumps(echo, separators=(",", ":")).encode() + b"\n\n"
+    answer = Streamed(4, prompt_tokens=prompt_tokens)
+
+    def arrive() -> None:
+        for number, start in enumerate(range(0, len(data), 1 << 16)):
+            answer.body(data[start : start + (1 << 16)], 10.0 + number)
+
+    if fits:
+        arrive()
+        answer.end()
+        assert (answer.chunk_s, answer.chunk_tokens(), len(data) > 1 << 20) == ([10.0], [1], True)
+    else:
+        with pytest.raises(StreamError, match="is longer than 1,288,576 bytes"):
+            arrive()

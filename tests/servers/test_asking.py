@@ -13,14 +13,14 @@ import pytest
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.settings import Settings
-from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep
+from dcpbench.servers import ask, info, load, measure, overhead, shares, sweep, turns
 from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import RequestError, Target
 from dcpbench.servers.conditions import make_prompts
-from dcpbench.servers.events import Choice, read_completion
+from dcpbench.servers.events import read_completion
 from dcpbench.servers.load import Call, Outcome
 from dcpbench.servers.presets import PRESETS
-from dcpbench.servers.prompts import EXTRAS, WORDS, Manner, Words, find_manner
+from dcpbench.servers.prompts import ANSWER_IDS, EXTRAS, USAGE_IN_EACH, WORDS, Manner, Words, find_manner
 from dcpbench.serving.requests import ServeRequest
 from tests.unit import record_builder, serve_record_builder
 
@@ -41,7 +41,7 @@ class Answering:
     def __init__(self, answers: Answers) -> None:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
 
-    async def exchange(self, request: bytes, reply: Any) -> None:
+    async def exchange(self, request: bytes, reply: Any, _: float | None = None) -> None:
         """As Client's."""
         head, _, body = request.partition(b"\r\n\r\n")
         path, said = head.split()[1].decode(), json.loads(body)
@@ -79,11 +79,11 @@ def of_text(per_word: float, beside: int) -> Answers:
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_server_that_takes_text_alone_is_asked_for_how_many_tokens_a_word_has(endpoint: str) -> None:
-    """40 and 240 words are 53 and 303 tokens: 1.25 each, and 3 beside. It takes no field that asks for ids of tokens."""
+    """40 and 240 words are 53 and 303 tokens: 1.25 each, and 3 in all. It takes no field that asks for ids of tokens."""
     client = Answering(of_text(1.25, 3))
     found = asyncio.run(find_manner(client, "m", endpoint))  # type: ignore[arg-type]
     assert (found.text, found.prompts, found.vocab) == (Words(1.25, 3.0), "text, counted by the server", 1 << 20)
-    assert found.extras == EXTRAS[1]
+    assert (found.extras, found.id_extras) == (USAGE_IN_EACH, None)
     tried = client.asked[-3:]
     assert [words_of(said) for _, said in tried[1:]] == [40, 240]
     path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
@@ -100,31 +100,194 @@ def test_a_server_that_takes_text_alone_is_asked_for_how_many_tokens_a_word_has(
     assert [ids[i] for i in range(0, len(ids), len(EXTRAS))] == expected
 
 
-def test_words_that_seem_to_take_nothing_take_a_hundredth_of_a_token() -> None:
-    """Of a server that counts 9 tokens whatever it is asked."""
-    found = asyncio.run(find_manner(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
-    assert found.text == Words(0.01, 9 - 0.4)
-
-
-def test_a_server_that_takes_ids_and_tells_them_is_asked_at_most_once() -> None:
-    """Where it tells none though it was asked to, the next best fields are tried."""
-
-    def telling(*_: object) -> tuple[int, object]:
-        return 200, [{"choices": [{"text": "a", "token_ids": [5], "finish_reason": "length"}]}]
-
-    client = Answering(telling)
-    found = asyncio.run(find_manner(client, "m", "completions"))  # type: ignore[arg-type]
-    assert (found.extras, found.vocab, found.text, len(client.asked)) == (EXTRAS[0], 32_000, None, 1)
-    silent = Answering(lambda *_: (200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]))
-    assert asyncio.run(find_manner(silent, "m", "completions")).extras == EXTRAS[1]  # type: ignore[arg-type]
-
-
-def test_a_server_that_fails_otherwise_cannot_be_measured() -> None:
-    """Unlike one that does not take what it was asked."""
+def test_a_server_whose_count_does_not_follow_the_prompt_is_refused() -> None:
+    """It counts 9 tokens whatever it is sent, so no prompt could get its length."""
     with pytest.raises(
-        WorkerError, match=r"^http://127.0.0.1:9 cannot be measured: the server answered HTTP 500: no\.$"
+        WorkerError, match=r"counts 9 tokens in a prompt of 40 words and 9 in one of 240, so its counts"
     ):
-        asyncio.run(find_manner(Answering(lambda *_: (500, {"error": "no"})), "m", "completions"))  # type: ignore[arg-type]
+        asyncio.run(find_manner(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
+
+
+def vllm(_: str, body: dict[str, Any]) -> tuple[int, object]:
+    """A server with usage in each chunk and ids of answers; with these it repeats the prompt."""
+    events: list[dict[str, Any]] = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "b", "finish_reason": "length"}]},
+    ]
+    for number, each in enumerate(events):
+        if body.get("stream_options", {}).get("continuous_usage_stats"):
+            each["usage"] = {"completion_tokens": number + 1}
+        if body.get("return_token_ids"):
+            each["choices"][0]["token_ids"] = [number]
+    return 200, events
+
+
+@pytest.mark.parametrize(
+    ("lacks", "extras", "id_extras"),
+    [
+        ((), USAGE_IN_EACH, ANSWER_IDS),
+        (("return_token_ids",), USAGE_IN_EACH, None),
+        (("continuous_usage_stats",), ANSWER_IDS, ANSWER_IDS),
+        (("return_token_ids", "continuous_usage_stats"), USAGE_IN_EACH, None),
+    ],
+)
+def test_ids_of_answers_are_asked_for_only_if_nothing_else_counts_each_chunk(
+    lacks: tuple[str, ...], extras: dict[str, Any], id_extras: dict[str, Any] | None
+) -> None:
+    """Servers that send them repeat the prompt's, before the first token. Sessions ask for them all the same.
+
+    Fields that a server lacks it ignores here.
+    """
+
+    def answers(path: str, body: dict[str, Any]) -> tuple[int, object]:
+        known = {name: value for name, value in body.items() if name not in lacks}
+        known["stream_options"] = {n: v for n, v in body.get("stream_options", {}).items() if n not in lacks}
+        return vllm(path, known)
+
+    found = asyncio.run(find_manner(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
+    assert (found.extras, found.id_extras, found.vocab, found.text) == (extras, id_extras, 32_000, None)
+    asked = json.loads(found.body(np.arange(3), 2)), json.loads(found.body(np.arange(3), 2, ids=True))
+    assert ["return_token_ids" in body for body in asked] == [extras is ANSWER_IDS, id_extras is not None]
+
+
+def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
+    """Of three turns the first two; a request without a session does not."""
+    of = Manner(endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True})
+    turn = [
+        ServeRequest(number=n, prompt=np.arange(4 * (n + 1)), output_tokens=2, session=0, turn=n, answer=np.arange(2))
+        for n in range(3)
+    ]
+    target = Target.at("http://127.0.0.1:9")
+    (call,) = turns.calls(target, of, turn, 0.0)
+    answer: Any = SimpleNamespace(tokens=[7, 8], chunk_tokens=lambda: [1, 1])
+    sent = [call]
+    while sent[-1].session is not None:
+        sent.append(sent[-1].session.next_call(answer))
+    assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
+    assert [call.prompt_tokens for call in sent] == [4, 8, 12]
+    alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)
+    assert b"return_token_ids" not in turns.calls(target, of, [alone], 0.0)[0].data
+
+
+@pytest.mark.parametrize("status", [400, 415, 422, 500, 502])
+def test_a_field_that_a_server_answers_with_an_error_is_left_out(status: int) -> None:
+    """Servers refuse unknown fields with several statuses, and some break down at them."""
+
+    def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
+        if {"ignore_eos", "return_token_ids"} & {*body}:
+            return status, {"error": "no"}
+        return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
+
+    found = asyncio.run(find_manner(Answering(answers), "m", "completions"))  # type: ignore[arg-type]
+    assert found.extras == EXTRAS[3]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "message"),
+    [
+        (
+            "completions",
+            404,
+            (
+                "does not answer /v1/completions (the server answered HTTP 404: no), but it answers /v1/chat/completions; "
+                "add --endpoint chat."
+            ),
+        ),
+        (
+            "chat",
+            405,
+            (
+                "does not answer /v1/chat/completions (the server answered HTTP 405: no), but it answers /v1/completions; "
+                "add --endpoint completions."
+            ),
+        ),
+        (
+            "completions",
+            400,
+            (
+                "does not answer /v1/completions (the server answered HTTP 400: no), but it answers /v1/chat/completions; "
+                "add --endpoint chat."
+            ),
+        ),
+    ],
+)
+def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, message: str) -> None:
+    path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
+    found = [{"choices": [{"text": "a", "delta": {"content": "a"}, "finish_reason": "length"}]}]
+    client = Answering(lambda asked, _: (status, {"error": "no"}) if asked == path else (200, found))
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(find_manner(client, "m", endpoint))  # type: ignore[arg-type]
+    assert str(error.value) == f"http://127.0.0.1:9 {message}"
+    if status != 400:
+        assert len(client.asked) == 2, "no fields are tried where there is no endpoint"
+
+
+@pytest.mark.parametrize(
+    ("retries", "status", "message"),
+    [
+        (0, 503, "HTTP 503: no. Wait until it is ready, or send requests again with --retries 5."),
+        (2, 503, "HTTP 503: no. Wait until it is ready, or send requests again with --retries."),
+        (0, 401, "HTTP 401: no. Put its API key into the environment variable that --api-key-env names"),
+        (0, 404, "cannot be measured: the server answered HTTP 404: no."),
+    ],
+)
+def test_a_server_that_accepts_nothing_is_a_sentence_with_what_to_do(
+    retries: int, status: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept = sleeping(monkeypatch, [0.0], 9)
+    client = Answering(lambda *_: (status, {"error": "no"}))
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(find_manner(client, "m", "completions", retries=retries))  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert len(slept) == retries
+    assert len(client.asked) == 1 + retries + (status == 404)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_retries_are_for_the_short_requests_too(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is sent away once."""
+    slept = sleeping(monkeypatch, [0.0], 99)
+    seen: set[str] = set()
+
+    def answers(path: str, body: dict[str, Any]) -> tuple[int, object]:
+        if (text := json.dumps(body)) not in seen:
+            seen.add(text)
+            return 503, {"error": "loading"}
+        return of_text(1.0, 0)(path, body)
+
+    found = asyncio.run(find_manner(Answering(answers), "m", endpoint, retries=1))  # type: ignore[arg-type]
+    assert found.text == Words(1.0, 0.0)
+    assert slept == [load.RETRY_S] * len(seen)
+
+
+def test_trials_end_when_they_have_taken_as_long_as_a_request_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to refuse is not asked for each set of fields."""
+    clock = [0.0]
+
+    def answers(*_: object) -> tuple[int, object]:
+        clock[0] += 250.0
+        return 400, {"error": "no"}
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    client = Answering(answers)
+    with pytest.raises(WorkerError, match=r"HTTP 400: no\."):
+        asyncio.run(find_manner(client, "m", "chat"))  # type: ignore[arg-type]
+    assert len(client.asked) == 3 + 1, "600 s are over with the third; then the other endpoint is tried"
+
+
+def test_a_prompt_that_a_server_counts_as_more_than_was_sent_ends_the_trials() -> None:
+    def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
+        if body["stream"]:
+            return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
+        return 200, {"usage": {"prompt_tokens": 10**12}}
+
+    with pytest.raises(
+        WorkerError, match=r"usage.prompt_tokens is 1,000,000,000,000, which is not between 0 and 32,848"
+    ):
+        asyncio.run(find_manner(Answering(answers), "m", "chat"))  # type: ignore[arg-type]
+
+
+def test_a_server_that_counts_no_prompt_cannot_be_measured() -> None:
     uncounted = Answering(
         lambda _, said: (200, [{"choices": [{"text": "a", "finish_reason": "x"}]}] if said["stream"] else {})
     )
@@ -145,7 +308,7 @@ def test_a_request_has_these_fields() -> None:
     said = {"role": "user", "content": f"{WORDS[5]} {WORDS[6]}"}
     assert json.loads(chat.body(ids, 7))["messages"] == [said]
     answer = Streamed(2, keep=True)
-    answer.choices = [Choice(text="x"), Choice(text="y")]
+    answer.texts = ["x", "y"]
     assert text.prolonged("a", answer, None, ids) == f"axy {WORDS[5]} {WORDS[6]}"
     assert chat.prolonged([said], answer, None, ids) == [said, {"role": "assistant", "content": "xy"}, said]
 
@@ -311,11 +474,12 @@ def test_what_a_server_counted_meanwhile_is_the_difference(
 
 def test_metrics_are_read_line_by_line() -> None:
     """What is none is left out; of several engines the sum counts, of several names the first."""
-    text = '# HELP a\na{x="1",y="b c"} 2.5\na 3\nb NaNs\nc\n  d 1\ne{} 1e3 1700000000\n'
-    found = info.read_metrics(text)
+    text = '# HELP a\na{x="1",y="b c"} 2.5\na 3\na +Inf\na NaN\nb NaNs\nc\n#a 7\n  d 1\ne{} 1e3 1700000000\nf 1\n'
+    found = info.read_metrics(text, ("a", "b", "e"))
     assert found["a"] == [({"x": "1", "y": "b c"}, 2.5), ({}, 3.0)]
-    assert "b" not in found
+    assert found["b"] == []
     assert "c" not in found
+    assert found["f"] == [], "only the name is kept of what nothing reads"
     assert info._sum(found, ("z", "a", "e")) == 5.5
     assert info._sum(found, ("z",)) is None
 
@@ -364,7 +528,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 
     monkeypatch.setattr(sweep, "Server", Server)
     monkeypatch.setattr(sweep, "free_port", lambda: 77)
-    monkeypatch.setattr(sweep, "look", lambda _: info.ServerInfo(models=(info.Card("m"),)))
+    monkeypatch.setattr(sweep, "look", lambda *_: info.ServerInfo(models=(info.Card("m"),)))
     monkeypatch.setattr(sweep, "manner_of", lambda *_: None)
     monkeypatch.setattr(sweep, "measure", measured)
 
@@ -546,3 +710,48 @@ def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
     client = Answering(lambda *_: (200, {"choices": []}))
     with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
         asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+
+
+WHOLE_ANSWER = {"index": 0, "text": "a b", "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "usage", "message"),
+    [
+        ({"finish_reason": "abort"}, {}, "the server broke off with an error: finish_reason abort"),
+        ({"token_ids": [1] * 1005}, {}, "sent more than 1,004 chunks or token ids for 2 tokens"),
+        ({}, {"completion_tokens": 10**7}, "usage.completion_tokens is 10,000,000"),
+        ({}, {"prompt_tokens": -1}, "usage.prompt_tokens is -1"),
+        ({"logprobs": {"tokens": 5}}, {}, "an event is not a completion (Expected `array | null`, got `int`"),
+        ({"logprobs": {"content": [{"token": "a"}]}}, {}, "Object missing required field `logprob`"),
+        (
+            {"logprobs": {"content": [{"token": "a", "logprob": -1, "top_logprobs": [{}]}]}},
+            {},
+            "missing required field",
+        ),
+        ({"logprobs": [[[]]]}, {}, "Expected `object | null`, got `array`"),
+    ],
+)
+def test_a_whole_answer_is_held_against_what_was_asked(
+    changed: dict[str, Any], usage: dict[str, Any], message: str
+) -> None:
+    """What contradicts the request, or is no answer of OpenAI's API, is a sentence."""
+    client = Answering(lambda *_: (200, {"choices": [WHOLE_ANSWER | changed], "usage": usage}))
+    manner = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(ask.Side(client, manner, 99).answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_a_whole_answer_may_be_as_long_as_its_tokens_and_its_prompt_need() -> None:
+    """The ids of the prompt, and 4 KiB for each token, after a MiB."""
+
+    class Kept(Answering):
+        async def exchange(self, request: bytes, reply: Any, _: float | None = None) -> None:
+            self.limit = reply._limit
+            await super().exchange(request, reply)
+
+    client = Kept(lambda *_: (200, {"choices": [WHOLE_ANSWER]}))
+    manner = Manner(endpoint="completions", model="m", extras={}, vocab=9)
+    asyncio.run(ask.Side(client, manner, None).answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
+    assert client.limit == (1 << 20) + 2 * 4096 + 1000 * 12

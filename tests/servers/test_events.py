@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.servers.events import MOST_EVENT, Events, Message, StreamError, error_in, read_completion
+from dcpbench.servers.events import (
+    MAX_EVENT,
+    BadStream,
+    Events,
+    Fault,
+    Message,
+    Part,
+    StreamError,
+    error_in,
+    format_bad_stream,
+    read_completion,
+)
 
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
@@ -20,15 +33,38 @@ def test_events_are_the_same_wherever_they_are_cut_and_however_lines_end(end: by
     text = b"".join(line + end for line in lines)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     stream = Events()
-    found = [event for a, b in itertools.pairwise(edges) for event in stream.feed(text[a:b])]
-    assert found + stream.end() == [b"one", b" two", b"three"]
+    found = [event for a, b in itertools.pairwise(edges) for event in stream.feed(text[a:b], 0.0)]
+    assert [event for event, _ in found + stream.end()] == [b"one", b" two", b"three"]
+
+
+def test_an_event_has_the_time_at_which_its_first_byte_arrived() -> None:
+    """A long event, as one with the echo of a prompt, arrives in many reads; blank lines begin no event."""
+    stream = Events()
+    assert stream.feed(b"data: a", 1.0) == []
+    assert stream.feed(b"b", 2.0) == []
+    assert stream.feed(b"c\n\ndata: x\n\n\n", 3.0) == [(b"abc", 1.0), (b"x", 3.0)]
+    assert stream.feed(b"\n", 4.0) == []
+    assert stream.feed(b"data: y\n", 5.0) == []
+    assert stream.feed(b"\ndata: [DONE]", 6.0) == [(b"y", 5.0)]
+    assert stream.end() == [(b"[DONE]", 6.0)]
+
+
+def test_a_long_event_is_searched_once() -> None:
+    """16 MB in reads of 64 KiB, searched anew from the start each time, would be 2 GB to search."""
+    stream = Events(1 << 25)
+    began = time.process_time()
+    for _ in range(256):
+        assert stream.feed(b"x" * (1 << 16), 0.0) == []
+    assert stream.feed(b"\n\ndata: a\n\n", 1.0) == [(b"a", 1.0)]
+    assert time.process_time() - began < 1.0
 
 
 def test_what_is_no_completion_is_shown_with_what_is_wrong() -> None:
     with pytest.raises(StreamError) as error:
         read_completion(b'{"choices": 5}')
-    said = "it sent what is no completion (Expected `array | null`, got `int` - at `$.choices`): "
+    said = "an event is not a completion (Expected `array | null`, got `int` - at `$.choices`): "
     assert str(error.value) == said + '{"choices": 5}'
+    assert error.value.bad.fault == Fault.NOT_A_COMPLETION
 
 
 @pytest.mark.parametrize(
@@ -42,7 +78,8 @@ def test_what_is_no_completion_is_shown_with_what_is_wrong() -> None:
         (b'{"error": {"code": 5}}', '{"error": {"code": 5}}'),
         (b"[1]", "[1]"),
         (b"<html>\n no", "<html> no"),
-        (b'"' + b"x" * 301 + b'"', "x" * 300),
+        (b'"' + b"x" * 301 + b'"', "x" * 299 + "…"),
+        (b'{"error": "a\\u001b[2J\\nb"}', "a\\x1b[2J b"),
         (b"\xff\x00 it", "\ufffd\ufffd it"),
         (b"x" * 200, "x" * 200),
         (b"x" * 201, "x" * 200 + "…"),
@@ -56,17 +93,28 @@ def test_an_error_is_found_where_servers_put_it(body: bytes, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "fault", "start"),
     [
-        (b'{"error": {"message": "dead"}}', "it broke off with an error: dead"),
-        (b'{"object": "error", "message": "dead"}', "it broke off with an error: dead"),
-        (b"no", "it sent what is no completion ("),
+        (b'{"error": {"message": "dead"}}', Fault.SERVER_ERROR, "the server broke off with an error: dead"),
+        (b'{"object": "error", "message": "dead"}', Fault.SERVER_ERROR, "the server broke off with an error: dead"),
+        (b"no", Fault.NOT_A_COMPLETION, "an event is not a completion ("),
     ],
 )
-def test_an_error_in_the_stream_is_told(event: bytes, said: str) -> None:
+def test_an_error_in_the_stream_is_reported(event: bytes, fault: Fault, start: str) -> None:
     with pytest.raises(StreamError) as error:
         read_completion(event)
-    assert str(error.value).startswith(said)
+    assert error.value.bad.fault == fault
+    assert str(error.value).startswith(start)
+
+
+def test_numbers_of_a_stream_are_shown_however_large_they_are() -> None:
+    """Python refuses to write one of more than 4,300 digits."""
+    large = BadStream(fault=Fault.USAGE, field="completion_tokens", value=10**30, limit=32, asked=24)
+    assert format_bad_stream(large) == (
+        "usage.completion_tokens is about 10^30, which is not between 0 and 32 for a request of 24 tokens"
+    )
+    below = BadStream(fault=Fault.TOKEN_ID, value=-(10**20), limit=9)
+    assert format_bad_stream(below) == "the token id -about 10^20 is not between 0 and 9"
 
 
 @pytest.mark.parametrize(
@@ -76,34 +124,34 @@ def test_an_error_in_the_stream_is_told(event: bytes, said: str) -> None:
         (b" \n", []),
         (b": kept alive", []),
         (b"event: x\ndata:[DONE]\n", [b"[DONE]"]),
-        (b"data: {", "its stream ended in the middle of an event: data: {"),
+        (b"data: {", "the stream ended in the middle of an event: data: {"),
     ],
 )
 def test_what_ends_a_stream_needs_no_blank_line_behind_it(rest: bytes, found: list[bytes] | str) -> None:
     stream = Events()
-    assert stream.feed(rest) == []
+    assert stream.feed(rest, 1.0) == []
     if isinstance(found, str):
         with pytest.raises(StreamError) as error:
             stream.end()
         assert str(error.value) == found
     else:
-        assert stream.end() == found
+        assert stream.end() == [(event, 1.0) for event in found]
         assert stream.end() == []
 
 
 def test_an_event_of_several_lines_is_their_data_alone() -> None:
     """A comment and an event without data are none."""
     text = b": hi\n\nevent: x\ndata: a\nid: 1\ndata:b\n\nid: 2\n\ndata: c\n\n"
-    assert Events().feed(text) == [b"a\nb", b"c"]
+    assert [event for event, _ in Events().feed(text, 0.0)] == [b"a\nb", b"c"]
 
 
 def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
-    """A MiB; a whole one may be longer."""
+    """A MiB; one that a single read completes may be longer."""
     stream = Events()
-    assert stream.feed(b"x" * MOST_EVENT) == []
-    with pytest.raises(StreamError, match=r"^one event of its stream is longer than 1,048,576 bytes$"):
-        stream.feed(b"x")
-    assert len(Events().feed(b"data: " + b"x" * MOST_EVENT + b"\n\n")[0]) == MOST_EVENT
+    assert stream.feed(b"x" * MAX_EVENT, 0.0) == []
+    with pytest.raises(StreamError, match=r"^one event of the stream is longer than 1,048,576 bytes$"):
+        stream.feed(b"x", 0.0)
+    assert len(Events().feed(b"data: " + b"x" * MAX_EVENT + b"\n\n", 0.0)[0][0]) == MAX_EVENT
 
 
 @pytest.mark.parametrize(
@@ -113,10 +161,28 @@ def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
         ({"content": "a"}, "a"),
         ({"reasoning": "b"}, "b"),
         ({"reasoning_content": "c", "reasoning": "b", "content": "a"}, "ca"),
+        ({"content": [Part("a"), Part(), Part("b")]}, "ab"),
     ],
 )
-def test_reasoning_is_generated_text_too(said: dict[str, str], text: str) -> None:
+def test_reasoning_is_generated_text_too(said: dict[str, Any], text: str) -> None:
     assert Message(**said).text == text
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_output"),
+    [
+        ('{"delta": {"role": "assistant", "content": ""}}', False),
+        ('{"delta": {"tool_calls": null}}', False),
+        ('{"delta": {"tool_calls": []}}', False),
+        ('{"delta": {"tool_calls": [{"function": {"arguments": "{"}}]}}', True),
+        ('{"delta": {"content": [{"type": "text", "text": "a"}]}}', True),
+        ('{"delta": null, "finish_reason": "stop"}', False),
+        ('{"text": " "}', True),
+    ],
+)
+def test_a_chunk_brings_output_if_it_has_text_or_a_part_of_a_tool_call(choice: str, has_output: bool) -> None:
+    (found,) = read_completion(f'{{"choices": [{choice}]}}'.encode()).choices or []
+    assert found.has_output is has_output
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from dcpbench.errors import UsageError, WorkerError
 from dcpbench.servers import measure
 from dcpbench.servers.client import Client, RequestError, Target, api_key
 from dcpbench.servers.load import Call, Outcome, Run
-from dcpbench.servers.prompts import EXACT, Manner
+from dcpbench.servers.prompts import ANSWER_IDS, Manner
 from tests.servers.fake_server import FAULTS, Model, Running, Script
 
 LIMIT_S = 1.0
-MANNER = Manner(endpoint="completions", model="fake", extras=EXACT, vocab=1000)
+MANNER = Manner(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 SAID = {
     "401": ("HTTP 401", "HTTP 401: Unauthorized"),
     "404": ("HTTP 404", "HTTP 404: Not Found"),
@@ -26,19 +26,19 @@ SAID = {
     "500": ("HTTP 500", "Internal Server Error"),
     "500-mid": ("bad stream", "broke off with an error: EngineCore encountered an issue"),
     "error-event": ("bad stream", "broke off with an error: EngineCore encountered an issue"),
-    "html": ("no stream", "text/html in place of a stream: <!doctype html>"),
-    "not-json": ("no stream", "application/json in place of a stream: {half"),
+    "html": ("no stream", "text/html instead of a stream: <!doctype html>"),
+    "not-json": ("no stream", "application/json instead of a stream: {half"),
     "half-event": ("bad stream", "ended in the middle of an event"),
     "close": ("closed", "closed the connection without an answer"),
     "close-mid": ("closed", "in the middle of its answer"),
     "reset": ("closed", "closed the connection without an answer"),
-    "silent": ("time-out", "nothing came for 1 s (--request-timeout)"),
-    "silent-mid": ("time-out", "nothing came for 1 s (--request-timeout)"),
-    "endless": ("bad stream", "chunks for 10 tokens and did not end"),
-    "endless-line": ("bad stream", "one event of its stream is longer than 1,048,576 bytes"),
-    "endless-head": ("not HTTP", "no answer of HTTP/1.1"),
-    "comments": ("time-out", "nothing came for 1 s"),
-    "redirect": ("HTTP 301", "sends elsewhere (HTTP 301): http://elsewhere.invalid/v1"),
+    "silent": ("time-out", "no token came for 1 s (--request-timeout)"),
+    "silent-mid": ("time-out", "no token came for 1 s (--request-timeout)"),
+    "endless": ("bad stream", "more than 1,020 chunks or token ids for 10 tokens and did not end"),
+    "endless-line": ("bad stream", "one event of the stream is longer than 1,048,576 bytes"),
+    "endless-head": ("not HTTP", "is not HTTP/1.1"),
+    "comments": ("time-out", "no token came for 1 s"),
+    "redirect": ("HTTP 301", "redirects (HTTP 301) to http://elsewhere.invalid/v1"),
 }
 HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes", "continue")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from types import SimpleNamespace
 
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.servers import client
-from dcpbench.servers.client import MOST_HEAD, Connection, RequestError, Target, Whole, status_error
+from dcpbench.servers.answers import Streamed
+from dcpbench.servers.client import MAX_HEAD, Connection, RequestError, Target, Whole, status_error
+from dcpbench.servers.events import StreamError
 
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n3\r\nhel\r\n2;name=value\r\nlo\r\n0\r\nX-Trailer: 1\r\n\r\n"
 )
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 ANSWERS: dict[str, tuple[bytes, int, bytes, bool]] = {
     "sized": (SIZED, 200, b"hello", True),
     "chunked": (CHUNKED, 200, b"hello", True),
@@ -38,16 +42,20 @@ ANSWERS: dict[str, tuple[bytes, int, bytes, bool]] = {
 
 
 class Reply:
-    """Keeps what it is told."""
+    """Keeps what it gets."""
+
+    awaits = "nothing"
 
     def __init__(self) -> None:
         self.status, self.data, self.heard_s, self.ended = 0, b"", 0.0, 0
+        self.times: list[float] = []
 
     def head(self, status: int, _: object) -> None:
         self.status = status
 
-    def body(self, data: bytes, _: float) -> None:
+    def body(self, data: bytes, now_s: float) -> None:
         self.data += data
+        self.times.append(now_s)
 
     def end(self) -> None:
         self.ended += 1
@@ -70,7 +78,7 @@ def test_an_answer_is_the_same_wherever_it_is_cut(name: str, cuts: list[int]) ->
     for a, b in itertools.pairwise(edges):
         assert not reply.ended
         connection._parse(text[a:b], 1.5)
-    assert (reply.status, reply.data, reply.ended, reply.heard_s) == (status, body, 1, 1.5)
+    assert (reply.status, reply.data, reply.ended, reply.heard_s) == (status, body, 1, 0.0)
     assert did == ([] if again else ["closed"])
 
 
@@ -86,11 +94,15 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"SSH-2.0-OpenSSH", "no answer of HTTP/1.1"),
-        (b"HTTP/1.1 OK\r\n\r\n", "no answer of HTTP/1.1"),
-        (SIZED + b"!", "more than its Content-Length says"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "has no length"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "has no length"),
+        (b"SSH-2.0-OpenSSH", "is not HTTP/1.1"),
+        (b"HTTP/1.1 OK\r\n\r\n", "is not HTTP/1.1"),
+        (b"HTTP/1.1 " + b"2" * 5000 + b" OK\r\n\r\n", "is not HTTP/1.1"),
+        (SIZED + b"!", "more bytes than its Content-Length"),
+        (CHUNKED_HEAD + b"xyz\r\n", "has no valid length"),
+        (CHUNKED_HEAD + b"-5\r\n", "has no valid length"),
+        (CHUNKED_HEAD + b"1_0\r\n", "has no valid length"),
+        (CHUNKED_HEAD + b"f" * 17 + b"\r\n", "has no valid length"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 65 + SIZED, "more than 64 heads of status 1xx"),
     ],
 )
 def test_what_is_no_http_is_said_to_be_none(text: bytes, said: str) -> None:
@@ -105,18 +117,19 @@ def test_what_is_no_http_is_said_to_be_none(text: bytes, said: str) -> None:
     [(b"x" * 5, 5, True), (b"x" * 6, 5, False)],
 )
 def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: int, whole: bool) -> None:
-    """However it is cut; it says when it was heard of last."""
+    """However it is cut; its time limit is for all of it, so that no piece restarts it."""
     reply = Whole(most)
     reply.head(200, {b"a": b"b"})
-    reply.body(text[:3], 1.0)
+    heard_s = reply.heard_s
+    reply.body(text[:3], heard_s + 1.0)
     if whole:
-        reply.body(text[3:], 2.5)
-        assert (reply.status, reply.headers, reply.data, reply.heard_s) == (200, {b"a": b"b"}, text, 2.5)
+        reply.body(text[3:], heard_s + 2.5)
+        assert (reply.status, reply.headers, reply.data, reply.heard_s) == (200, {b"a": b"b"}, text, heard_s)
     else:
         with pytest.raises(RequestError, match=r"^the server's answer is longer than 5 bytes\.$") as error:
             reply.body(text[3:], 2.5)
         assert error.value.kind == "too long"
-    assert Whole()._most == 64 << 20
+    assert Whole()._limit == 4 << 20
 
 
 @pytest.mark.parametrize(
@@ -179,11 +192,24 @@ def test_a_request_is_these_bytes() -> None:
 @pytest.mark.parametrize(
     ("status", "headers", "body", "said", "after_s"),
     [
-        (301, {b"location": b"http://there/" + b"x" * 200}, b"", f"HTTP 301): http://there/{'x' * 187}. Name", None),
-        (399, {}, b"", "the server sends elsewhere (HTTP 399): .", None),
+        (
+            301,
+            {b"location": b"http://there/" + b"x" * 200},
+            b"",
+            f"redirects (HTTP 301) to http://there/{'x' * 186}…. Use",
+            None,
+        ),
+        (
+            302,
+            {b"location": b"a\x1b[2J"},
+            b"",
+            "the server redirects (HTTP 302) to a\\x1b[2J. Use that in --url.",
+            None,
+        ),
         (400, {}, b' {"error": {"message": "no."}}', "the server answered HTTP 400: no.", None),
-        (429, {b"retry-after": b"7"}, b" \n", "the server answered HTTP 429: nothing more.", 7.0),
-        (503, {b"retry-after": b"Wed, 21 Oct"}, b"", "the server answered HTTP 503: nothing more.", None),
+        (429, {b"retry-after": b"7"}, b" \n", "the server answered HTTP 429: no message.", 7.0),
+        (503, {b"retry-after": b"Wed, 21 Oct"}, b"", "the server answered HTTP 503: no message.", None),
+        (500, {b"content-encoding": b"br"}, b"\x1b\x00", "HTTP 500: a message in Content-Encoding: br.", None),
     ],
 )
 def test_a_status_is_told_with_what_the_server_says_of_it(
@@ -200,21 +226,21 @@ def test_a_status_is_told_with_what_the_server_says_of_it(
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MOST_HEAD - 20), False),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MOST_HEAD - 19), True),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MAX_HEAD - 20), False),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (MAX_HEAD - 19), True),
         (b"HTT", False),
         (b"HTT ", True),
         (b"HTTP/2 200 OK\r\n\r\n", True),
         (b"HTTP/1.1\r\n\r\n", True),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * MOST_HEAD, False),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * (MOST_HEAD + 1), True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * MAX_HEAD, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * (MAX_HEAD + 1), True),
     ],
 )
 def test_what_is_held_of_a_head_is_bounded(text: bytes, wrong: bool) -> None:
     """64 KiB of it, or of the length of a chunk; and it begins as HTTP does."""
     connection, _, _ = connected()
     if wrong:
-        with pytest.raises(RequestError, match=r"no answer of HTTP/1.1|has no length"):
+        with pytest.raises(RequestError, match=r"is not HTTP/1.1|has no valid length"):
             connection._parse(text, 1.0)
     else:
         connection._parse(text, 1.0)
@@ -235,7 +261,7 @@ def test_a_piece_is_as_old_as_the_kernel_says_but_never_older_than_the_last(
     connection._socket, connection._heard_s = SimpleNamespace(came_s=came_s), 95.0
     connection.get_buffer(0)[: len(SIZED)] = SIZED
     connection.buffer_updated(len(SIZED))
-    assert (connection._heard_s, reply.heard_s, reply.data) == (heard_s, heard_s, b"hello")
+    assert (connection._heard_s, reply.times, reply.data) == (heard_s, [heard_s], b"hello")
     assert connection._ages_s == ([] if age_s is None else [age_s])
     assert (connection.used, connection.answered, connection._reply) == (1, True, None)
 
@@ -249,3 +275,97 @@ def test_a_piece_is_as_old_as_the_kernel_says_but_never_older_than_the_last(
 )
 def test_headers_are_read_by_small_names(lines: bytes, status: int, headers: dict[bytes, bytes]) -> None:
     assert client._read_head(lines) == (status, headers)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"Content-Encoding: gzip", b"content-encoding: BR", b"Transfer-Encoding: gzip, chunked"],
+)
+def test_a_compressed_answer_is_refused_with_the_header_that_says_so(header: bytes) -> None:
+    """The request accepts none; an answer of another status is shown with its status."""
+    connection, _, _ = connected()
+    with pytest.raises(RequestError, match=r"is compressed \((Content|Transfer)-Encoding: (gzip|br)\)") as error:
+        connection._parse(b"HTTP/1.1 200 OK\r\n" + header + b"\r\n\r\n", 1.0)
+    assert error.value.kind == "compressed"
+    connection, reply, _ = connected()
+    connection._parse(b"HTTP/1.1 500 No\r\n" + header + b"\r\n\r\n", 1.0)
+    assert reply.status == 500
+
+
+@pytest.mark.parametrize("name", ["sized", "chunked", "empty", "no content"])
+def test_bytes_after_an_answer_end_its_connection(name: str) -> None:
+    """Whatever they are, they would be taken for the answer to the next request. After a length they are an error."""
+    connection, reply, did = connected()
+    if name == "sized":
+        with pytest.raises(RequestError, match="more bytes than its Content-Length"):
+            connection._parse(ANSWERS[name][0] + SIZED, 1.0)
+    else:
+        connection._parse(ANSWERS[name][0] + SIZED, 1.0)
+        assert (reply.ended, did) == (1, ["closed"])
+
+
+NAMES = st.sampled_from([b"Content-Length", b"Transfer-Encoding", b"Content-Type", b"Content-Encoding", b"Connection"])
+VALUES = st.one_of(st.sampled_from([b"chunked", b"text/event-stream", b"9" * 5000, b"-1", b"5"]), st.binary(max_size=9))
+STARTS = st.sampled_from(
+    [b"HTTP/1.1 200 OK", b"HTTP/1.1 100 x", b"HTTP/1.0 503 x", b"HTTP/1.1 " + b"9" * 5000, b"HTTP"]
+)
+FIELDS = [
+    "choices",
+    "usage",
+    "text",
+    "delta",
+    "content",
+    "tool_calls",
+    "token_ids",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "error",
+    "object",
+    "prompt_tokens_details",
+    "cached_tokens",
+    "completion_tokens_details",
+    "reasoning_tokens",
+    "message",
+    "logprobs",
+]
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda of: st.lists(of, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), of, max_size=4),
+    max_leaves=8,
+)
+EVENTS = st.one_of(
+    st.binary(max_size=30),
+    JSON.map(lambda value: b"data: " + json.dumps(value).encode() + b"\n\n"),
+    st.lists(JSON, max_size=2).map(lambda found: b"data: " + json.dumps({"choices": found}).encode() + b"\n\n"),
+    st.sampled_from([b"data: [DONE]\n\n", b"\r\n", b": x\n\n", b"0\r\n\r\n"]),
+)
+
+
+@given(
+    start=STARTS,
+    headers=st.lists(st.tuples(NAMES, VALUES), max_size=3),
+    events=st.lists(EVENTS, max_size=4),
+    chunked=st.booleans(),
+    keep=st.booleans(),
+)
+def test_no_answer_raises_anything_but_a_failed_request(
+    start: bytes, headers: list[tuple[bytes, bytes]], events: list[bytes], chunked: bool, keep: bool
+) -> None:
+    """Heads, chunks and events of any bytes and any JSON: a sentence for the request, never another error."""
+    head = b"\r\n".join([start, *(name + b": " + value for name, value in headers), b"", b""])
+    pieces = [head, *(b"%x\r\n%s\r\n" % (len(event), event) if chunked else event for event in events)]
+    connection, _, _ = connected()
+    answer = Streamed(4, prompt_tokens=9, keep=keep)
+    connection._reply = answer
+    failure: Exception | None = None
+    try:
+        for piece in pieces:
+            if connection._reply is not None:
+                connection._parse(piece, 1.0)
+        answer.end()
+    except (RequestError, StreamError) as error:
+        failure = error
+    assert str(failure).isprintable()
+    assert sum(answer.chunk_tokens()) <= max(len(answer.tokens), 4 + 8)
+    assert answer.hidden_tokens <= 1 << 20

@@ -228,7 +228,7 @@ def test_what_the_client_adds_is_told_by_a_server_whose_gaps_are_known(monkeypat
 
 
 def test_of_all_that_a_server_refused_the_last_is_told() -> None:
-    """What was asked last is the plainest request there is."""
+    """What was asked last is the plainest request there is; then the other endpoint is tried."""
 
     class Refuses:
         target = Target.at("http://127.0.0.1:9")
@@ -242,8 +242,8 @@ def test_of_all_that_a_server_refused_the_last_is_told() -> None:
     with pytest.raises(WorkerError) as error:
         asyncio.run(find_manner(client, "fake", "completions"))  # type: ignore[arg-type]
     assert client.asked > 4
-    assert (
-        str(error.value) == f"http://127.0.0.1:9 takes no request of /v1/completions: HTTP 400: number {client.asked}"
+    assert str(error.value) == (
+        f"http://127.0.0.1:9 accepts no request to /v1/completions; the last one failed: HTTP 400: number {client.asked - 1}"
     )
 
 
@@ -253,7 +253,7 @@ def asked(answers: dict[str, object]) -> info.ServerInfo:
     class Asked:
         target = Target.at("http://127.0.0.1:9")
 
-        async def get(self, path: str, _: float) -> SimpleNamespace:
+        async def get(self, path: str, *_: float) -> SimpleNamespace:
             said = answers.get(path, 404)
             if isinstance(said, RequestError):
                 raise said
@@ -324,7 +324,7 @@ def test_a_model_is_the_one_that_is_named_or_the_only_one(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (401, "HTTP 401: nothing more. Put its API key into the environment variable that --api-key-env names"),
+        (401, "HTTP 401: no message. Put its API key into the environment variable that --api-key-env names"),
         (500, "cannot be measured: the server answered HTTP 500"),
         (RequestError("refused", "nobody listens."), "cannot be measured: nobody listens."),
     ],
@@ -348,13 +348,13 @@ class TestTokenizer:
         return tmp_path
 
     def test_a_prompt_is_text_of_as_many_tokens(self, folder: Path) -> None:
-        """Less what stands beside it, such as a chat's template; one at least."""
+        """Less what a chat template adds; one at least."""
         for place in (folder, folder / "tokenizer.json"):
             of = Tokenized(place)
             assert of.vocab == 100
             assert of(np.array([5, 7, 9])) == "w5 w7 w9"
-        assert Tokenized(folder, beside=2.0)(np.array([5, 7, 9])) == "w5"
-        assert Tokenized(folder, beside=9.0)(np.array([5, 7, 9])) == "w5"
+        assert Tokenized(folder, fixed=2.0)(np.array([5, 7, 9])) == "w5"
+        assert Tokenized(folder, fixed=9.0)(np.array([5, 7, 9])) == "w5"
 
     def test_text_that_makes_other_tokens_is_cut_or_prolonged(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -405,7 +405,7 @@ def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[in
     """With the tokens of each chunk where some brought several, and how long the server counted the prompt."""
     request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=3, session=4, turn=2, arrival_s=0.5)
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
-    usage = SimpleNamespace(prompt_tokens=6, prompt_tokens_details=SimpleNamespace(cached_tokens=2))
+    usage = SimpleNamespace(prompt_tokens=6, cached=2)
     answer = SimpleNamespace(chunk_s=[11.0, 13.0], chunk_tokens=lambda: [1, 2], tokens=ids, usage=usage)
     outcome = Outcome(Call(0, b"", 3), 10.5, answer=answer, ended=True, error=RequestError("closed", "gone."))  # type: ignore[arg-type]
     sample = measure._sample(outcome, sent)  # type: ignore[arg-type]

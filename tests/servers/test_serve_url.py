@@ -67,7 +67,7 @@ def test_what_it_measures_is_what_the_server_knows(ran: Ran) -> None:
         assert ours == pytest.approx(true, rel=0.1), what
     assert found["TTFT p50 ms"][1] >= found["TTFT p50 ms"][0]
     assert len(rows) == REQUESTS
-    assert all(len(row.tokens) == 20 for row in rows)
+    assert all(len(row.token_s) == 20 for row in rows)
 
 
 def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
@@ -78,7 +78,7 @@ def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
     assert str(record.point.layout) == "tp8·dcp8"
     server = record.server
     assert isinstance(server, msgspec.Struct)
-    assert (server.prompts, server.counted) == ("token ids", "token ids")
+    assert (server.prompts, server.counted) == ("token ids", "usage")
     assert server.kv_capacity_tokens == 16_000
     assert server.kv_sources is not None
     assert (server.kv_sources.source, server.kv_sources.conflicts) == ("kv_cache_size_tokens", [])

@@ -22,14 +22,14 @@ from dcpbench.servers import shares as sharing
 from dcpbench.servers.client import Target
 from dcpbench.servers.load import Call, Outcome, Pace
 from dcpbench.servers.measure import CHUNKS_EACH, WARM_UP_OUTPUT, processes_for
-from dcpbench.servers.prompts import EXACT, Manner
+from dcpbench.servers.prompts import ANSWER_IDS, Manner
 from dcpbench.servers.shares import DONE, PROGRESS, READY, STOP, Shares, deal, divided, sending
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import read_samples
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import served
 
-MANNER = Manner(endpoint="completions", model="fake", extras=EXACT, vocab=1000)
+MANNER = Manner(endpoint="completions", model="fake", extras=ANSWER_IDS, vocab=1000)
 NOWHERE = Target.at("http://127.0.0.1:9")
 ROOT = Path(__file__).parents[2]
 

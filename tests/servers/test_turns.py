@@ -13,7 +13,7 @@ from dcpbench.points.point import Load
 from dcpbench.servers import turns
 from dcpbench.servers.answers import Streamed
 from dcpbench.servers.client import Client, Target
-from dcpbench.servers.events import Details, Usage
+from dcpbench.servers.events import PromptDetails, Usage
 from dcpbench.servers.load import Call, Outcome, Run
 from dcpbench.servers.measure import _sample
 from dcpbench.servers.prompts import find_manner
@@ -77,7 +77,7 @@ def test_a_chat_has_the_servers_own_answers_as_messages() -> None:
     server, run = sent("chat")
     last = max(server.sent, key=lambda s: len(s.body["messages"])).body["messages"]
     assert [m["role"] for m in last] == ["user", "assistant", "user", "assistant", "user"]
-    texts = {"".join(c.new_text for c in o.answer.choices) for o in run.outcomes}
+    texts = {"".join(o.answer.texts) for o in run.outcomes}
     assert {m["content"] for m in last if m["role"] == "assistant"} <= texts
     assert all(m["content"] for m in last)
 
@@ -123,11 +123,12 @@ def test_sessions_stay_in_one_process() -> None:
     assert len(shares) == 2
 
 
-@pytest.mark.parametrize(("details", "cached"), [(Details(cached_tokens=16), 16), (None, None)])
-def test_a_turn_has_the_cached_tokens_that_the_server_says(details: Details | None, cached: int | None) -> None:
+@pytest.mark.parametrize(("details", "cached"), [(PromptDetails(cached_tokens=16), 16), (None, None)])
+def test_a_turn_has_the_cached_tokens_that_the_server_says(details: PromptDetails | None, cached: int | None) -> None:
     request = make_requests(LOAD, 1000)[1]
     answer = Streamed(1)
-    answer.chunk_s, answer.tokens, answer._chunk_tokens = [2.0], [7], [1]
+    answer._chunks.add(2.0, True, 1, None)  # noqa: FBT003 -- as it is called
+    answer.tokens = [7]
     answer.usage = Usage(prompt_tokens=40, completion_tokens=1, prompt_tokens_details=details)
     outcome = Outcome(Call(0, b"", 1), 1.0, answer=answer, ended=True)
     sample = _sample(outcome, SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +18,8 @@ from dcpbench.serving.samples import write_samples
 from tests.unit import serve_record_builder as served
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dcpbench.records.metrics import Metric
 
 CLIENTS = 4

@@ -235,8 +235,6 @@ FILLED = {
     "reports.page.render": "Chart",
     "reports.plots": "Studio",
     "reports.sections": "Section",
-    "servers.events": "Details Usage Message Choice Completion _Error",
-    "servers.info": "Card _Models",
     "servers.load": "Outcome Pace",
     "servers.measure": "Served _Sent",
     "serving.outcome": "StepCounts",

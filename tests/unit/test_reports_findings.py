@@ -328,7 +328,9 @@ def test_a_ratio_is_clear_where_all_of_its_reach_is_and_by_more_than_repeats_dif
     low: float, ratio: float, high: float, said: str
 ) -> None:
     """Ends at 1, and a ratio at the 2 % by which launches may differ, are not clear yet; one band is enough to widen it."""
-    table = pd.DataFrame({"low": [low], "ratio": [ratio], "high": [high], "launch_band": 0.02, "over_launch_band": 0.02})
+    table = pd.DataFrame(
+        {"low": [low], "ratio": [ratio], "high": [high], "launch_band": 0.02, "over_launch_band": 0.02}
+    )
     wider = findings.verdicts(table.assign(over_launch_band=0.2), above="above", below="below", without="without")
     assert wider.tolist() == ["without" if said == "without" else "no clear difference"]
     assert findings.verdicts(table, above="above", below="below", without="without").tolist() == [said]

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from typing import Self
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ def run() -> Iterator[DryRun]:
 class EngineParameter(nn.Parameter):
     """A parameter as vLLM's `BasevLLMParameter`: its constructor takes a loader, and methods use it."""
 
-    def __new__(cls, data: torch.Tensor, **_: object) -> "EngineParameter":
+    def __new__(cls, data: torch.Tensor, **_: object) -> Self:
         return super().__new__(cls, data=data, requires_grad=False)
 
-    def __init__(self, data: torch.Tensor, weight_loader: object, output_dim: int = 0) -> None:
+    def __init__(self, data: torch.Tensor, weight_loader: object, output_dim: int = 0) -> None:  # noqa: ARG002 -- vLLM's
         self._weight_loader, self.output_dim = weight_loader, output_dim
 
     @property
@@ -174,7 +175,9 @@ class TestEngineParameters:
 
 
 class TestSubclasses:
-    @pytest.mark.parametrize("make", [lambda x, kind: x.as_subclass(kind), lambda x, kind: torch.Tensor._make_subclass(kind, x)])
+    @pytest.mark.parametrize(
+        "make", [lambda x, kind: x.as_subclass(kind), lambda x, kind: torch.Tensor._make_subclass(kind, x)]
+    )
     def test_a_subclass_is_one_on_the_gpu_and_so_are_results(self, run: DryRun, make) -> None:
         x = torch.arange(3.0, device="cuda")
         mine = make(x, Labelled)
@@ -226,7 +229,12 @@ class TestCopies:
         mine = torch.ones(3, device="cuda").as_subclass(Labelled)
         mine.label = "kept"
         again = pickle.loads(pickle.dumps(mine))  # noqa: S301 - our own bytes
-        assert (isinstance(again, Labelled), again.label, again.is_cuda, again.tolist()) == (True, "kept", True, [1] * 3)
+        assert (isinstance(again, Labelled), again.label, again.is_cuda, again.tolist()) == (
+            True,
+            "kept",
+            True,
+            [1] * 3,
+        )
         weight = nn.Parameter(torch.ones(2, device="cuda"))
         weight.tag = 3
         again = pickle.loads(pickle.dumps(weight))  # noqa: S301

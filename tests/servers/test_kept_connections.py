@@ -1,0 +1,201 @@
+"""A request is sent again only if nothing of it can have been read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+import pytest
+
+from dcpbench.servers import client as http
+from dcpbench.servers.client import Client, Connection, RequestError, Target, Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+LINGER_OFF = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+
+
+class Serving:
+    """A server in a thread that answers the first request, and then does something else with the connection."""
+
+    def __init__(self, then: Callable[[socket.socket], None]) -> None:
+        self.then, self.requests, self.done = then, list[bytes](), threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.target = Target.at(f"http://127.0.0.1:{self._listening.getsockname()[1]}", timeout_s=5.0)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            first, _ = self._listening.accept()
+            self.requests.append(first.recv(1 << 16))
+            first.sendall(ANSWER)
+            self.then(first)
+            self.done.set()
+            while True:
+                other, _ = self._listening.accept()
+                self.requests.append(other.recv(1 << 16))
+                other.sendall(ANSWER)
+
+
+def close(sock: socket.socket) -> None:
+    """Close a connection as a server does that it has been idle for too long."""
+    sock.close()
+
+
+def reset(sock: socket.socket) -> None:
+    """Reset a connection."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_OFF)
+    sock.close()
+
+
+def read_and(end: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
+    """Read another request before the end of a connection."""
+
+    def then(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        end(sock)
+
+    return then
+
+
+async def ask_twice(server: Serving, between: Callable[[], None]) -> tuple[Whole | RequestError, int]:
+    """Send two requests; return the second answer or failure, and how many were sent again.
+
+    `between` runs in the event loop, which therefore does not see what happens to the connection meanwhile.
+    """
+    async with Client(server.target) as client:
+        await client.get("/1")
+        between()
+        try:
+            return await client.get("/2"), client.resent
+        except RequestError as e:
+            return e, client.resent
+
+
+def wait_for(server: Serving) -> None:
+    """Let the server act and the packets arrive."""
+    assert server.done.wait(5)
+    time.sleep(0.1)
+
+
+@pytest.mark.parametrize("end", [close, reset])
+def test_a_request_that_was_read_and_dropped_has_failed(end: Callable[[socket.socket], None]) -> None:
+    """The server sees it once."""
+    with Serving(read_and(end)) as server:
+        found, resent = asyncio.run(ask_twice(server, lambda: None))
+    assert isinstance(found, RequestError)
+    assert (found.kind, resent) == ("closed", 0)
+    assert [b"GET /2" in request for request in server.requests] == [False]
+
+
+@pytest.mark.parametrize("end", [close, reset])
+def test_a_connection_that_ended_while_it_was_idle_is_not_used(end: Callable[[socket.socket], None]) -> None:
+    """The kernel knows that it ended, though the event loop has not read it yet."""
+    with Serving(end) as server:
+        found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
+    assert isinstance(found, Whole)
+    assert (found.data, resent, len(server.requests)) == (b"ok", 0, 2)
+
+
+def test_bytes_that_no_request_asked_for_end_a_connection() -> None:
+    """They would be taken for the answer to the next request."""
+
+    def then(sock: socket.socket) -> None:
+        time.sleep(0.1)
+        sock.sendall(ANSWER.replace(b"ok", b"no"))
+
+    with Serving(then) as server:
+        found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
+    assert isinstance(found, Whole)
+    assert (found.data, resent) == (b"ok", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports how many bytes were acknowledged")
+def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is on its way when the request leaves: the peer acknowledges none of it."""
+    monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
+    with Serving(close) as server:
+        found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
+    assert isinstance(found, Whole)
+    assert (found.data, resent, len(server.requests)) == (b"ok", 1, 2)
+
+
+def test_a_request_that_crosses_a_reset_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that reads a request and resets the connection at once acknowledges nothing either."""
+    monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
+    with Serving(reset) as server:
+        found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
+    assert isinstance(found, RequestError)
+    assert (found.kind, resent, len(server.requests)) == ("closed", 0, 1)
+
+
+def test_where_the_system_does_not_tell_the_request_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been read."""
+    monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
+    monkeypatch.setattr(http, "_acked_bytes", lambda _: None)
+    with Serving(close) as server:
+        found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
+    assert isinstance(found, RequestError)
+    assert (found.kind, resent, len(server.requests)) == ("closed", 0, 1)
+
+
+def test_a_server_that_ends_each_connection_at_once_is_not_asked_for_ever() -> None:
+    """Only a kept connection can have ended before the request."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        target = Target.at(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=2.0)
+        accepted = list[int]()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listening.accept()
+                    accepted.append(1)
+                    reset(sock)
+
+        threading.Thread(target=serve, daemon=True).start()
+
+        async def ask() -> None:
+            async with Client(target) as client:
+                await client.get("/")
+
+        with pytest.raises(RequestError):
+            asyncio.run(ask())
+        assert len(accepted) == 1
+
+
+def test_no_connection_within_the_limit_is_a_failure_also_beforehand() -> None:
+    """A host that accepts nothing: its queue is full."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        address = listening.getsockname()
+        target = Target.at(f"http://127.0.0.1:{address[1]}", timeout_s=0.5)
+        held = [socket.socket() for _ in range(8)]
+        for sock in held:
+            sock.settimeout(0)
+            sock.connect_ex(address)
+
+        async def ask() -> None:
+            async with Client(target) as client:
+                await client.open(3)
+
+        began = time.monotonic()
+        with pytest.raises(RequestError, match=r"no connection to .* within 0\.5 s"):
+            asyncio.run(ask())
+        assert time.monotonic() - began < 4.0
+        for sock in held:
+            sock.close()

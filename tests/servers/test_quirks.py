@@ -1,0 +1,193 @@
+"""Streams with quirks (quirks.py): what is measured is what the server noted about its own streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from dcpbench.errors import WorkerError
+from dcpbench.records import formulas
+from dcpbench.servers import turns
+from dcpbench.servers.client import Client, RequestError, Target
+from dcpbench.servers.load import Run
+from dcpbench.servers.prompts import find_manner
+from dcpbench.serving.requests import ServeRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.servers.load import Outcome
+
+QUIRKS = Path(__file__).with_name("quirks.py")
+REQUESTS, TOKENS = 9, 24
+NEAR_MS, NEAR_ITL_MS, NEAR_SHARE = 80.0, 5.0, 0.25  # between the server and the client, on a machine with other work
+BROKEN = {"rst": "closed", "drop": "closed", "abort": "aborted", "busy503": "HTTP 503", "midfin": "cut off"}
+WHOLE = [
+    "plain",
+    "usage_zero",
+    "usage_first0",
+    "usage_final_total",
+    "delta_usage",
+    "hidden",
+    "mtp",
+    "mtp_text",
+    "role_first",
+    "empty_delta",
+    "text_only",
+    "strict500",
+    "tgi500",
+    "no_usage",
+    "no_usage_noids",
+    "split",
+    "promptids",
+]
+CHATS = ("chatonly", "usage_zero", "delta_usage", "hidden", "reasoning", "tools", "content_parts", "delta_null")
+
+
+class Measured(NamedTuple):
+    """What became of a load, and what the server noted about it."""
+
+    outcomes: list[Outcome]
+    truth: list[dict[str, Any]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of answers that finished."""
+        return sum(sum(o.answer.chunk_tokens()) for o in self.outcomes if o.error is None and o.answer is not None)
+
+    def medians(self) -> tuple[float, float, float]:
+        """TTFT, ITL and E2EL in ms, as the client has them."""
+        found = []
+        for outcome in self.outcomes:
+            if outcome.error is None and outcome.answer is not None:
+                token_s = formulas.token_times(outcome.answer.chunk_s, outcome.answer.chunk_tokens())
+                found.append(formulas.RequestTimes(outcome.submitted_s, token_s))
+        gaps = np.concatenate([formulas.itl_ms(times) for times in found])
+        ttft, e2el = ([of(times) for times in found] for of in (formulas.ttft_ms, formulas.e2el_ms))
+        return statistics.median(ttft), float(np.median(gaps)), statistics.median(e2el)
+
+    def true_medians(self) -> tuple[float, float, float]:
+        """TTFT, ITL and E2EL in ms, as the server has them."""
+        whole = [one for one in self.truth if one["ok"]]
+        times = [formulas.RequestTimes(one["t0"], formulas.token_times(one["sent"], one["tokens"])) for one in whole]
+        gaps = np.concatenate([formulas.itl_ms(one) for one in times])
+        ttft, e2el = ([of(one) for one in times] for of in (formulas.ttft_ms, formulas.e2el_ms))
+        return statistics.median(ttft), float(np.median(gaps)), statistics.median(e2el)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Return the address of a process with all quirks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(QUIRKS), str(port)]) as process:
+        until_s = time.monotonic() + 30
+        while time.monotonic() < until_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+        process.kill()
+
+
+def measure(
+    url: str, *, endpoint: str = "completions", retries: int = 0, prompt_tokens: int = 50, clients: int = REQUESTS
+) -> Measured:
+    """Send a closed loop to one of the quirks."""
+
+    async def main() -> Measured:
+        async with Client(Target.at(url, timeout_s=20.0)) as client:
+            await client.get("/_reset")
+            manner = await find_manner(client, "m", endpoint, retries=retries)
+            requests = [
+                ServeRequest(number=n, prompt=np.arange(prompt_tokens, dtype=np.int32) % 30_000, output_tokens=TOKENS)
+                for n in range(REQUESTS)
+            ]
+            run = Run(client, turns.calls(client.target, manner, requests, 0.0), clients, retries=retries)
+            await asyncio.wait_for(run.run(), 60)
+            truth = json.loads((await client.get("/_truth")).data)
+            return Measured(run.outcomes, truth)
+
+    return asyncio.run(main())
+
+
+def check_times(found: Measured) -> None:
+    """Hold the client's medians against the server's."""
+    near = (NEAR_MS, NEAR_ITL_MS, NEAR_MS)
+    for ours, true, near_ms in zip(found.medians(), found.true_medians(), near, strict=True):
+        assert ours == pytest.approx(true, rel=NEAR_SHARE, abs=near_ms)
+
+
+@pytest.mark.parametrize("quirk", WHOLE)
+def test_times_and_tokens_are_those_of_the_server(quirk: str, address: str) -> None:
+    """9 requests of 24 tokens, whichever way the server counts them."""
+    found = measure(f"{address}/{quirk}")
+    assert [o.error for o in found.outcomes] == [None] * REQUESTS
+    assert found.tokens == REQUESTS * TOKENS
+    check_times(found)
+
+
+@pytest.mark.parametrize("quirk", CHATS)
+def test_times_and_tokens_of_chats_are_those_of_the_server(quirk: str, address: str) -> None:
+    found = measure(f"{address}/{quirk}", endpoint="chat")
+    assert [o.error for o in found.outcomes] == [None] * REQUESTS
+    assert found.tokens == REQUESTS * TOKENS
+    check_times(found)
+
+
+@pytest.mark.parametrize("quirk", BROKEN)
+def test_a_request_that_the_server_breaks_is_counted_once(quirk: str, address: str) -> None:
+    """3 of 9 on connections that were kept, and the server saw no request twice."""
+    found = measure(f"{address}/{quirk}", clients=3)
+    assert [o.error.kind for o in found.outcomes if o.error is not None] == [BROKEN[quirk]] * 3
+    assert len(found.truth) == REQUESTS
+    assert found.tokens == 6 * TOKENS
+
+
+def test_a_prompt_of_200000_tokens_is_measured(address: str) -> None:
+    """A server that is asked for ids repeats those of the prompt, 1.3 MB in the event of the first token."""
+    found = measure(f"{address}/promptids", prompt_tokens=200_000)
+    assert [o.error for o in found.outcomes] == [None] * REQUESTS
+    assert not any(one["body"].get("return_token_ids") for one in found.truth)
+    assert found.tokens == REQUESTS * TOKENS
+
+
+def test_a_server_that_still_loads_is_asked_again(address: str) -> None:
+    """It sends the first two requests away, which are the short ones."""
+    with pytest.raises(
+        WorkerError, match=r"HTTP 503: model is loading\. Wait until it is ready, or send .* --retries 5"
+    ):
+        measure(f"{address}/first503")
+    assert measure(f"{address}/first503", retries=5).tokens == REQUESTS * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("quirk", "message"),
+    [
+        ("chatonly", r"it answers /v1/chat/completions; add --endpoint chat\.$"),
+        ("gzip", r"is compressed \(Content-Encoding: gzip\)"),
+    ],
+)
+def test_a_server_that_cannot_be_measured_is_a_sentence(quirk: str, message: str, address: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        measure(f"{address}/{quirk}")
+
+
+def test_usage_beyond_what_was_asked_is_a_failed_request(address: str) -> None:
+    """It counts 48 tokens of 24."""
+    found = measure(f"{address}/usage_wrong")
+    errors = [o.error for o in found.outcomes]
+    assert all(isinstance(error, RequestError) and error.bad is not None for error in errors)
+    assert {(e.bad.field, e.bad.value, e.bad.asked) for e in errors if e and e.bad} == {("completion_tokens", 48, 24)}
