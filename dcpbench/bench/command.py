@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import shlex
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench import redaction
 from dcpbench.bench.cases import CASES, Asked
 from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event, Result
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
@@ -87,7 +87,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
         ranks=ranks,
         cases=CASES[bench](Asked(cpu=probe.device == "cpu", ranks=ranks, typed=sizes)),
         settings=settings,
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=redaction.command_line(["dcpbench", *sys.argv[1:]]),
         package=package.started(),
     )
     if job.device == "cpu":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import redaction
 from dcpbench.commands.command import SOME_FAILED
 from dcpbench.commands.doctor import say_at_start
 from dcpbench.errors import LayoutError, UsageError
@@ -483,7 +484,7 @@ def work_of(folder: Path, settings: Settings, probe: Probe, run: Run) -> launche
         timeout=run.timeout,
         point_limit=_point_limit(run),
         retries=_retries(run),
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=redaction.command_line(["dcpbench", *sys.argv[1:]]),
         worker=WORKER,
     )
 

@@ -367,9 +367,9 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
 def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     import itertools
-    import shlex
     import shutil
 
+    from dcpbench import redaction
     from dcpbench.commands import runs
     from dcpbench.errors import MissingPackageError, UsageError
     from dcpbench.launch import folders
@@ -377,7 +377,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.machine import Probe
     from dcpbench.servers.presets import engine
-    from dcpbench.servers.sweep import measure_started, settings_of
+    from dcpbench.servers.sweep import measure_started
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -391,7 +391,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = [
         candidate
-        for one, settings in itertools.product(specs, preset.servers())
+        for one, settings in itertools.product(specs, preset.labels())
         for candidate in one.candidates(preset.name, model, settings)
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
@@ -401,11 +401,12 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         if not run.as_json:
             traces = str(remote.traces or "")
             for words in dict.fromkeys(
-                shlex.join(preset.words(p, settings_of(p), model, 0, traces=traces)) for p in able
+                redaction.command_line(preset.words(p, preset.settings_of(p), model, 0, traces=traces)) for p in able
             ):
                 say(words)
         return 0
-    program = preset.words(candidates[0].point, settings_of(candidates[0].point), model, 0)[0]
+    first = candidates[0].point
+    program = preset.words(first, preset.settings_of(first), model, 0)[0]
     if shutil.which(program, path=preset.env.get("PATH")) is None:
         raise MissingPackageError(
             f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "
@@ -423,9 +424,9 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
 
 def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     """How the server is measured. Raises UsageError."""
-    import shlex
     import sys
 
+    from dcpbench import redaction
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
     from dcpbench.records.record import CPU
@@ -457,7 +458,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
         realtime=remote.client_realtime,
         check_client=remote.check_client,
         traces=remote.traces,
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=redaction.command_line(["dcpbench", *sys.argv[1:]]),
         device=CPU if run.device == "cpu" else run.gpu or "",
         device_count=run.gpus or tp,
     )

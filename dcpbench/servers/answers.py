@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from dcpbench.redaction import redact_part
 from dcpbench.servers.client import CLIENT_ERROR, MOST_ERROR, OK, RequestError, status_error
 from dcpbench.servers.events import DONE, Choice, Events, StreamError, Usage, error_in, read_completion
 
@@ -148,10 +149,8 @@ class Streamed:
     def _no_stream(self) -> RequestError:
         if self.status != OK:
             return status_error(self.status, self._headers, self._body)
-        kind = self._headers.get(b"content-type", b"").decode("latin-1")[:100]
-        return RequestError(
-            "no stream", f"the server sent {kind} in place of a stream: {error_in(self._body[:TELLING])}"
-        )
+        kind = redact_part(self._headers.get(b"content-type", b"").decode("latin-1"))[:100]
+        return RequestError("no stream", f"the server sent {kind} in place of a stream: {error_in(self._body)}")
 
 
 def refused(error: RequestError) -> bool:

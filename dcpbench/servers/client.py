@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from dcpbench import redaction
 from dcpbench.errors import UsageError
 from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, shortage_sentence
 from dcpbench.servers.events import StreamError, error_in
@@ -64,7 +65,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def api_key(variable: str) -> str:
-    """The key that an environment variable holds, "" where the usual one is not set.
+    """Return the key that an environment variable holds, "" where the usual one is not set; it is redacted from then on.
 
     Raises UsageError, which repeats nothing, where another one is not set: a key typed in its place would be recorded.
     """
@@ -73,7 +74,9 @@ def api_key(variable: str) -> str:
             "--api-key-env takes the name of an environment variable that is set, not the key itself; write for example "
             f"`export {KEY_VARIABLE}=…` and leave the option out."
         )
-    return os.environ.get(variable, "")
+    key = os.environ.get(variable, "")
+    redaction.register(key)
+    return key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,8 @@ class Target:
 
     @classmethod
     def at(cls, url: str, *, key: str = "", timeout_s: float = 600.0) -> Target:
-        """The server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none."""
+        """Return the server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none."""
+        redaction.register_url(url)
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
@@ -183,7 +187,7 @@ def status_error(status: int, headers: dict[bytes, bytes], body: bytes) -> Reque
     """What an HTTP status other than 200 means for a request, with what the server says."""
     said = error_in(body).rstrip(".") if body.strip() else "nothing more"
     if status < CLIENT_ERROR:
-        to = headers.get(b"location", b"").decode("latin-1")[:200]
+        to = redaction.redact_part(headers.get(b"location", b"").decode("latin-1"))[:200]
         return RequestError(f"HTTP {status}", f"the server sends elsewhere (HTTP {status}): {to}. Name that in --url.")
     after = headers.get(b"retry-after", b"").decode("latin-1")
     return RequestError(

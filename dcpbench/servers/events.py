@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from dcpbench.redaction import redact_part
+
+MAX_MESSAGE, MAX_SHOWN = 300, 200  # characters of what a server says of an error, and of what came instead
 MOST_EVENT = 1 << 20
 """Bytes of one event: a chunk of an answer with its logprobs has some thousands."""
 DONE = b"[DONE]"
@@ -138,12 +141,12 @@ def read_completion(data: bytes) -> Completion:
     if found.error is not None:
         raise StreamError(f"it broke off with an error: {error_in(data)}")
     if found.object == "error":
-        raise StreamError(f"it broke off with an error: {found.message}")
+        raise StreamError(f"it broke off with an error: {redact_part(found.message or '')}")
     return found
 
 
 def error_in(data: bytes) -> str:
-    """What a body says of an error, as OpenAI's API and FastAPI put it; else its beginning."""
+    """Return what a body says of an error, as OpenAI's API and FastAPI put it, else its beginning; without secrets."""
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -151,10 +154,10 @@ def error_in(data: bytes) -> str:
     for name in ("error", "detail", "message"):
         if isinstance(found, dict) and name in found:
             found = found[name]
-    return found[:300] if isinstance(found, str) else _shown(data)
+    return redact_part(found)[:MAX_MESSAGE] if isinstance(found, str) else _shown(data)
 
 
 def _shown(data: bytes) -> str:
-    """The beginning of what came, on one line and inert."""
-    text = " ".join(data[:600].decode("utf-8", "replace").split())
-    return "".join(c if c.isprintable() else "�" for c in text[:200]) + ("…" if len(data) > 200 else "")  # noqa: PLR2004
+    """Return the beginning of what came, on one line, inert and without secrets, which are replaced before it is cut."""
+    text = " ".join(redact_part(data.decode("utf-8", "replace")).split())
+    return "".join(c if c.isprintable() else "�" for c in text[:MAX_SHOWN]) + ("…" if len(text) > MAX_SHOWN else "")

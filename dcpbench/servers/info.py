@@ -10,6 +10,7 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
+from dcpbench.redaction import redact_part
 from dcpbench.servers.client import OK, RequestError, status_error
 from dcpbench.show.text import listed, short
 
@@ -105,7 +106,7 @@ async def ask(client: Client) -> ServerInfo:
     info = ServerInfo(models=tuple(models.data) if models else ())
     version = await _json(client, "/version")
     if isinstance(version.get("version"), str):
-        info = dataclasses.replace(info, engine=VLLM, version=version["version"][:LONGEST_FACT])
+        info = dataclasses.replace(info, engine=VLLM, version=_fact(version["version"]))
     for path in SGLANG_INFO:
         said = await _json(client, path)
         if "max_total_num_tokens" in said or "internal_states" in said or "model_path" in said:
@@ -159,7 +160,9 @@ def _of_metrics(info: ServerInfo, found: dict[str, list[tuple[dict[str, str], fl
         if size.isdecimal() and blocks.isdecimal():
             capacity = (capacity or 0) + int(size) * int(blocks)
         facts |= {
-            name: labels[name] for name in ("cache_dtype", "block_size", "enable_prefix_caching") if name in labels
+            name: _fact(labels[name])
+            for name in ("cache_dtype", "block_size", "enable_prefix_caching")
+            if name in labels
         }
     return {"engine": info.engine, "kv_capacity_tokens": capacity, "facts": facts}
 
@@ -174,10 +177,15 @@ def _of_sglang(info: ServerInfo, said: dict[str, Any]) -> ServerInfo:
     return dataclasses.replace(
         info,
         engine=SGLANG,
-        version=version[:LONGEST_FACT] if isinstance(version, str) else "",
+        version=_fact(version) if isinstance(version, str) else "",
         kv_capacity_tokens=capacity,
-        facts={name: str(said[name])[:LONGEST_FACT] for name in KEPT.split() if said.get(name) not in (None, "")},
+        facts={name: _fact(str(said[name])) for name in KEPT.split() if said.get(name) not in (None, "")},
     )
+
+
+def _fact(text: str) -> str:
+    """Return what a server says of itself, without secrets and then cut."""
+    return redact_part(text)[:LONGEST_FACT]
 
 
 def _whole(value: object) -> bool:

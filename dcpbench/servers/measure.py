@@ -69,8 +69,6 @@ MOST_OPEN = 256
 CHUNKS_EACH = 8_000
 """Chunks a second for which a process of the client is taken: about a third of a core."""
 TELL_S = 1.0
-SHORTEST_KEY, BLOT = 8, b"(API key)"
-"""Words such as EMPTY, which servers that want none are given, may stand anywhere."""
 P99 = 99
 
 
@@ -214,15 +212,7 @@ def measure(
     record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
     )
-    return without_key(record, asked.target.key), stopped
-
-
-def without_key(record: Record, key: str) -> Record:
-    """A record in which an API key is blotted out, whoever repeated it: the server in an error, or a command line."""
-    if len(key) < SHORTEST_KEY:
-        return record
-    said = msgspec.json.encode(key)[1:-1]
-    return msgspec.json.decode(msgspec.json.encode(record).replace(said, BLOT), type=Record)
+    return record, stopped
 
 
 async def _send(

@@ -15,6 +15,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+from dcpbench import redaction
 from dcpbench.errors import WorkerError
 from dcpbench.servers.client import Client
 from dcpbench.servers.load import Run, Told
@@ -47,6 +48,8 @@ class Share:
     retries: int
     realtime: bool
     connections: int = 0
+    secrets: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """What is redacted in sentences about its requests."""
 
 
 def divided(number: int, parts: int) -> list[int]:
@@ -77,6 +80,7 @@ def deal(
             limit_s=limit_s,
             retries=retries,
             realtime=realtime,
+            secrets=redaction.secrets(),
         )
         for part in range(count)
     ]
@@ -227,6 +231,7 @@ def work(pipe: Connection, share: Share) -> None:
 
 async def _work(pipe: Connection, share: Share) -> None:
     loop = asyncio.get_running_loop()
+    redaction.register(*share.secrets)
     async with Client(share.target) as client:
         run = Run(
             client,
