@@ -5,12 +5,13 @@ Every DcpbenchError ends as `error: message` with its own exit code; what nobody
 
 import contextlib
 import errno
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from dcpbench import __version__
+from dcpbench import __version__, redaction
 from dcpbench.commands import bench, dashboard, hang, records, submit, syncs
 from dcpbench.commands.ab import ab
 from dcpbench.commands.calibrate import calibrate
@@ -28,7 +29,7 @@ from dcpbench.commands.show import show
 from dcpbench.commands.sweep import sweep
 from dcpbench.commands.top import top
 from dcpbench.commands.verify import verify
-from dcpbench.errors import DcpbenchError
+from dcpbench.errors import DcpbenchError, DiskError, OutputError
 from dcpbench.show import streams
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ app = typer.Typer(
     "that cannot work · 3 not enough GPUs, memory or disk · 4 a rank or some points failed · 5 a package is missing · "
     "130 interrupted · 141 whoever read the output went away, as in `dcpbench show RUN | head -1`.",
 )
+REFUSED = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 MEASURE, READ, CHECK = "Measure", "Read results", "Check"
 COMMANDS = {
     MEASURE: (sweep, serve, ab, calibrate),
@@ -78,6 +80,9 @@ def _root(
 def main(args: list[str] | None = None) -> None:
     """Entry point: run a command, turn our errors into one sentence and an exit code."""
     streams.settle()
+    redaction.forget()
+    redaction.register_environment()
+    redaction.register_words(sys.argv[1:] if args is None else args)
     try:
         try:
             app(args=args, prog_name="dcpbench")
@@ -98,9 +103,24 @@ def main(args: list[str] | None = None) -> None:
             _end("\nInterrupted. To begin anew, type the same again.", 130)
         raise
     except OSError as e:
-        if e.errno != errno.ENOSPC or e.filename is not None:
+        error = _named(e)
+        if error is None:
             raise
-        _end("error: what the command prints, or a file, could not be written: no space left; make room.", 2)
+        _end(f"error: {error}", error.exit_code)
+
+
+def _named(e: OSError) -> DcpbenchError | None:
+    """Return an error of ours for a disk that cannot be written, and for a file that may not be used; None for others."""
+    from dcpbench.records.disks import error_number
+    from dcpbench.show.text import printable
+
+    name = "" if e.filename is None else printable(os.fsdecode(e.filename))
+    if (number := error_number(e)) is not None:
+        what = name or "what the command prints, or a file"
+        return DiskError(f"{what} could not be written ({e.strerror}); make room, or check the disk.", number)
+    if name and e.errno in REFUSED:
+        return OutputError(f"{name} cannot be used ({e.strerror}); name another file or folder.")
+    return None
 
 
 def _end(said: str, code: int) -> None:

@@ -70,6 +70,11 @@ class DiskError(DcpbenchError):
 
     exit_code = 3
 
+    def __init__(self, message: str, number: int | None = None) -> None:
+        """Keep the error number of the operating system, for the process that started this one."""
+        super().__init__(message)
+        self.number = number
+
 
 class WorkerError(DcpbenchError):
     """A torchrun job failed or hung; the message names the log to read."""

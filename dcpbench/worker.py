@@ -31,6 +31,7 @@ from dcpbench.measuring.environment import environment, probe
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
 from dcpbench.points.shapes import load_shape
+from dcpbench.records.disks import error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import omitted_note
 from dcpbench.serving.outcome import in_short
@@ -172,9 +173,18 @@ def _numbers(record: Record) -> str:
 
 def _fail(folder: Path, rank: int, key: str, e: Exception) -> NoReturn:
     """Leave what a rank raised at a point, and end."""
-    failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())
+    failure = Failure(
+        rank=rank,
+        key=key,
+        kind=type(e).__name__,
+        message=str(e),
+        traceback=traceback.format_exc(),
+        disk=error_number(e),
+        path=str(getattr(e, "filename", None) or ""),
+    )
     with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
         (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
+    with contextlib.suppress(OSError):
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang

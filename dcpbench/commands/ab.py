@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from dcpbench import redaction
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, ended, panel
 from dcpbench.commands.compare import Judged, Shown
@@ -286,23 +287,28 @@ def _state(folder: Path, launches: Launches, new: State) -> State:
             old = msgspec.json.decode(path.read_bytes(), type=State)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise OutputError(f"{path} cannot be read ({e}); start over with --force.") from e
-        if (old.workload, old.a, old.b) != (new.workload, new.a, new.b):
+        if _without_secrets(old) != _without_secrets(dataclasses.replace(new, done=old.done)):
             raise OutputError(
                 f"--resume: {folder} was begun with --a {shlex.join(old.a)!r} and --b {shlex.join(old.b)!r} of "
                 f"{old.workload}; repeat these (--both counted in), or give another folder with -o."
             )
-        return old
+        return dataclasses.replace(new, done=old.done)
     if not launches.force and any((folder / name).exists() for name in ("a", "b", RECORDS_FILE)):
         raise OutputError(f"{folder} holds a run, or folders a or b, that are not of ab; give another folder with -o.")
     _write(folder, new)
     return new
 
 
+def _without_secrets(state: State) -> State:
+    return dataclasses.replace(state, a=redaction.redact_values(state.a), b=redaction.redact_values(state.b))
+
+
 def _write(folder: Path, state: State) -> None:
     import msgspec
 
+    text = msgspec.json.format(msgspec.json.encode(_without_secrets(state)), indent=2)
     try:
-        write_file(folder / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+        write_file(folder / STATE_FILE, text + b"\n")
     except OSError as e:
         raise OutputError(f"{folder / STATE_FILE} cannot be written ({e.strerror}); give another folder.") from e
 
@@ -351,7 +357,7 @@ def _announce(
             with as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
                 ended(command, [*arguments, "--dry-run", "--json"])
         except DcpbenchError as e:
-            raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
+            raise type(e)(f"--{side} {redaction.command_line(arguments)!r}: {e}") from e
         rows = json.loads(plan.getvalue())
         devices |= part.devices
         lines.append(f"{_typed(side, arguments, variants)}  ({counted(sum(not r['reason'] for r in rows), 'point')})")
@@ -366,7 +372,7 @@ def _announce(
 
 
 def _typed(side: str, arguments: Sequence[str], variants: Variants) -> str:
-    return f"{side.upper()}: dcpbench {variants.workload} {shlex.join(arguments)}"
+    return f"{side.upper()}: dcpbench {variants.workload} {redaction.command_line(arguments)}"
 
 
 def _to_go_on(folder: Path) -> str:

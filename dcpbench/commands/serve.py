@@ -393,9 +393,9 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
 def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     import itertools
-    import shlex
     import shutil
 
+    from dcpbench import redaction
     from dcpbench.commands import runs
     from dcpbench.errors import MissingPackageError, UsageError
     from dcpbench.launch import folders
@@ -404,7 +404,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     from dcpbench.points.machine import Probe
     from dcpbench.servers.presets import engine
     from dcpbench.servers.profile import make_traces_folder
-    from dcpbench.servers.sweep import measure_started, settings_of
+    from dcpbench.servers.sweep import measure_started
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -418,7 +418,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = [
         candidate
-        for one, settings in itertools.product(specs, preset.servers())
+        for one, settings in itertools.product(specs, preset.labels())
         for candidate in one.candidates(preset.name, model, settings)
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
@@ -428,11 +428,12 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         if not run.as_json:
             traces = str(remote.traces or "")
             for words in dict.fromkeys(
-                shlex.join(preset.words(p, settings_of(p), model, 0, traces=traces)) for p in able
+                redaction.command_line(preset.words(p, preset.settings_of(p), model, 0, traces=traces)) for p in able
             ):
                 say(words)
         return 0
-    program = preset.words(candidates[0].point, settings_of(candidates[0].point), model, 0)[0]
+    first = candidates[0].point
+    program = preset.words(first, preset.settings_of(first), model, 0)[0]
     if shutil.which(program, path=preset.env.get("PATH")) is None:
         raise MissingPackageError(
             f"{preset.name} cannot be started: there is no program {program} here; install it, or begin PATH with the "

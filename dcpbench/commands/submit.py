@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dcpbench import redaction
 from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, command, panel
 from dcpbench.commands.elsewhere import without
@@ -371,7 +372,7 @@ class Where:
 
 def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: Where) -> Asked:
     """What is to run, as its own command understands it. Raises what that command would, too."""
-    from dcpbench.submit.asked import Asked
+    from dcpbench.submit.asked import SUBMIT_FOLDER, Asked
 
     example = f"dcpbench submit {where.kind} --nodes 2 --gpus-per-node 8 -- sweep --tp 16 --dcp 8"
     words = words[1:] if words[:1] == ["dcpbench"] else words
@@ -386,6 +387,12 @@ def _asked(caller: typer.Context, words: Sequence[str], job: Job, where: Where) 
         raise UsageError(f"--name {job.name}: write at most 42 of a-z, 0-9 and -, beginning with a letter.")
     if job.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", job.time):
         raise UsageError(f"--time {job.time}: write minutes, HH:MM:SS or D-HH:MM:SS, such as --time 4:00:00.")
+    if redaction.redact_values(list(words)) != list(words):
+        raise UsageError(
+            f"a key stands in the command, which is kept in {SUBMIT_FOLDER}/ of the run and shown by the cluster: "
+            f"{redaction.command_line(words)}. Set it in the environment of the job instead, as VLLM_API_KEY for vLLM, or "
+            "in the [env] of an engine's file that the machines of the job have."
+        )
     runs, typed, given = _parsed(caller, words)
     _check_words(words[0], typed, given, job)
     _check_plan(runs, words, typed, job, where)

@@ -48,6 +48,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """In the words of proc(5): R, S, D, T, Z; empty where it was gone."""
     cpu: float | None = None
     """CPU time of its main thread over the time of looking."""
+    held: bool = False
+    """Whether it was in the kernel, where no signal reaches it (state D), at the beginning and at the end of the looking."""
+    held_in: str = ""
+    """Function of the kernel that it waits in, where proc(5) says it (wchan)."""
     ended: str = ""
     """How it ended, if it had."""
 

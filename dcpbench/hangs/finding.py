@@ -6,8 +6,9 @@ Ranks of a group must begin the same collectives in the same order. The n-th tha
 2. a rank waits in a kernel for a peer's signal, by the counters in its memory: the peer has passed that place and its
    signal was lost, or it has not come there
 3. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
-4. all are in the same one: none is behind, and what carries it stands still
-5. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
+4. a rank waits in the kernel, where no signal reaches it: for a disk or a driver that does not answer
+5. all are in the same one: none is behind, and what carries it stands still
+6. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
    own place is all there is
 """
 
@@ -77,8 +78,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """`order`, `shape`, `dtype`: it began another collective than the others · `signal`: it has passed the meeting of
     kernels in which others wait for its signal · `behind`: it has not come to the collective in which the others wait,
     or to the meeting · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
-    wait for each other · `device`: steps were handed over, and devices stand in them · `outside`: none is in a
-    collective · `unknown`."""
+    wait for each other · `device`: steps were handed over, and devices stand in them · `kernel`: it waits in
+    the kernel for a disk or a driver · `outside`: none is in a collective · `unknown`."""
     said: str
     """In one sentence."""
     ranks: list[int] = []
@@ -115,7 +116,7 @@ def find(evidence: Evidence) -> Finding:
     """What the evidence says, and no more."""
     groups = _groups(evidence)
     found = _mismatch(evidence, groups) or _at_meetings(evidence, groups) or _behind(evidence, groups)
-    found = found or _together(evidence, groups)
+    found = _held(evidence, found) or found or _together(evidence, groups)
     found = found or _on_devices(evidence) or _by_stacks(evidence) or _outside(evidence)
     numbers = listed(spans(evidence.unknown).split(","))
     unknown = (
@@ -522,8 +523,28 @@ def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set
     )
 
 
+def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
+    """Case 4: ranks that wait in the kernel, and that no other finding names already. None is called level with others."""
+    held = {rank.rank: rank.seen.held_in for rank in evidence.ranks if rank.seen is not None and rank.seen.held}
+    if not held or (found is not None and not set(found.ranks) & set(held)):
+        return None
+    names = listed(sorted(set(filter(None, held.values()))))
+    where = f" in {names}" if names else ""
+    verb = "waits" if len(held) == 1 else "wait"
+    why = f"{_ranks(held)} {verb} in the kernel{where}, where no signal reaches a process (state D)."
+    if found is not None:
+        return msgspec.structs.replace(found, why=[*found.why, why])
+    return Finding(
+        kind="kernel",
+        said=f"{_ranks(held)} {verb} in the kernel{where}, for a disk, a network file system or a driver that does not answer",
+        ranks=sorted(held),
+        waiting=sorted({rank.rank for rank in evidence.ranks} - set(held)),
+        why=[why],
+    )
+
+
 def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 4."""
+    """Case 5."""
     waits = {rank.rank: one for rank in evidence.ranks if (one := inside(rank)) and one.call}
     if not waits:
         return None
@@ -549,7 +570,7 @@ def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
 
 
 def _on_devices(evidence: Evidence) -> Finding | None:
-    """Case 5 where hosts only handed steps to devices that mark how far they are."""
+    """Case 6 where hosts only handed steps to devices that mark how far they are."""
     known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
     handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
     if not known or not len(known) == len(handed) == len(evidence.ranks):
@@ -629,7 +650,7 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
 
 
 def _outside(evidence: Evidence) -> Finding:
-    """Case 5, and whatever is not known."""
+    """Case 6, and whatever is not known."""
     placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
     parts = [f"{rank.name} {_doing(rank)}{_at(*spot(rank))}" for rank in placed[:8]]
     if placed and all(rank.beats is not None for rank in placed) and not any(inside(rank) for rank in placed):

@@ -6,7 +6,6 @@ A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and doe
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shlex
@@ -21,6 +20,7 @@ from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, alive, alive_pid
 from dcpbench.points.names import flag
 from dcpbench.points.point import HOW
+from dcpbench.records import disks
 from dcpbench.records.folder import (
     CHECKS_FILE,
     FAILED_FILE,
@@ -42,19 +42,20 @@ if TYPE_CHECKING:
 
 COMMANDS = {"decode": "sweep", "serve": "serve"}
 """By workload, which leaves records there."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 ENDING_S, LOOK_S = 5.0, 0.05
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder, and make sure that files can be written into it. Raises OutputError."""
+    """Make the folder, and make sure that files can be written into it. Raises OutputError, and DiskError for its disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as e:
+        if e.errno in disks.FULL:
+            raise disks.disk_error(folder, e.errno) from e
         raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
 
 
@@ -110,25 +111,18 @@ def _take(lock: int, folder: Path) -> None:
         return
 
 
-def full(folder: Path) -> OutputError:
-    """What is said where a run's disk is full. Each record was on disk before the next point was begun."""
-    name = shlex.quote(str(folder))
-    return OutputError(
-        f"{folder}: no space is left on its disk. What was measured is safe: make room, then repeat the command with "
-        f"-o {name} --resume; or write its report elsewhere with `dcpbench report {name} -o ELSEWHERE`."
-    )
-
-
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Name a full disk, and a folder that is gone, where a run writes into its folder."""
+    """Name a disk that cannot be written, and a folder that is gone, where a run writes into its folder."""
     try:
         yield
     except OSError as e:
-        if e.errno in FULL:
-            raise full(folder) from e
+        if (number := disks.error_number(e)) is not None:
+            raise disks.disk_error(folder, number) from e
         if not folder.is_dir():
             raise _removed(folder) from e
+        if e.filename is not None and Path(os.fsdecode(e.filename)).absolute().is_relative_to(folder.absolute()):
+            raise disks.write_error(Path(os.fsdecode(e.filename)), e, run=folder) from e
         raise
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +28,6 @@ from dcpbench.records.folder import HANGS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from dcpbench.hangs.finding import Finding
     from dcpbench.launch.ranks import Ranks
@@ -46,6 +46,7 @@ GPUS = (
     "power.draw",
     "ecc.errors.uncorrected.volatile.total",
 )
+HELD = "D"  # state of a process in the kernel, where no signal reaches it
 FINDING_FILE = "finding.json"
 BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
 DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
@@ -61,6 +62,7 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     folder = _new_folder(ranks)
     pids = ranks.pid_of()
     before, began = {rank: _cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
+    held = {rank for rank, pid in pids.items() if _state(pid) == HELD}
     gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
     nccl = threading.Thread(target=ask_nccl, args=(folder / NCCL_FILE,), daemon=True)
     if gpus is not None:  # else there is no NCCL of ours that could answer
@@ -68,7 +70,7 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     asked = [rank for rank in pids if _ask(ranks.logs / ASK.format(rank))]
     stacks = ranks.stacks()
     spent = max(time.monotonic() - began, 1e-3)
-    seen = [_seen(ranks, rank, pids.get(rank), before.get(rank), spent) for rank in ranks.ranks]
+    seen = [_seen(ranks, rank, pids.get(rank), before.get(rank), spent, held=rank in held) for rank in ranks.ranks]
     spies = [
         _start(["py-spy", "dump", "--native", "--pid", str(p)], folder / f"py-spy-{r}.txt") for r, p in pids.items()
     ]
@@ -175,15 +177,22 @@ def _cpu_ticks(pid: int) -> int | None:
     return None
 
 
-def _seen(ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float) -> Seen:
+def _state(pid: int) -> str:
+    """Return the state of a process in the letters of proc(5); empty if it is gone."""
+    return (child.start_ticks(pid) or ("", 0))[0]
+
+
+def _seen(ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float, *, held: bool = False) -> Seen:
     ended = next((code_words(e.code) for e in ranks.exits() if e.rank == rank), "")
     if pid is None:
         return Seen(rank=rank, ended=ended or "its process was gone")
-    after, state = _cpu_ticks(pid), child.start_ticks(pid)
+    after, state = _cpu_ticks(pid), _state(pid)
     cpu = None
     if before is not None and after is not None:
         cpu = round((after - before) / os.sysconf("SC_CLK_TCK") / seconds, 3)
-    return Seen(rank=rank, pid=pid, state=state[0] if state else "", cpu=cpu, ended=ended)
+    held = held and state == HELD
+    where = read(Path(f"/proc/{pid}/wchan")).strip("0\n") if held else ""
+    return Seen(rank=rank, pid=pid, state=state, cpu=cpu, ended=ended, held=held, held_in=where)
 
 
 def _ask(pipe: Path) -> bool:

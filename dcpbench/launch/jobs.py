@@ -112,6 +112,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     traceback: str
+    disk: int | None = None
+    """Number of the operating system's error, if a disk is at fault (records/disks.py)."""
+    path: str = ""
+    """File that could not be written then, if the error names one."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench import errors
-from dcpbench.errors import WorkerError
+from dcpbench.errors import DiskError, WorkerError
 from dcpbench.launch import child, folders, hung, jobs, package, tries
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
@@ -29,13 +30,13 @@ from dcpbench.launch.ranks import LOG_LINES
 from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
 from dcpbench.points import budget
 from dcpbench.points.machine import Probe
+from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, job_file
 from dcpbench.records.record import READ_LOG, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from dcpbench.points.point import Point
 
@@ -181,7 +182,7 @@ def _run_size(
         with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
             end = _follow_job(running, work, others, watch)
         work.check_folder()
-        _check_room(end, work.folder)
+        _check_disk(end, work.folder)
         end.done |= {record.point.key() for record in records.since(begin)}
         points = [p for p in points if p.key() not in end.done]
         if not points:
@@ -210,13 +211,14 @@ def _run_size(
     return unusable
 
 
-def _check_room(end: _End, folder: Path) -> None:
-    """Raise OutputError where a rank could not write into the folder because its disk is full."""
+def _check_disk(end: _End, folder: Path) -> None:
+    """Raise DiskError if a disk ended the job, also if the ranks could not leave their errors on it."""
     for failure in end.failures:
-        number, _, path = failure.message.partition("]")
-        full = failure.kind == "OSError" and number in [f"[Errno {n}" for n in folders.FULL]
-        if full and ("'" not in path or str(folder) in path):
-            raise folders.full(folder)
+        if failure.disk is not None:
+            elsewhere = failure.path and not Path(failure.path).is_relative_to(folder)
+            raise disks.disk_error(folder, failure.disk, failure.path if elsewhere else "")
+    if end.failed:
+        disks.check_room(folder)
 
 
 def _tell(record: Record, work: Work, watch: Callable[[Progress], None], *, again: bool = False) -> None:
@@ -355,6 +357,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         silent = watchdog.silent(work.limit_s(end.stage))
         if silent or end.past(work.point_limit):
             end.hung_s, end.over_s = (work.limit_s(end.stage), 0.0) if silent else (0.0, work.point_limit or 0.0)
+            _check_answers(work.folder, watch)
             end.evidence, end.stacks = hung.take_down(running)
             _tell_of_lingering(end, watch)
             break
@@ -368,6 +371,15 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         end.exits += other.exits
         end.stacks |= other.stacks
     return end
+
+
+def _check_answers(folder: Path, watch: Callable[[Progress], None]) -> None:
+    """Raise DiskError if the folder's file system does not answer, which holds its ranks and whatever would describe them."""
+    try:
+        disks.check_answers(folder)
+    except DiskError as e:
+        watch(Progress(stage=STOPPED, note=str(e).rstrip(".")))  # at once, as the job may not end before it answers
+        raise
 
 
 def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:

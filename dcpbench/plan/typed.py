@@ -7,6 +7,8 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from dcpbench import redaction
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -39,8 +41,8 @@ def _without(words: Sequence[str], options: set[str]) -> list[str]:
 
 
 def typed_command() -> str:
-    """Return the command line of this process as records keep it: without values of headers."""
-    return shlex.join(["dcpbench", *hide_headers(sys.argv[1:])])
+    """Return the command line of this process as records keep it: without secrets and without values of headers."""
+    return redaction.command_line(["dcpbench", *hide_headers(sys.argv[1:])])
 
 
 def hide_headers(words: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import SETTING, Load, Point
+from dcpbench.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,7 @@ def engine_point(
     `settings`: what was varied of the server and no other field says.
     """
     return Point(
-        model=model,
+        model=redact(model),
         tp=layout["tp"],
         dp=layout["dp"],
         dcp=layout["dcp"],
@@ -52,9 +53,14 @@ def engine_point(
         interleave=0,
         weights=UNKNOWN,
         load=load,
-        settings=SETTING.join(f"{name}={value}" for name, value in (settings or {}).items()),
+        settings=setting_text(settings or {}),
         repeat=repeat,
     )
+
+
+def setting_text(settings: Mapping[str, str]) -> str:
+    """Return what was varied of a server as a point has it: `max-num-seqs=32, dtype=half`, without secrets."""
+    return redact(SETTING.join(f"{name}={value}" for name, value in settings.items()))
 
 
 def engine_load(**said: Any) -> Load:  # noqa: ANN401 -- fields of several types

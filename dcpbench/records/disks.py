@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
+import subprocess
+import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import DcpbenchError, DiskError, OutputError
@@ -15,38 +19,81 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 DISK_ERRORS = (*FULL, *BROKEN)
+OUR_ROOM = 1 << 20  # bytes that a run needs to go on: records, logs and samples of a point
+ANSWER_S = 5.0  # for a write of a few bytes, after which a file system counts as frozen
+KILL_S = 0.5
+PROBE = "import os, sys, tempfile\nwith tempfile.TemporaryFile(dir=sys.argv[1]) as f:\n f.write(b'x'); f.flush(); os.fsync(f.fileno())"
 
 
-def is_disk_error(error: BaseException) -> bool:
-    """Return whether an error is one of the disk, which no point and no server causes."""
-    return isinstance(error, OSError) and error.errno in DISK_ERRORS
+def error_number(error: BaseException) -> int | None:
+    """Return the number of an error of the disk, which no point and no server causes; None for any other error."""
+    number = error.number if isinstance(error, DiskError) else error.errno if isinstance(error, OSError) else None
+    return number if number in DISK_ERRORS else None
 
 
 def write_error(path: Path, error: OSError, run: Path | None = None) -> DcpbenchError:
     """Return the error to raise where a file of a run's folder, by default the file's own, could not be written."""
     folder = path.parent if run is None else run
-    return (
-        disk_error(folder, error.errno)
-        if is_disk_error(error)
-        else OutputError(
-            f"{path} cannot be written ({error.strerror or error}). Let this user write there, then repeat the command with "
-            f"{_resume(folder)}; or give another folder with -o."
-        )
+    if (number := error_number(error)) is not None:
+        return disk_error(folder, number)
+    return OutputError(
+        f"{path} cannot be written ({error.strerror or error}). Let this user write there, then repeat the command with "
+        f"{_resume(folder)}; or give another folder with -o."
     )
 
 
-def disk_error(folder: Path, number: int | None) -> DiskError:
-    """Return the error to raise where the disk of a run's folder takes nothing more. Every earlier record is on it."""
-    what = {
-        errno.ENOSPC: "no space is left on its disk. What was measured is safe: make room",
-        errno.EDQUOT: "the disk quota of this user is used up. What was measured is safe: make room",
-        errno.EROFS: "its file system is read-only. What was measured is safe: mount it for writing",
-        errno.EIO: "its disk reported an I/O error, so the last record may not be on it. Check the disk",
-    }.get(number or 0, f"its disk cannot be written ({os.strerror(number or errno.EIO)}). Check the disk")
+def disk_error(folder: Path, number: int, where: str = "") -> DiskError:
+    """Return the error to raise where a disk takes nothing more: that of a run's folder, or of another file, `where`.
+
+    Every earlier record is on the disk of the run.
+    """
+    what, how = {
+        errno.ENOSPC: ("no space is left on its disk", "make room"),
+        errno.EDQUOT: ("the disk quota of this user is used up", "make room"),
+        errno.EROFS: ("its file system is read-only", "mount it for writing"),
+        errno.EIO: ("its disk reported an I/O error, so that the last record may be lost", "check the disk"),
+    }.get(number, (f"its disk cannot be written ({os.strerror(number)})", "check the disk"))
     return DiskError(
-        f"{folder}: {what}, then repeat the command with {_resume(folder)}; or write its report elsewhere with "
-        f"`dcpbench report {shlex.quote(str(folder))} -o ELSEWHERE`."
+        f"{where or folder}: {what}. No point is to blame, and what was recorded before is safe: {how}, then repeat the "
+        f"command with {_resume(folder)}; or write its report elsewhere with `dcpbench report {shlex.quote(str(folder))} -o "
+        "ELSEWHERE`.",
+        number,
     )
+
+
+def check_room(folder: Path) -> None:
+    """Raise DiskError if a folder's disk cannot take what a run writes next."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as f:
+            f.write(bytes(OUR_ROOM))
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        if (number := error_number(e)) is not None:
+            raise disk_error(folder, number) from e
+
+
+def check_answers(folder: Path) -> None:
+    """Raise DiskError if a folder's file system does not answer, as one that is frozen or whose server is gone.
+
+    A process of its own tries it, as nothing ends a write that such a file system holds.
+    """
+    probe = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", PROBE, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        probe.wait(ANSWER_S)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends it before the file system answers
+            probe.wait(KILL_S)
+        raise DiskError(
+            f"{folder}: its file system does not answer, as a file could not be written within {ANSWER_S:g} s. No point is "
+            f"to blame: see that it can be written again, then repeat the command with {_resume(folder)}."
+        ) from None
 
 
 def _resume(folder: Path) -> str:

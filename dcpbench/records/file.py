@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
+from dcpbench import redaction
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import older
 from dcpbench.records import acceptance, checks, checksums, disks
@@ -62,11 +63,15 @@ class RecordFile:
     def append(self, record: Record) -> Record:
         """Write one record that `read_records` accepts, flushed and synced, and return it as it was written.
 
-        A value that a reader would refuse is replaced, and named in `Record.omitted` (acceptance.py). A last line that a
+        A value that a reader would refuse is replaced, and named in `Record.omitted` (acceptance.py). Secrets are
+        redacted, but for those in the point, which `--resume` finds by its key. A last line that a
         crash cut short goes to `records.truncated.txt` first. Raises OutputError if the file cannot be written, if another
         process holds its lock for WAIT_S, or if the file system has no locks.
         """
         kept, line = acceptance.accept(record, decode)
+        if redaction.secrets():
+            kept = _redacted(kept)
+            line = checksums.seal(_encoder.encode(kept))
         try:
             with self.path.open("ab") as f:
                 _lock(f, self.path)
@@ -89,6 +94,12 @@ class RecordFile:
         """Yield the records that were appended since `end` returned `begin`; errors as of `read_records`."""
         if self.path.exists():
             yield from (record for _, record in placed_records(self.path, begin))
+
+
+def _redacted(record: Record) -> Record:
+    before = msgspec.to_builtins(record)
+    after = redaction.redact_values(before) | {"point": before["point"]}
+    return record if before == after else msgspec.convert(after, Record)
 
 
 def check_point(point: Point) -> None:

@@ -59,10 +59,11 @@ def write_report(
 
     With `as_repeats` the runs are passes over the same grid and shown as one, with how well they agree. `slo` are
     objectives in ms (`{"ttft": 2000, "itl": 60}`) that the answer keeps to, instead of those that the runs were
-    measured with. Raises RecordsError for a folder without records, UsageError for no folder and OutputError where
-    `out` cannot be written.
+    measured with. Raises RecordsError for a folder without records, UsageError for no folder, and OutputError or
+    DiskError if `out` cannot be written.
     """
-    from dcpbench.errors import OutputError
+    from dcpbench.errors import DiskError, OutputError
+    from dcpbench.records.disks import error_number
     from dcpbench.reports import export, frames, markdown, overview, plots, sections
     from dcpbench.reports.page.render import render
     from dcpbench.show.whole_files import whole_folder
@@ -84,10 +85,11 @@ def write_report(
             drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     except OSError as e:
         again = shlex.join(["dcpbench", "report", *map(str, folders)])
-        raise OutputError(
+        said = (
             f"cannot write the report into {out}: {e.strerror or e}. The records are safe; make room, or type: {again} "
             "-o ELSEWHERE"
-        ) from e
+        )
+        raise (OutputError(said) if (number := error_number(e)) is None else DiskError(said, number)) from e
     return [out / name for name in (PAGE, TEXT, TABLE, *drawn)]
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from dcpbench import redaction
 from dcpbench.errors import UsageError
 from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, shortage_sentence
 from dcpbench.servers.events import BadStream, StreamError, error_in
@@ -91,7 +92,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def api_key(variable: str) -> str:
-    """The key that an environment variable holds, "" where the usual one is not set.
+    """Return the key that an environment variable holds, "" where the usual one is not set; it is redacted from then on.
 
     Raises UsageError, which repeats nothing, where another one is not set: a key typed in its place would be recorded.
     """
@@ -100,7 +101,9 @@ def api_key(variable: str) -> str:
             "--api-key-env takes the name of an environment variable that is set, not the key itself; write for example "
             f"`export {KEY_VARIABLE}=…` and leave the option out."
         )
-    return os.environ.get(variable, "")
+    key = os.environ.get(variable, "")
+    redaction.register(key)
+    return key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,12 @@ class Target:
     def at(
         cls, url: str, *, key: str = "", headers: tuple[tuple[str, str], ...] = (), timeout_s: float = 600.0
     ) -> Target:
-        """The server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none."""
+        """Return the server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none.
+
+        Secrets in the URL and in the headers are redacted from then on.
+        """
+        redaction.register_url(url)
+        redaction.register(*find_secrets(headers))
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
@@ -155,11 +163,6 @@ class Target:
         """As it is said: without a key."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.path}"
-
-    @property
-    def secrets(self) -> list[str]:
-        """Return what no record and no output may hold: the key, and the values of headers."""
-        return [*([self.key] if self.key else []), *find_secrets(self.headers)]
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """All bytes of a request."""

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.redaction import redact_part
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_EVENT = 1 << 20  # bytes of one event without the echo of a prompt; a chunk with its logprobs has some thousands
-MAX_QUOTE = 300  # characters of a server's own error message that are repeated
+MAX_QUOTE, MAX_SHOWN = 300, 200  # characters of a server's error message, and of anything else that it sent
 DONE = b"[DONE]"
 PLAIN = b"data: "
 
@@ -284,7 +285,7 @@ def read_completion(data: bytes) -> Completion:
 
 
 def error_in(data: bytes) -> str:
-    """Return the error message in a body, where OpenAI's API and FastAPI put it, else the beginning of the body."""
+    """Return the error message in a body, where OpenAI's API and FastAPI put it, else its beginning; without secrets."""
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -296,6 +297,6 @@ def error_in(data: bytes) -> str:
 
 
 def _shown(data: bytes) -> str:
-    """Return the beginning of what arrived, on one line and printable."""
-    text = " ".join(data[:600].decode("utf-8", "replace").split())
-    return "".join(c if c.isprintable() else "�" for c in text[:200]) + ("…" if len(data) > 200 else "")  # noqa: PLR2004
+    """Return the beginning of what arrived, on one line and printable; secrets are replaced before it is cut."""
+    text = " ".join(redact_part(data.decode("utf-8", "replace")).split())
+    return "".join(c if c.isprintable() else "�" for c in text[:MAX_SHOWN]) + ("…" if len(text) > MAX_SHOWN else "")

@@ -1,23 +1,27 @@
-"""A server and all that it starts, which nothing outlives: neither a stop, nor the death of the one who wanted it.
+"""Runs a server and ends everything that it starts, when it is stopped and when the process that wanted it dies.
 
-    guard.py PARENT GRACE COMMAND…
+    guard.py PARENT GRACE < {"command": [...], "secrets": [...], "placeholder": "(API key)"}
 
-runs COMMAND and ends with its exit code. On SIGTERM, which the kernel also sends when the process PARENT dies, everything below it
-gets SIGTERM, and what is left after GRACE seconds SIGKILL: whatever loses its own parent meanwhile becomes a child of this process.
-Run by its path, so that it has nothing but the standard library.
+runs the command and ends with its exit code. On SIGTERM, which the kernel also sends when the process PARENT dies, everything
+below it gets SIGTERM, and what is left after GRACE seconds SIGKILL: a process that loses its own parent meanwhile becomes a child
+of this one. The command comes on stdin, so that no key in it is repeated in the title of this process, and secrets are
+replaced in what the server writes. Run by its path, so that it has nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import threading
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 REST_S = 0.05
+READ_BYTES = 1 << 16
 
 
 def descendants(pid: int) -> list[int]:
@@ -59,8 +63,34 @@ def _reap() -> None:
             pass
 
 
-def main(parent: int, grace_s: float, command: list[str]) -> int:
-    """See the module."""
+def copy_redacted(source: int, target: int, secrets: list[bytes], placeholder: bytes) -> None:
+    """Copy what is read from one descriptor to another with secrets replaced, also those that two reads divide."""
+    held = b""
+    while data := os.read(source, READ_BYTES):
+        text = _replaced(held + data, secrets, placeholder)
+        kept = max((n for secret in secrets for n in range(1, len(secret)) if text.endswith(secret[:n])), default=0)
+        text, held = text[: len(text) - kept], text[len(text) - kept :]
+        _write(target, text)
+    _write(target, _replaced(held, secrets, placeholder))
+    os.close(source)
+
+
+def _replaced(text: bytes, secrets: list[bytes], placeholder: bytes) -> bytes:
+    for secret in secrets:
+        text = text.replace(secret, placeholder)
+    return text
+
+
+def _write(target: int, text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not stop the server
+        while text:
+            text = text[os.write(target, text) :]
+
+
+def main(
+    parent: int, grace_s: float, command: list[str], secrets: list[bytes] | None = None, placeholder: bytes = b""
+) -> int:
+    """Run the command; see the module."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops this process as it sees fit
@@ -69,8 +99,12 @@ def main(parent: int, grace_s: float, command: list[str]) -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         return 1
+    source, sink = os.pipe() if secrets else (-1, -1)
     server = os.fork()
     if server == 0:
+        if secrets:
+            os.dup2(sink, 1)
+            os.dup2(sink, 2)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.setpgid(0, 0)
@@ -79,16 +113,32 @@ def main(parent: int, grace_s: float, command: list[str]) -> int:
         except OSError as e:
             os.write(2, f"{type(e).__name__}: {command[0]}: {e.strerror}\n".encode())
             os._exit(127)
+    copying = None
+    if secrets:
+        os.close(sink)
+        copying = threading.Thread(target=copy_redacted, args=(source, 1, secrets, placeholder), daemon=True)
+        copying.start()
+    code = 128 + signal.SIGTERM
     while not asked:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == server:
-            _end_all(grace_s)
             code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            code = code if code >= 0 else 128 - code
+            break
         time.sleep(REST_S)
     _end_all(grace_s)
-    return 128 + signal.SIGTERM
+    if copying is not None:
+        copying.join(grace_s)  # ends with the last process that could write
+    return code
+
+
+def _main() -> int:
+    asked = json.load(sys.stdin)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    secrets = [secret.encode() for secret in asked["secrets"]]
+    return main(int(sys.argv[1]), float(sys.argv[2]), asked["command"], secrets, asked["placeholder"].encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(_main())

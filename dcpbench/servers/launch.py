@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
+from dcpbench import redaction
 from dcpbench.errors import WorkerError
+from dcpbench.redaction import redact_part
 from dcpbench.servers import guard
 from dcpbench.show.text import one_line
 
@@ -47,7 +50,7 @@ def free_port() -> int:
 
 def reason_in(log: bytes) -> str:
     """Why a server ended, in its own words: the last error that it raised and that names a cause, else its last line."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log[-TAIL:].decode("utf-8", "replace"))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", redact_part(log[-TAIL:].decode("utf-8", "replace")))
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     raised = [(m, i) for i, line in enumerate(lines) if (m := RAISED.match(line))]
     causes = [(m, i) for m, i in raised if not POINTS_ELSEWHERE.search(m[0])]
@@ -69,12 +72,16 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(GRACE_S), *self.words],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(GRACE_S)],
+                stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
                 env={**os.environ, **env},
             )
+        told = {"command": self.words, "secrets": redaction.forms(), "placeholder": redaction.PLACEHOLDER}
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._guard.stdin as f:
+            f.write(json.dumps(told).encode())
 
     def __enter__(self) -> Self:
         return self

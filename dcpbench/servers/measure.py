@@ -73,8 +73,6 @@ MOST_OPEN = 256
 CHUNKS_EACH = 8_000
 """Chunks a second for which a process of the client is taken: about a third of a core."""
 TELL_S = 1.0
-SHORTEST_KEY, BLOT = 8, b"(API key)"
-"""Words such as EMPTY, which servers that want none are given, may stand anywhere."""
 P99 = 99
 
 
@@ -234,15 +232,7 @@ def measure(
     record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
     )
-    return without_secrets(record, asked.target.secrets), stopped
-
-
-def without_secrets(record: Record, secrets_: Sequence[str]) -> Record:
-    """Return a record in which the API key and values of headers are blotted out, wherever a server repeated them."""
-    data = msgspec.json.encode(record)
-    for secret in sorted((s for s in secrets_ if len(s) >= SHORTEST_KEY), key=len, reverse=True):
-        data = data.replace(msgspec.json.encode(secret)[1:-1], BLOT)
-    return msgspec.json.decode(data, type=Record)
+    return record, stopped
 
 
 async def _send(

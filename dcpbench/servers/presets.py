@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shlex
 import string
@@ -27,7 +28,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.points.engines import setting_text
 from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
+from dcpbench.points.point import SETTING
+from dcpbench.redaction import redact, register_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,9 +66,30 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     env: dict[str, str] = {}
 
     def servers(self) -> list[dict[str, str]]:
-        """Settings of each server that the flags make: those of lists, whose others are the same for all."""
+        """Return the settings of each server that the flags make: those of lists, whose others are the same for all."""
         axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
         return [dict(zip(axes, map(str, values), strict=True)) for values in itertools.product(*axes.values())]
+
+    def labels(self) -> list[dict[str, str]]:
+        """Return the same as points and file names have it: a number in the place of each secret."""
+        axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
+        shown = {name: _labels([str(value) for value in values]) for name, values in axes.items()}
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*shown.values())]
+
+    def settings_of(self, point: Point) -> dict[str, str]:
+        """Return the flags of the server of a point, with the secrets that its settings stand for."""
+        by_label = {setting_text(label): server for label, server in zip(self.labels(), self.servers(), strict=True)}
+        if point.settings in by_label:
+            return by_label[point.settings]
+        pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
+        return {name: value for name, _, value in pairs}
+
+    @property
+    def secrets(self) -> list[str]:
+        """Return the words of a command line that hold what the file names as keys: its flags and its environment."""
+        flags = {name: value if isinstance(value, list) else [value] for name, value in self.flags.items()}
+        words = [word for name, values in flags.items() for value in values for word in (f"--{name}", str(value))]
+        return [*words, *(f"{name}={value}" for name, value in self.env.items())]
 
     def words(
         self,
@@ -114,6 +139,16 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             else:
                 words.append(f"--{name}")
         return words
+
+
+def _labels(values: list[str]) -> list[str]:
+    """Return values as they may be recorded. Of several secrets each has a number, so that their points differ."""
+    shown = [redact(value) for value in values]
+    secret = [value for value, label in zip(values, shown, strict=True) if value != label]
+    numbers = (
+        {value: f" {number}" for number, value in enumerate(dict.fromkeys(secret), 1)} if len(set(secret)) > 1 else {}
+    )
+    return [f"{label}{numbers.get(value, '')}" for value, label in zip(values, shown, strict=True)]
 
 
 PRESETS = {
@@ -181,6 +216,9 @@ def engine(named: str | None, command: str | None) -> Engine:
     else:
         found = _read(Path(str(named)))
     _check(found, named or "--serve-cmd")
+    with contextlib.suppress(ValueError):
+        register_words(shlex.split(found.command))
+    register_words(found.secrets)
     return found
 
 

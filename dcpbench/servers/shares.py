@@ -16,6 +16,7 @@ import time
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
+from dcpbench import redaction
 from dcpbench.errors import WorkerError
 from dcpbench.servers.client import Client
 from dcpbench.servers.load import Run, Told
@@ -51,6 +52,8 @@ class Share:
     retries: int
     realtime: bool
     connections: int = 0
+    secrets: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """What is redacted in sentences about its requests."""
 
 
 def divided(number: int, parts: int) -> list[int]:
@@ -81,6 +84,7 @@ def deal(
             limit_s=limit_s,
             retries=retries,
             realtime=realtime,
+            secrets=redaction.secrets(),
         )
         for part in range(count)
     ]
@@ -256,6 +260,7 @@ def work(pipe: Connection, share: Share) -> None:
 
 async def _work(pipe: Connection, share: Share) -> None:
     loop = asyncio.get_running_loop()
+    redaction.register(*share.secrets)
     async with Client(share.target) as client:
         run = Run(
             client,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shlex
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import redaction
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
-from dcpbench.points.point import SETTING
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, omitted_note
 from dcpbench.servers.kv_capacity import find_pcp
 from dcpbench.servers.launch import Server, free_port
-from dcpbench.servers.measure import look, manner_of, measure, without_secrets
+from dcpbench.servers.measure import look, manner_of, measure
 from dcpbench.servers.profile import FOLDERS
 from dcpbench.serving.outcome import in_short
 from dcpbench.show.terminal import say
@@ -33,12 +32,6 @@ if TYPE_CHECKING:
 
 LOGS = "servers"
 """Folder of a run with what its servers wrote."""
-
-
-def settings_of(point: Point) -> dict[str, str]:
-    """Flags that were varied, of a point's settings."""
-    pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
-    return {name: value for name, _, value in pairs}
 
 
 def server_of(point: Point) -> tuple[object, ...]:
@@ -75,13 +68,13 @@ def measure_started(
         left = list(group)
         port = free_port()
         traces = str(asked.traces.absolute()) if asked.traces else ""
-        words = engine.words(left[0], settings_of(left[0]), model, port, traces=traces)
+        words = engine.words(left[0], engine.settings_of(left[0]), model, port, traces=traces)
         log = _log(folder, engine, left[0])
         one = dataclasses.replace(
             asked,
             target=dataclasses.replace(asked.target, port=port),
             device_count=left[0].tp,
-            facts={"command": shlex.join(words), "log": str(log.relative_to(folder))},
+            facts={"command": redaction.command_line(words), "log": str(log.relative_to(folder))},
         )
         profiling = dict.fromkeys(FOLDERS, traces) if traces else {}
         with Server(words, log, profiling | engine.env, port, engine.ready) as server:
@@ -122,7 +115,7 @@ def _log(folder: Path, engine: Engine, point: Point) -> Path:
 
 
 def _failed(point: Point, why: str, asked: Asked) -> Record:
-    record = Record(
+    return Record(
         point=point,
         outcome="failed",
         reason=f"{why.rstrip('.')}. Read {asked.facts['log']} in the run's folder",
@@ -130,4 +123,3 @@ def _failed(point: Point, why: str, asked: Asked) -> Record:
         marks=["cpu"] if asked.device == CPU else [],
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
-    return without_secrets(record, asked.target.secrets)

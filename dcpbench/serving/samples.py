@@ -15,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records.disks import write_error
+from dcpbench.redaction import redact
 from dcpbench.serving.outcome import Row
 from dcpbench.show.whole_files import write_file
 
@@ -72,6 +73,7 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    rows = [dataclasses.replace(row, reason=redact(row.reason)) if row.reason else row for row in rows]
     left_out = [name for name in SELDOM if not any(getattr(row, name) not in (None, []) for row in rows)]
     key, schema = point.key(), _schema(pa, left_out)
     try:

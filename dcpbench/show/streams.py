@@ -8,6 +8,12 @@ import re
 import sys
 import unicodedata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dcpbench.redaction import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 CLOSED = 141
 """Exit code of a command whose reader went away, as of `… | head -1`: 128 + SIGPIPE, as a shell says of any other."""
@@ -52,7 +58,8 @@ HANDLER = "dcpbench.forms"
 def settle() -> None:
     """Make stdout and stderr take any text: in forms of ASCII where they can do no more; nothing where they are closed.
 
-    What a caller of ours chose otherwise, as with PYTHONIOENCODING=ascii:ignore, stays.
+    An error handler that the caller chose, as with PYTHONIOENCODING=ascii:ignore, stays. Secrets are redacted in all that is
+    written to them from then on.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -60,6 +67,30 @@ def settle() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 -- until the process ends
         elif getattr(stream, "errors", "") in PYTHONS_OWN and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=HANDLER)
+        if not isinstance(getattr(sys, name), Redacted):
+            setattr(sys, name, Redacted(getattr(sys, name)))
+
+
+class Redacted:
+    """A text stream in which secrets are replaced before they are written; else the stream that it stands for."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a stream has
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stream)
+
+    def write(self, text: str) -> int:
+        """Write a text without secrets."""
+        return self._stream.write(redact(text) if isinstance(text, str) else text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write lines without secrets."""
+        for line in lines:
+            self.write(line)
 
 
 def write_json(text: str) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
+from dcpbench.redaction import redact
 from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
@@ -85,6 +86,6 @@ class ProgressLine:
         if not self._terminal:
             self._line(printable(message))
             return
-        sys.stderr.write("\r\x1b[K" + printable(message)[: shutil.get_terminal_size().columns - 1])
+        sys.stderr.write("\r\x1b[K" + printable(redact(message))[: shutil.get_terminal_size().columns - 1])
         sys.stderr.flush()
         self._shown = True

@@ -10,6 +10,8 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench.redaction import redact
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -56,7 +58,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or its beginning with `…`: at most so many characters."""
+    """Return the text without secrets, or its beginning with `…`: at most so many characters."""
+    text = redact(text)  # half of a secret could not be found any more
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -71,7 +74,8 @@ def one_line(text: str, most: int = LONGEST_LINE) -> str:
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """The beginning of a string that is too long, how long it was, and a hash of all of it; printable, lines stay."""
+    """Return the beginning of a string that is too long, its length and a hash of all of it; printable, lines stay."""
+    text = redact(text)
     if len(text) <= most:
         return printable(text, LINES)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
@@ -79,7 +83,8 @@ def shortened(text: str, most: int = LONGEST) -> str:
 
 
 def path_end(path: str, limit: int) -> str:
-    """The end of a path that fits into `limit` columns, whole folders first."""
+    """Return the end of a path that fits into `limit` columns, whole folders first."""
+    path = redact(path)
     if len(path) <= limit:
         return path
     parts: Sequence[str] = path.split("/")

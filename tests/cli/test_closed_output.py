@@ -55,7 +55,7 @@ def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess
         os.close(writer)
 
 
-@pytest.mark.parametrize(("redirected", "code"), [(">&-", 0), (">/dev/full", 2)])
+@pytest.mark.parametrize(("redirected", "code"), [(">&-", 0), (">/dev/full", 3)])
 @pytest.mark.parametrize("command", ["show RUN", "show RUN --json", "top RUN --once"])
 def test_a_command_whose_output_cannot_be_taken_ends_without_a_traceback(
     tmp_path: Path, command: str, redirected: str, code: int

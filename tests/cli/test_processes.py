@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench.errors import OutputError, WorkerError
+from dcpbench.errors import DiskError, OutputError, WorkerError
 from dcpbench.launch import folders, launcher
 from dcpbench.launch.jobs import Job, Progress
 from dcpbench.launch.torchrun import Machines, Running
@@ -296,14 +296,16 @@ class TestFolder:
     def test_a_full_disk_is_named_and_what_was_measured_is_safe(self, tmp_path: Path) -> None:
         """Rank 0 cannot append its record. No point is blamed for it, and the report can be had elsewhere."""
         points = [point(2, 100), point(2, 28), point(2, 101)]
-        with pytest.raises(OutputError) as caught:
+        with pytest.raises(DiskError) as caught:
             launcher.run(points, work(tmp_path), Machines(), lambda _: None)
-        assert "no space is left on its disk. What was measured is safe" in str(caught.value)
+        assert "no space is left on its disk. No point is to blame, and what was recorded before is safe" in str(
+            caught.value
+        )
         assert f"`dcpbench report {tmp_path} -o ELSEWHERE`" in str(caught.value)
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
     def test_the_launchers_own_writes_name_a_full_disk_too(self, tmp_path: Path) -> None:
-        with pytest.raises(OutputError, match="no space is left"), folders.writing(tmp_path):
+        with pytest.raises(DiskError, match="no space is left"), folders.writing(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with pytest.raises(OutputError, match="was removed or moved away"), folders.writing(tmp_path / "gone"):
             (tmp_path / "gone" / "records.jsonl").open("ab")

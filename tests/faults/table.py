@@ -16,7 +16,7 @@ nobody told · all points done."""
 OF_RANK_0 = (RECORD, RECORDED)
 """Moments at which only rank 0 does anything."""
 COMMAND, AGENT, ACCOUNT, RANK = "command", "agent", "account", "rank"
-ALL_MEASURED, SOME_FAILED, REFUSED = 0, 4, 2
+ALL_MEASURED, SOME_FAILED, REFUSED, NO_DISK = 0, 4, 2, 3
 
 
 class Case(NamedTuple):
@@ -101,7 +101,7 @@ def _wrong() -> list[Case]:
 def _files() -> list[Case]:
     """The disk is full, or the run's folder is gone: no point is to blame, and the command says what to type."""
     return [
-        *(Case(RANK, "full", moment, (REFUSED,)) for moment in (BUILD, MEASURE)),
+        *(Case(RANK, "full", moment, (NO_DISK,)) for moment in (BUILD, MEASURE)),
         *(
             Case(RANK, "moved", moment, (REFUSED,), short=moment == MEASURE)
             for moment in (IMPORTING, BUILD, MEASURE, END)

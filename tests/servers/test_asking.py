@@ -557,7 +557,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     ("settings", "flags"), [("", {}), ("a=1", {"a": "1"}), ("a=1, b=x=y", {"a": "1", "b": "x=y"}), ("a", {"a": ""})]
 )
 def test_flags_that_were_varied_are_read_off_a_points_settings(settings: str, flags: dict[str, str]) -> None:
-    assert sweep.settings_of(record_builder.point(settings=settings)) == flags
+    assert PRESETS["vllm"].settings_of(record_builder.point(settings=settings)) == flags
 
 
 class Slept(Exception):  # noqa: N818 - no error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import runpy
@@ -340,8 +342,8 @@ def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch:
     assert guard.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
 
 
-def test_a_guard_is_run_by_its_path_with_its_parent_its_patience_and_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the process that it forks, the command takes its place; where the parent is gone it forks none."""
+def test_a_guard_is_run_by_its_path_and_gets_its_command_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes the place of the process that is forked; none is forked if the parent is gone."""
 
     def begin(*command: object) -> None:
         raise RuntimeError(*command)
@@ -351,11 +353,15 @@ def test_a_guard_is_run_by_its_path_with_its_parent_its_patience_and_a_command(m
     monkeypatch.setattr(guard.os, "fork", lambda: 0)
     monkeypatch.setattr(guard.os, "setpgid", lambda *_: None)
     monkeypatch.setattr(guard.os, "execvp", begin)
-    monkeypatch.setattr(sys, "argv", ["guard.py", str(os.getppid()), "2.5", "serve", "--port", "1"])
+    monkeypatch.setattr(guard.os, "dup2", lambda *_: None)
+    asked = json.dumps({"command": ["serve", "--port", "1"], "secrets": [], "placeholder": ""})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
+    monkeypatch.setattr(sys, "argv", ["guard.py", str(os.getppid()), "2.5"])
     with pytest.raises(RuntimeError) as began:
         runpy.run_path(guard.__file__, run_name="__main__")
     assert began.value.args == ("serve", ["serve", "--port", "1"])
     sys.argv[1] = "-1"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(guard.__file__, run_name="__main__")
     assert ended.value.code == 1

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import cli
+from dcpbench import cli, redaction
 from dcpbench.points.engines import engine_load, engine_point
+from dcpbench.records.file import RecordFile
 from dcpbench.records.runs import read_run
 from dcpbench.servers.client import Target
-from dcpbench.servers.measure import judged, without_secrets
+from dcpbench.servers.measure import judged
 from dcpbench.serving.samples import read_samples
 from tools.client_accuracy import QUICK, check, served, truth
 
@@ -227,15 +228,19 @@ def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: i
     assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused
 
 
-def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran) -> None:
+def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran, tmp_path: Path) -> None:
     """In an error, or in the command that started it; a word that stands for no key is left."""
-    said = msgspec.structs.replace(
+    told = msgspec.structs.replace(
         ran.record, reason='wrong key sk-with"quotes', detail={"command": 'x sk-with"quotes'}
     )
-    told = msgspec.json.encode(without_secrets(said, ['sk-with"quotes'])).decode()
-    assert "sk-with" not in told
-    assert told.count("(API key)") == 2
-    assert without_secrets(said, ["wrong"]) == said
+    redaction.forget()
+    redaction.register('sk-with"quotes', "wrong")
+    RecordFile(tmp_path).append(told)
+    redaction.forget()
+    text = (tmp_path / "records.jsonl").read_text()
+    assert "sk-with" not in text
+    assert text.count("(API key)") == 2
+    assert text.count("wrong key") == 1
 
 
 def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere(
@@ -271,5 +276,8 @@ def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere
     }
     assert {s["body"]["priority"] for s in sent} == {3}
     repeated = msgspec.structs.replace(record, reason=f"wrong token {secret}")
-    blotted = without_secrets(repeated, Target.at(url, headers=(("Authorization", f"Bearer {secret}"),)).secrets)
-    assert blotted.reason == "wrong token (API key)"
+    redaction.forget()
+    Target.at(url, headers=(("Authorization", f"Bearer {secret}"),))
+    RecordFile(tmp_path).append(repeated)
+    redaction.forget()
+    assert "wrong token (API key)" in (tmp_path / "records.jsonl").read_text()

@@ -250,6 +250,33 @@ def test_where_all_are_in_the_same_collective_none_is_blamed(tmp_path: Path) -> 
     assert (found.kind, found.ranks, found.waiting) == ("together", [], [0, 1])
 
 
+@pytest.mark.parametrize("held", [[0], [0, 1]], ids=["one", "all"])
+def test_ranks_that_the_kernel_holds_are_not_called_level_with_the_others(held: list[int], tmp_path: Path) -> None:
+    """All are in the same collective; beats lie in files that are mapped, so that a frozen file system holds their writer."""
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        job.does(rank, "all_reduce", "moe", 0, hangs=True)
+    seen = [Seen(rank=r, pid=9, state="D" if r in held else "S", held=r in held, held_in="io_schedule") for r in (0, 1)]
+    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
+    found = job.found()
+    assert (found.kind, found.ranks, found.waiting) == ("kernel", held, [r for r in (0, 1) if r not in held])
+    who = "rank 0 waits" if held == [0] else "ranks 0-1 wait"
+    assert found.said == (
+        f"{who} in the kernel in io_schedule, for a disk, a network file system or a driver that does not answer"
+    )
+    assert "none is behind" not in found.said
+
+
+def test_a_rank_that_is_behind_stays_the_one_that_is_named_and_the_kernel_is_a_reason(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.does(0, "all_reduce", "moe", 0, hangs=True)
+    seen = [Seen(rank=1, pid=9, state="D", held=True)]
+    (tmp_path / "ranks.json").write_bytes(msgspec.json.encode(seen))
+    found = job.found()
+    assert (found.kind, found.ranks) == ("behind", [1])
+    assert found.why[-1] == "rank 1 waits in the kernel, where no signal reaches a process (state D)."
+
+
 @pytest.mark.parametrize(
     ("norms", "ranks", "layer", "phase", "why"),
     [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import OutputError, UsageError, WorkerError
+from dcpbench.errors import DcpbenchError, DiskError, OutputError, UsageError, WorkerError
 from dcpbench.hangs.evidence import Seen
 from dcpbench.launch import folders, hung, launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
@@ -560,9 +560,11 @@ def test_a_folder_that_nobody_named_is_new_and_says_when_and_what(
     ("number", "there", "said"),
     [
         (errno.ENOSPC, True, "no space is left on its disk"),
-        (errno.EDQUOT, True, "no space is left on its disk"),
+        (errno.EDQUOT, True, "the disk quota of this user is used up"),
+        (errno.EROFS, True, "its file system is read-only"),
+        (errno.EIO, True, "its disk reported an I/O error"),
         (errno.ENOENT, False, "was removed or moved away while the run was writing there"),
-        (errno.EIO, True, None),
+        (errno.ECONNRESET, True, None),
     ],
 )
 def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
@@ -571,8 +573,22 @@ def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
     folder = tmp_path / "run"
     if there:
         folder.mkdir()
-    with pytest.raises(OutputError if said else OSError, match=said or "broken"), folders.writing(folder):
+    with pytest.raises(DcpbenchError if said else OSError, match=said or "broken") as raised, folders.writing(folder):
         raise OSError(number, "broken")
+    if said and there:
+        assert isinstance(raised.value, DiskError)
+        assert (raised.value.exit_code, raised.value.number) == (3, number)
+        assert f"-o {folder} --resume" in str(raised.value)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EISDIR])
+def test_a_file_of_the_run_that_may_not_be_written_is_named(tmp_path: Path, number: int) -> None:
+    """Of another file nobody but its command knows what to do."""
+    said = r"records\.jsonl cannot be written \(no\)\. Let this user write there"
+    with pytest.raises(OutputError, match=said), folders.writing(tmp_path):
+        raise OSError(number, "no", str(tmp_path / "records.jsonl"))
+    with pytest.raises(OSError, match="elsewhere"), folders.writing(tmp_path):
+        raise OSError(number, "no", "/elsewhere")
 
 
 @pytest.mark.parametrize("change", ["none", "removed", "replaced"])

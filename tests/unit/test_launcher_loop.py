@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.errors import OutputError, RecordsError, WorkerError
+from dcpbench.errors import DiskError, RecordsError, WorkerError
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress
 from dcpbench.launch.nodes import FAILED, STOP, Ended
@@ -17,6 +19,7 @@ from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
+from dcpbench.records import disks
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.record import Record
@@ -39,7 +42,7 @@ class Scripted(Running):
 
     def __init__(self, job: Job, script: Script) -> None:
         Ranks.__init__(self, Path(job.folder), job.logs(), job.progress_path(), range(job.points[0].world))
-        self.job, self.started, self.agent_log = job, 1_764_072_000.0, job.logs() / "agent.log"
+        self.job, self.started, self.begun, self.agent_log = job, 1_764_072_000.0, 0.0, job.logs() / "agent.log"
         self.forget()
         self.logs.mkdir(parents=True, exist_ok=True)
         job.path().write_bytes(msgspec.json.encode(job))
@@ -81,9 +84,10 @@ class Scripted(Running):
             RecordFile(self.folder).append(Record(point=point, outcome="ok"))
             self.tells("done", point)
 
-    def raises(self, rank: int, kind: str, message: str, point: Point | None = None) -> None:
-        """A rank leaves its error."""
-        error = Failure(rank=rank, key=point.key() if point else "", kind=kind, message=message, traceback=f"in {kind}")
+    def raises(self, rank: int, kind: str, message: str, point: Point | None = None, **disk: Any) -> None:
+        """Leave the error of a rank, and of a `disk` its number and the `path` that could not be written."""
+        key = point.key() if point else ""
+        error = Failure(rank=rank, key=key, kind=kind, message=message, traceback=f"in {kind}", **disk)
         (self.folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(error))
 
     def ends(self, rank: int, code: int, *, asked: bool = False, at: float = 1.0) -> None:
@@ -462,22 +466,84 @@ def test_a_torchrun_that_was_stopped_is_let_go_on(launched: Launched) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
-def test_a_full_disk_of_the_run_ends_it_and_one_of_another_folder_is_the_points(
-    launched: Launched, elsewhere: bool
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (errno.ENOSPC, "no space is left"),
+        (errno.EDQUOT, "disk quota"),
+        (errno.EROFS, "read-only"),
+        (errno.EIO, "I/O error"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_ends_the_run_and_no_point_is_blamed(
+    launched: Launched, number: int, what: str, elsewhere: bool
 ) -> None:
+    """Also one of another folder, such as a cache: every point would meet it. The file is named then."""
     where = "/cache/x" if elsewhere else f"{launched.folder}/records.jsonl"
 
     def script(job: Scripted) -> Acts:
         job.tells("measure", A)
-        job.raises(0, "OSError", f"[Errno 28] No space left on device: '{where}'", A)
+        job.raises(0, "OSError", "as the system says it", A, disk=number, path=where)
         yield
         return 1
 
-    if elsewhere:
-        assert [r.outcome for r in launched([A], script)] == ["failed"]
-    else:
-        with pytest.raises(OutputError, match="no space is left on its disk"):
-            launched([A], script)
+    with pytest.raises(DiskError, match=what) as raised:
+        launched([A], script)
+    assert str(raised.value).startswith(f"{where if elsewhere else launched.folder}: ")
+    assert f"-o {launched.folder} --resume" in str(raised.value)
+    assert raised.value.exit_code == 3
+    assert not (launched.folder / "records.jsonl").exists()
+
+
+def test_a_record_that_may_not_have_reached_the_disk_is_no_success(launched: Launched) -> None:
+    """fsync says EIO after the line was written: the point has a record, and all points are done."""
+
+    def script(job: Scripted) -> Acts:
+        job.measures(A)
+        job.raises(0, "DiskError", "its disk reported an I/O error", A, disk=errno.EIO)
+        yield
+        return 1
+
+    with pytest.raises(DiskError, match="the last record may be lost"):
+        launched([A], script)
+
+
+def test_a_disk_so_full_that_no_rank_could_leave_its_error_is_not_the_points_fault(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank ended with code 1 and left nothing; the launcher finds that it cannot write either."""
+
+    def script(job: Scripted) -> Acts:
+        job.tells("measure", A)
+        yield
+        monkeypatch.setattr(disks.tempfile, "TemporaryFile", _full)
+        return 1
+
+    with pytest.raises(DiskError, match="no space is left on its disk"):
+        launched([A], script)
+
+
+def test_a_file_system_that_does_not_answer_is_not_called_a_hang_of_the_point(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is taken down, as that would wait for the same file system."""
+    monkeypatch.setattr(disks, "ANSWER_S", 0.2)
+    monkeypatch.setattr(disks, "PROBE", "import time; time.sleep(60)")
+
+    def script(job: Scripted) -> Acts:
+        job.tells("measure", A)
+        while True:
+            yield
+
+    with pytest.raises(DiskError, match="its file system does not answer"):
+        launched([A], script, timeout=5.0)
+    (told,) = [e.note for e in launched.seen if e.stage == "stopped"]
+    assert "does not answer" in told
+    assert not (launched.folder / "hangs").exists()
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_point_that_verify_cannot_check_is_in_no_sweeps_records(launched: Launched) -> None:

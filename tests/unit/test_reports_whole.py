@@ -16,7 +16,7 @@ import pytest
 
 from dcpbench.commands import options, runs
 from dcpbench.commands.report import report
-from dcpbench.errors import OutputError
+from dcpbench.errors import DiskError
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.reports import export, frames, markdown, plots, write_report
@@ -135,7 +135,7 @@ class TestWhole:
             shutil.copytree(written, out)
         old = contents(tmp_path)
         ends(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        with pytest.raises(OutputError) as caught:
+        with pytest.raises(DiskError) as caught:
             write_report([one], out)
         assert contents(tmp_path) == old
         assert out.exists() == before
@@ -184,7 +184,7 @@ class TestWhole:
     ) -> None:
         (out / "notes.txt").write_text("mine")
         monkeypatch.setattr(whole_files, "_arrives", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-        with pytest.raises(OutputError, match="broken"):
+        with pytest.raises(DiskError, match="broken"):
             write_report([one], out)
         assert not {"report.html", "report.md", "points.csv"} & {p.name for p in out.iterdir()}
         assert (out / "notes.txt").read_text() == "mine"

@@ -14,6 +14,7 @@ import inspect
 import json
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 WAITING, RECORDING, DONE = "waiting", "recording", "done"
+_SECRET = re.compile(r"((?:api[-_]?key|token|secret|password)[=\s]\s*)\S+", re.IGNORECASE)  # in a command line
 STEP = "ProfilerStep#"
 SHELL = """
 def _wrapped_call_impl(self, *args, **kwargs):
@@ -152,7 +154,7 @@ class Recorder:
             about = {
                 "pid": os.getpid(),
                 "rank": os.environ.get("RANK", ""),
-                "program": " ".join(sys.argv)[:200],
+                "program": _SECRET.sub(r"\1(API key)", " ".join(sys.argv))[:200],
                 "trace": self._trace,
                 "cuda": self._cuda,
                 "cut": self.cut,
