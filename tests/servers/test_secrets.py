@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -31,7 +31,7 @@ PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
 LOAD += ["--output-tokens", "4", "--warm-up", "0", "--no-check-client"]
 ONE = ["--client-processes", "1"]
-LONG = "x" * 290 + " "
+LONG = "x" * 275 + " "
 """Behind it a key lies across the place where a message is cut."""
 
 
@@ -91,7 +91,8 @@ ANSWERS = {
     "object error": STREAM + f'data: {{"object": "error", "message": "{KEY}"}}\n\n'.encode(),
     "no JSON in the stream": STREAM + f"data: {'j' * 185} {KEY} {{\n\n".encode(),
     "half an event": STREAM + f"data: {'h' * 180} {KEY}".encode(),
-    "its text": STREAM + f'data: {{"choices": [{{"text": "{KEY}", "finish_reason": "length"}}]}}\n\ndata: [DONE]\n\n'.encode(),
+    "its text": STREAM
+    + f'data: {{"choices": [{{"text": "{KEY}", "finish_reason": "length"}}]}}\n\ndata: [DONE]\n\n'.encode(),
 }
 LATER = [f"later {mode}" for mode in ANSWERS]
 OF_ITSELF = ["models", "name of the model", "version", "metrics", "facts of SGLang"]
@@ -187,7 +188,9 @@ def test_processes_of_the_client_redact_before_they_cut(mode: str, seen: Seen) -
     seen.check()
 
 
-@pytest.mark.parametrize("mode", ["models", "401", "redirect", "error in the stream", "no JSON in the stream", "its text"])
+@pytest.mark.parametrize(
+    "mode", ["models", "401", "redirect", "error in the stream", "no JSON in the stream", "its text"]
+)
 def test_what_compared_servers_repeat_is_nowhere(mode: str, seen: Seen) -> None:
     with in_thread(Echo(mode)) as url:
         seen.run("verify", "--url", url, "--url", url, "--context", "16", "-o", "answers")
@@ -206,7 +209,12 @@ def test_what_a_profiled_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
 
 @pytest.mark.parametrize(
     "url",
-    [f"http://127.0.0.1:1/?api_key={KEY}", f"http://me:{KEY}@127.0.0.1:1", f"{'h' * 180}://{KEY}@x", f"http://x/#{KEY}"],
+    [
+        f"http://127.0.0.1:1/?api_key={KEY}",
+        f"http://me:{KEY}@127.0.0.1:1",
+        f"{'h' * 180}://{KEY}@x",
+        f"http://x/#{KEY}",
+    ],
     ids=["query", "password", "another scheme", "fragment"],
 )
 def test_a_key_in_an_address_is_nowhere(url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +228,9 @@ def test_a_key_in_an_address_is_nowhere(url: str, seen: Seen, monkeypatch: pytes
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} --api-key {KEY}"
 
 
-def test_a_key_of_a_server_that_is_started_is_only_in_its_own_title(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_a_server_that_is_started_is_only_in_its_own_title(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server prints its flags, and fails its requests: the client asks without a key. Then again, and as a dry run."""
     monkeypatch.delenv("OPENAI_API_KEY")
     command = ["serve", "--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE, "-o", "run"]
@@ -294,7 +304,7 @@ def test_a_key_of_the_environment_is_in_no_output_of_any_command(seen: Seen) -> 
         ["compare", KEY, KEY],
         ["export", KEY, "--to", "csv"],
         ["export", KEY, "--to", KEY],
-        ["top", KEY],
+        ["top", KEY, "--once"],
         ["dashboard", "build", KEY],
         ["import", "--from", "vllm", KEY],
         ["syncs", "scan", KEY],

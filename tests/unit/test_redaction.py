@@ -89,7 +89,9 @@ def test_what_is_no_key_is_left(words: list[str]) -> None:
     assert redaction.secrets() == ()
 
 
-@pytest.mark.parametrize("name", ["OPENAI_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DCPBENCH_SECRET"])
+@pytest.mark.parametrize(
+    "name", ["OPENAI_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DCPBENCH_SECRET"]
+)
 def test_a_key_in_the_environment_is_found_by_the_name_of_its_variable(name: str) -> None:
     redaction.register_environment({name: KEY, "TOKENIZERS_PARALLELISM": "false-false", "KEYBOARD": "de-latin1-x"})
     assert redaction.secrets() == (KEY,)
@@ -132,7 +134,7 @@ def test_a_text_is_redacted_before_it_is_cut(cut: object) -> None:
         assert not any(KEY[i : i + 8] in shown for i in range(len(KEY) - 7)), before
 
 
-def test_whatever_is_written_to_a_stream_is_redacted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatever_is_written_to_a_stream_is_redacted() -> None:
     redaction.register(KEY)
     out = io.StringIO()
     stream = streams.Redacted(out)
@@ -160,9 +162,7 @@ class TestServersThatAreStarted:
         flags = f'[flags]\napi-key = ["{KEY}", "{other}"]\nseqs = [4, 8]\n[env]\nHF_TOKEN = "hf-abcdefgh123"\n'
         file.write_text(f'name = "x"\ncommand = "x --port {{port}}"\n{flags}')
         made = engine(str(file), None)
-        assert made.labels() == [
-            {"api-key": f"{PLACEHOLDER} {n}", "seqs": seqs} for n in (1, 2) for seqs in ("4", "8")
-        ]
+        assert made.labels() == [{"api-key": f"{PLACEHOLDER} {n}", "seqs": seqs} for n in (1, 2) for seqs in ("4", "8")]
         assert made.servers()[2] == {"api-key": other, "seqs": "4"}
         assert redact("hf-abcdefgh123") == PLACEHOLDER
         of = build.point(settings=f"api-key={PLACEHOLDER} 2, seqs=4")
@@ -197,4 +197,3 @@ def _divided(data: bytes, sizes: list[int]) -> list[bytes]:
         found.append(data[:size])
         data = data[size:]
     return [piece for piece in (*found, data) if piece]
-

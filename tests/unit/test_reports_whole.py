@@ -16,7 +16,7 @@ import pytest
 
 from dcpbench.commands import options, runs
 from dcpbench.commands.report import report
-from dcpbench.errors import DiskError, OutputError
+from dcpbench.errors import DiskError
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.reports import export, frames, markdown, plots, write_report
