@@ -31,7 +31,7 @@ PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
 LOAD += ["--output-tokens", "4", "--warm-up", "0", "--no-check-client"]
 ONE = ["--client-processes", "1"]
-LONG = "x" * 290 + " "
+LONG = "x" * 275 + " "
 """Behind it a key lies across the place where a message is cut."""
 
 
@@ -304,7 +304,7 @@ def test_a_key_of_the_environment_is_in_no_output_of_any_command(seen: Seen) -> 
         ["compare", KEY, KEY],
         ["export", KEY, "--to", "csv"],
         ["export", KEY, "--to", KEY],
-        ["top", KEY],
+        ["top", KEY, "--once"],
         ["dashboard", "build", KEY],
         ["import", "--from", "vllm", KEY],
         ["syncs", "scan", KEY],
