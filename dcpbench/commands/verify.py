@@ -46,8 +46,8 @@ class Load(Group):
 
     model: str | None = opt.LOAD("As in sweep. Default: as in sweep.", metavar="NAME")
     checkpoint: Path | None = opt.LOAD(
-        "Also compare logits and greedy tokens with transformers, for this Hugging Face checkpoint (config.json and "
-        "safetensors).",
+        "Also compare every operation of every layer, logits and greedy tokens with transformers, for this Hugging Face "
+        "checkpoint (config.json and safetensors).",
         metavar="FOLDER",
     )
     prompts: Path | None = opt.LOAD(

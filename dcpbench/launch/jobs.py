@@ -134,8 +134,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison made by `dcpbench verify`."""
 
     name: str
-    """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`, `routing`; see
-    workloads/verify.py."""
+    """`attention`, `kv_write`, `reduce` (workloads/verify.py); `layers`, `logits`, `tokens`, `routing`
+    (workloads/checkpoint_checks.py)."""
     layout: str
     ep: int | None = None
     """Ranks that whole experts are dealt out to; 1 where each is cut over all."""
@@ -145,10 +145,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     all_reduce: str = ALL_REDUCES[0]
     dtype: str
     error: float | None
-    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `kv_write`, `tokens` and
-    `routing` how many are wrong. Null where it is NaN or infinite, which JSON cannot say; such a check is never ok."""
+    """Relative error ‖x − ref‖ / ‖ref‖; for `layers` that of the operation that is nearest to its limit; for `logits` the
+    largest absolute difference; for `kv_write`, `tokens` and `routing` how many are wrong. Null if it is NaN or infinite,
+    which JSON does not have; such a check is never ok."""
     limit: float | None
-    """That of `logits` is a share of the largest logit. Null: reported only, as tokens in half precision."""
+    """Null in runs of older versions, for checks that were reported and not judged."""
     ok: bool
     detail: str = ""
 

@@ -97,7 +97,8 @@ class Finding:
     """An error of one operation and its limit."""
 
     stage: str
-    layer: int
+    layer: int | None
+    """None: all layers together."""
     error: float
     limit: float
     position: int | None = None
@@ -110,11 +111,13 @@ class Finding:
         return self.error / self.limit if math.isfinite(self.error) else math.inf
 
     def __str__(self) -> str:
+        if self.layer is None:
+            return f"{self.stage} of all layers"
         if self.prompt is not None:
             return f"{self.stage} of layer {self.layer} at position {self.position} of prompt {self.prompt + 1}"
         if self.position is not None:
             return f"{self.stage} {self.position} of layer {self.layer}"
-        return f"{self.stage} of layer {self.layer}" + (" at the median" if self.stage != SCORE_SCALE else "")
+        return f"{self.stage} of layer {self.layer} at the median position"
 
 
 def compare_checkpoint(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
@@ -160,9 +163,7 @@ def find_errors(limits: Limits, compared: dict[int, Comparison]) -> list[Finding
         if same[0].stage != LOGITS:
             found += [_worst(limits, difference, prompt) for prompt, difference in zip(compared, same, strict=True)]
             found += _median(limits, same)
-    for scales in zip(*(comparison.score_scales for comparison in compared.values()), strict=True):
-        found += _scale_error(scales)
-    return found
+    return found + _scale_error([scale for comparison in compared.values() for scale in comparison.score_scales])
 
 
 def find_expert_errors(limits: Limits, differences: Sequence[Difference]) -> list[Finding]:
@@ -184,7 +185,7 @@ def _median(limits: Limits, same: Sequence[Difference]) -> list[Finding]:
 
 
 def _scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
-    """Return by which share the softmax scale of a layer seems off; nothing where outputs do not depend on it."""
+    """Return by which share the softmax scale seems off in all layers; nothing if outputs do not depend on it."""
     overlap, derivative, error = (
         sum(getattr(scale, name) for scale in scales) for name in ("overlap", "derivative", "error")
     )
@@ -192,16 +193,16 @@ def _scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
         return []
     deviation = (error / sum(scale.outputs for scale in scales) / derivative) ** 0.5
     limit = MAX_SCALE_ERROR + MAX_DEVIATIONS * deviation
-    return [Finding(SCORE_SCALE, scales[0].layer, abs(overlap / derivative), limit)]
+    return [Finding(SCORE_SCALE, None, abs(overlap / derivative), limit)]
 
 
 def _layers_check(point: Point, findings: list[Finding]) -> Check:
     worst = max(findings, key=lambda finding: finding.ratio)
     detail = f"‖engine − transformers‖ / ‖transformers‖, {worst}"
     wrong = [finding for finding in findings if finding.ratio > 1]
-    if wrong:
-        layers = {finding.layer for finding in wrong}
-        detail += f"; {counted(len(layers), 'layer')} of {1 + max(f.layer for f in findings)} differ, first {wrong[0]}"
+    seen, differing = ({f.layer for f in some if f.layer is not None} for some in (findings, wrong))
+    if differing:
+        detail += f"; {counted(len(differing), 'layer')} of {len(seen)} differ, first {wrong[0]}"
     return make_check(point, "layers", worst.error, worst.limit, detail)
 
 

@@ -65,7 +65,6 @@ class ScoreScale:
     Rounding errors have no direction, so a softmax scale that is off by a share is seen where each output looks right.
     """
 
-    layer: int
     overlap: float
     """⟨engine − model, derivative⟩: of all positions and heads."""
     derivative: float
@@ -220,18 +219,18 @@ class TeacherForcing:
         found, _ = eager(module, query, key, value, *arguments, scaling=scaling, **options)
         flatter, _ = eager(module, query, key, value, *arguments, scaling=scaling * (1 - SCORE_STEP), **options)
         engine = self._result(engine_model.VALUES, layer).reshape(found.shape)
-        self._note_score_scale(layer, engine - found, (found - flatter) / SCORE_STEP)
+        self._note_score_scale(engine - found, (found - flatter) / SCORE_STEP)
         scores = (query @ key.transpose(-1, -2) * scaling).tril().pow(2).sum((-1, -2)) / _pairs(key.shape[-2])
         found = self.roundings.activation(found)
         self._note(ATTENTION, layer, engine[0].flatten(1), found[0].flatten(1), float(scores.mean().sqrt()))
         return engine, None
 
-    def _note_score_scale(self, layer: int, error: torch.Tensor, derivative: torch.Tensor) -> None:
+    def _note_score_scale(self, error: torch.Tensor, derivative: torch.Tensor) -> None:
         overlap, size, squares = (
             (a * b).sum() for a, b in ((error, derivative), (derivative, derivative), (error, error))
         )
         outputs = derivative.shape[:-1].numel()
-        self.score_scales.append(ScoreScale(layer, float(overlap), float(size), float(squares), outputs))
+        self.score_scales.append(ScoreScale(float(overlap), float(size), float(squares), outputs))
 
     def _attach_router(self, mlp: Any, index: int) -> None:  # noqa: ANN401
         """Have the MLP take the experts that the engine chose, and its routed experts round as the engine does."""

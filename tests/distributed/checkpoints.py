@@ -98,7 +98,7 @@ def deepseek_v2_greedy(folder: Path) -> None:
 def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
     """V3 as above with `changed` fields, and then a config.json in which `written` replaces what transformers wrote.
 
-    A field that is written as ABSENT is left out.
+    A field that is written as ABSENT is left out. `seed` among the changed fields draws other weights.
     """
     _write("DeepseekV3", V3 | changed, folder)
     _rewrite(folder, written)
@@ -111,17 +111,19 @@ def deepseek_v2_of(folder: Path, changed: Mapping[str, object], written: Mapping
 
 
 def deepseek_v3_fp8(folder: Path) -> None:
-    """V3 as above in fp8, as DeepSeek publishes it; wide enough that ranks' borders and edges cut blocks.
+    """V3 in fp8, as DeepSeek publishes it; wide enough that ranks' borders and edges cut blocks."""
+    wide = {"hidden_size": 160, "intermediate_size": 272, "moe_intermediate_size": 144, "q_lora_rank": 136}
+    wide |= {"n_routed_experts": 8, "num_experts_per_tok": 8, "topk_group": 4}
+    deepseek_v3_of(folder, wide, {})
+    publish_in_fp8(folder)
 
-    Tokens take all experts, so that no rounding chooses others.
-    """
+
+def publish_in_fp8(folder: Path) -> None:
+    """Rewrite a checkpoint of one file as DeepSeek publishes V3: e4m3 weights with a scale for each 128 × 128 block."""
     from safetensors.torch import load_file, save_file
 
     from dcpbench.kernels.block_scaled import quantise_weight
 
-    wide = {"hidden_size": 160, "intermediate_size": 272, "moe_intermediate_size": 144, "q_lora_rank": 136}
-    wide |= {"n_routed_experts": 8, "num_experts_per_tok": 8, "topk_group": 4}
-    deepseek_v3_of(folder, wide, {"quantization_config": FP8})
     (file,) = folder.glob("*.safetensors")
     found = {}
     for name, tensor in load_file(file).items():
@@ -131,6 +133,7 @@ def deepseek_v3_fp8(folder: Path) -> None:
         else:
             found[name] = tensor
     save_file(found, file, {"format": "pt"})
+    _rewrite(folder, {"quantization_config": FP8})
 
 
 def _rewrite(folder: Path, written: Mapping[str, object]) -> None:
@@ -149,7 +152,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 def _write(kind: str, fields: Mapping[str, object], folder: Path, shard: str = "10GB") -> None:
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(fields.get("seed", 0))
+    fields = {name: value for name, value in fields.items() if name != "seed"}
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):

@@ -330,5 +330,3 @@ DEFECTS: dict[str, Callable[[Patch], None]] = {
 }
 IN_GROUPS = ("lse_of_base_2",)
 """Defects that need a DCP group."""
-IN_FP8_KV = ("kv_scale_twice",)
-"""Defects that need a KV cache in fp8."""

@@ -81,7 +81,7 @@ def test_a_request_that_was_cut_off_meets_no_objective() -> None:
 def rows() -> list[Row]:
     """Four clients: three decode from 0 to 64 s, the fourth until 32 s and then waits for a first token in vain.
 
-    The run ends at 64 s, when the fourth client's second request has waited for 32 s.
+    The end of the run at 64 s cuts off that request, which has waited for 32 s, and the one of the third client.
     """
     times = [float(t) for t in range(1, 65)]
 
@@ -98,7 +98,8 @@ def rows() -> list[Row]:
         )
 
     return [
-        *(row(i, FINISHED, 0.0, times) for i in range(3)),
+        *(row(i, FINISHED, 0.0, times) for i in range(2)),
+        row(2, CANCELLED, 0.0, times),
         row(3, FINISHED, 0.0, times[:32]),
         row(4, CANCELLED, 32.0, []),
         row(5, REJECTED, 33.0, []),
@@ -115,17 +116,24 @@ def read(tmp_path: Path) -> Requests:
 
 def test_requests_that_were_cut_off_before_their_first_token_are_in_flight(read: Requests) -> None:
     """A rejected request never is. All four clients are busy for 64 s, not for 32."""
-    assert [t.finished for t in read.times] == [True] * 4
+    assert [t.finished for t in read.times] == [True, True, False, True]
     assert read.waiting_s == [32.0]
     assert formulas.steady_window(read.times, CLIENTS) == (0.0, 32.0)
     assert formulas.steady_window(read.times, CLIENTS, read.waiting_s) == (0.0, 64.0)
 
 
 def test_the_steady_part_is_that_of_the_record(read: Requests) -> None:
-    """Tokens in windows of 64 s are four a second for 32 s and three after that; in windows of 32 s always four."""
+    """All 64 s are steady, in the second half of which three tokens a second come instead of four."""
     found = error_of(metric("steady_tok_s"), "steady tokens", RECORD, read, 1)
+    times = np.concatenate([t.token_s for t in read.times])
+    whole, half = (
+        resampling.error_of(np.histogram(times, WINDOWS, span)[0] * 1.0, resampling.mean, 1, requests=True)
+        for span in ((0.0, 64.0), (0.0, 32.0))
+    )
     assert found is not None
-    assert found.variance > 0, "the windows reach to the end of the run, where fewer tokens come"
+    assert whole is not None
+    assert half is not None
+    assert found.variance == whole.variance != half.variance
 
 
 def test_a_record_without_a_file_of_samples_has_no_requests(tmp_path: Path) -> None:

@@ -256,6 +256,33 @@ class TestOneAlone:
         assert [s.request.number for s in deployed.prefills[0].waiting] == [1, 2, 3, 9]
         assert deployed.in_hand == [4, 0]
 
+    @pytest.mark.parametrize(
+        ("on_first", "on_second", "expected"),
+        [
+            ((0, 0), (0, 0), (1, 0)),
+            ((0, 1), (0, 0), (2, 0)),
+            ((1, 0), (0, 1), (1, 1)),
+            ((2, 0), (1, 0), (2, 1)),
+            ((0, 3), (1, 1), (2, 0)),
+        ],
+        ids=["all-empty", "fewer-there", "as-many", "one-fewer", "an-empty-replica-of-a-fuller-instance"],
+    )
+    def test_the_instance_with_the_fewest_requests_receives_and_there_the_replica_with_the_fewest(
+        self, on_first: tuple[int, int], on_second: tuple[int, int], expected: tuple[int, int]
+    ) -> None:
+        """Instances 1 and 2 decode with two replicas each, which have so many requests. In the last case instance 1 has an
+        empty replica and three requests in all, instance 2 one on each of its replicas.
+        """
+        deployed = Disaggregated(config(replicas=2, pages=60), 1, 2, AT_ONCE)
+        orders = itertools.count()
+        for scheduler, counts in zip(deployed.decodes, (on_first, on_second), strict=True):
+            for replica, count in zip(scheduler.replicas, counts, strict=True):
+                for _ in range(count):
+                    scheduler.arrive(scheduler.expect(known(next(orders)), replica))
+        deployed.in_hand[1:] = [sum(on_first), sum(on_second)]
+        index, replica = deployed._receiver(known(next(orders)))
+        assert (index, replica.number) == expected
+
     def test_of_those_that_wait_for_a_link_the_one_that_waited_longest_is_first(self) -> None:
         """
         30 ms a page. A, prefilled by instance 0 at 16 ms, crosses until 46. B is ready on instance 1 at 27, and C behind A

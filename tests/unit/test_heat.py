@@ -114,6 +114,17 @@ class TestHeat:
         assert heat.share == before
 
 
+    def test_time_between_two_steps_is_counted_once(self):
+        """A step that seems to begin at 0.05 s, before the one in front of it ends at 0.1, moves nothing back: until 0.2 s
+        a tenth of a second passes, not 0.15.
+        """
+        heat = Heat(0.1)
+        heat.ran(0.1, 1.0)
+        before = heat.share
+        heat.at(0.05)
+        assert heat.at(0.2) == pytest.approx(before * math.exp(-1))
+
+
 def hot(case: Case, times: float) -> Measured:
     return Measured(case=case, samples_ms=[times * true_ms(case.work())])
 

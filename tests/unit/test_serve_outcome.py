@@ -93,6 +93,13 @@ class TestMetrics:
         assert (got.ttft_ms.p50, got.ttft_ms.samples, got.itl_ms.p50, got.tok_s_per_user) == (None, 0, None, None)
         assert (got.goodput_s, got.request_s, got.steady_tok_s) == (0, 0, 2)
 
+    def test_a_request_that_was_cut_off_before_its_first_token_is_in_flight(self) -> None:
+        """KV for two of three clients: the third waits from 0 to 4 s, so that all three are in flight for 4 s."""
+        stopped = build.serve([build.request(i) for i in range(3)], concurrency=3, pages=8, until_s=4)
+        got = metrics(stopped)
+        assert [len(s.token_s) for s in stopped[0].samples] == [4, 4, 0]
+        assert (got.cancelled, got.steady_s, got.steady_tok_s) == (3, 4, 2)
+
     def test_a_line_of_progress_has_the_medians_that_there_are(self) -> None:
         done, cut = (
             metrics(build.serve([build.request(i) for i in range(4)], concurrency=2, until_s=until))

@@ -243,6 +243,21 @@ class TestHost:
         assert times.host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == pytest.approx(57.04)
         assert times.host_ms(Step(0, [replica([99, 1000])])) == 0.0
 
+    def test_the_host_is_never_busy_for_less_than_no_time(self) -> None:
+        """1 ms for each 100 KV tokens of a row past the first 200: lines through cases of 256 tokens and more would
+        predict -2 ms for one of a single token.
+        """
+
+        def host_ms(case: Case) -> list[float]:
+            return [] if case.chunks else [max(case.decodes[0].context - 200, 0) / 100]
+
+        times = msgspec.structs.replace(
+            TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
+        )
+        single = Step(0, [replica([0])])
+        assert times.host_model.step_ms([Work(1, 1, 0, 0.0, 0)]) < 0
+        assert times.host_ms(single) == 0.0
+
     @pytest.mark.parametrize(("tp", "host_ms", "as_running"), [(1, 5.0, False), (8, 5.0, True), (8, 1e4, False)])
     def test_where_one_rank_stands_for_several_launching_chunks_takes_as_long_as_running_them_at_least(
         self, tp: int, host_ms: float, as_running: bool

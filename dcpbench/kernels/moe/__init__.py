@@ -75,6 +75,8 @@ def experts_reference(
     for e in range(gate_up.shape[0]):
         weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)
         chosen = weight_T.nonzero().squeeze(-1)
+        if not len(chosen):
+            continue
         gate, up = linear(x_TD[chosen].to(wide), gate_up[e].to(wide)).chunk(2, dim=-1)
         y = linear((silu(gate) * up).to(x_TD.dtype), down[e])
         total_TD = total_TD.index_add(0, chosen, y.to(wide) * weight_T[chosen, None].to(wide))
@@ -95,6 +97,8 @@ def scaled_experts_reference(
     for e in range(len(gate_up.data)):
         weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)
         chosen = weight_T.nonzero().squeeze(-1)
+        if not len(chosen):
+            continue
         one, other = (Scaled(w.data[e], w.scale[e], w.block) for w in (gate_up, down))
         gate, up = linear_reference(x_TD[chosen].float(), one).chunk(2, dim=-1)
         y = linear_reference(silu(gate) * up, other).to(x_TD.dtype)

@@ -1,0 +1,111 @@
+"""`verify` finds engines that are wrong in one way, at any depth. `python -m tools.verify_defects` makes the whole table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcpbench.points.layout import Layout
+from dcpbench.points.names import FP8
+from dcpbench.points.point import Point
+from tests.distributed.checkpoints import VOCAB, deepseek_v3_of
+from tests.distributed.defective_rank import DEFECT
+from tests.distributed.defects import DEFECTS, FIVE, IN_GROUPS
+from tests.distributed.verifying import compare_alone, verify_by_job
+
+pytestmark = pytest.mark.distributed
+
+PROMPTS = (tuple(7 * k % VOCAB for k in range(7)), (11,))
+NEW = 2
+IN_BF16, IN_FP8 = {"dtype": "bf16"}, {"dtype": "bf16", "weights_dtype": FP8, "kv_dtype": FP8}
+ALONE = [name for name in DEFECTS if name not in IN_GROUPS]
+
+
+def write_checkpoint(folder: Path, layers: int) -> str:
+    deepseek_v3_of(folder, {"num_hidden_layers": layers}, {})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of two layers, one of them with experts."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "v3", 2)
+
+
+def point(folder: str, layout: Layout = Layout(1), **precision: str) -> Point:  # noqa: B008 - frozen
+    """A point on the CPU with pages of four rows."""
+    return Point(
+        model=folder,
+        weights=folder,
+        tp=layout.tp,
+        dcp=layout.dcp,
+        concurrency=2,
+        context=11,
+        backend="reference",
+        page_size=4,
+        exchange="ag_rs" if layout.dcp > 1 else "none",
+        **precision,
+    )
+
+
+def found(asked: Point, defect: str = "") -> list[str]:
+    """Names of the checks that are wrong, of an engine with a defect."""
+    with pytest.MonkeyPatch.context() as patch:
+        if defect:
+            DEFECTS[defect](patch.setattr)
+        return [name for name, check in compare_alone(asked, PROMPTS, NEW).items() if not check.ok]
+
+
+@pytest.mark.parametrize("precision", [IN_BF16, IN_FP8], ids=["bf16", "fp8"])
+def test_a_right_engine_is_not_wrong(precision, shallow):
+    assert found(point(shallow, **precision)) == []
+
+
+@pytest.mark.parametrize("defect", ALONE)
+def test_a_defect_is_found_in_fp8(defect, shallow):
+    assert found(point(shallow, **IN_FP8), defect)
+
+
+@pytest.mark.parametrize("defect", ["no_yarn", "experts_swapped", "wrong_block_scale", "second_best_token"])
+def test_a_defect_is_found_in_bf16(defect, shallow):
+    assert found(point(shallow, **IN_BF16), defect)
+
+
+def test_a_defect_of_a_rank_is_found_by_all_ranks(shallow, tmp_path, monkeypatch):
+    """Two ranks share a request's KV, and the second gives its log-sum-exp to base 2."""
+    monkeypatch.setenv(DEFECT, "lse_of_base_2")
+    asked = point(shallow, Layout(2, dcp=2), **IN_FP8)
+    checks = verify_by_job([asked], PROMPTS, NEW, tmp_path, "tests.distributed.defective_rank")
+    wrong = [check for check in checks if not check.ok]
+    assert [check.name for check in wrong] == ["attention", "layers"]
+    assert "first attention of layer 0" in wrong[1].detail
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", [IN_BF16, IN_FP8], ids=["bf16", "fp8"])
+def test_defects_are_found_at_61_layers(precision, tmp_path):
+    """Limits are those of one operation, however many there are."""
+    asked = point(write_checkpoint(tmp_path / "v3", 61), **precision)
+    assert found(asked) == []
+    assert [defect.__name__ for defect in FIVE if not found(asked, defect.__name__)] == []
+
+
+def test_no_experts_are_skipped_because_prompts_never_choose_them(shallow, monkeypatch):
+    """A single token takes 4 of 16 experts; those that it does not take are compared, too."""
+    asked = point(shallow, **IN_BF16)
+    monkeypatch.setattr("tests.distributed.test_verify_defects.PROMPTS", ((3,),))
+    monkeypatch.setattr("tests.distributed.test_verify_defects.NEW", 1)
+    assert found(asked) == []
+    assert found(asked, "experts_swapped") == ["layers"]
+
+
+def test_a_checkpoint_of_nan_is_wrong(tmp_path):
+    """Comparisons with NaN are never true, so neither is that of an error with its limit."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_checkpoint(tmp_path / "v3", 2)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+    assert found(point(folder, **IN_BF16)) == ["layers", "logits", "tokens"]
