@@ -83,7 +83,8 @@ def verify(base: str, modes: tuple[str, ...], *more: str) -> dict[str, Any]:
         try:
             cli.main(["verify", *urls, "--json", *more])
         except SystemExit as e:
-            return json.loads(out.getvalue()) | {"exit_code": e.code or 0}
+            found: dict[str, Any] = json.loads(out.getvalue())
+            return found | {"exit_code": e.code or 0}
     raise AssertionError("a command ends with an exit code")
 
 

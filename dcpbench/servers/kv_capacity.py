@@ -131,6 +131,7 @@ def _compute_vllm(
     blocks = differing.pop() if len(differing) == 1 else sum(report.engine_blocks)
     rank_tokens = blocks * report.block_size or None
     expected: set[int] = set()
+    total: int | None
     if report.engine_tokens:
         total, source = sum(report.engine_tokens), BY_LABEL
         expected = {total}
