@@ -54,7 +54,9 @@ def hide_headers(words: Sequence[str]) -> list[str]:
         elif word.startswith("--") and HEADER in word.partition("=")[2]:
             option, _, value = word.partition("=")
             found.append(f"{option}={_hide_nested(value)}")
-        elif HEADER in word and word != HEADER:  # options in the value of an option, as in `ab --a "--url … --header …"`
+        elif (
+            HEADER in word and word != HEADER
+        ):  # options in the value of an option, as in `ab --a "--url … --header …"`
             found.append(_hide_nested(word))
         else:
             found.append(word)

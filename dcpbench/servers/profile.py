@@ -1,4 +1,4 @@
-"""Traces of a server at work: its own profiler is started and stopped by HTTP, and its ranks' files are waited for. No torch."""
+"""Profile a running server: start and stop its profiler by HTTP, and wait for the trace files of its ranks. No torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 
 START, STOP = "/start_profile", "/stop_profile"
 KINDS = (".json", ".json.gz")
-SETTLED_S = 2.0
-"""A file that has not grown for so long is whole: ranks write one after the other."""
+SETTLED_S = 2.0  # a file that has not grown for this long is complete: ranks write one after the other
 POLL_S = 0.2
-FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")
-"""Environment variables that name the folder to a server that we start."""
+FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # set for servers that dcpbench starts
 HOW = (
     'start vLLM with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "FOLDER"}\' (before 0.13: the environment variable '
     "VLLM_TORCH_PROFILER_DIR), SGLang with SGLANG_TORCH_PROFILER_DIR=FOLDER"
@@ -49,7 +47,7 @@ def make_traces_folder(folder: Path) -> None:
 
 
 def traces_in(folder: Path) -> dict[Path, int]:
-    """Files below a folder that may be traces, each with its size."""
+    """Return the files below a folder that may be traces, each with its size."""
     return {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name.endswith(KINDS)}
 
 
@@ -66,7 +64,7 @@ async def profile(
     extra_body: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Traces that the server wrote into `folder`, which it and this process both see, while it served a small load.
+    """Return the traces that the server wrote into `folder`, which it shares with this process, while it served a small load.
 
     Raises UsageError for a folder that cannot be made, WorkerError where the server does not profile or no trace comes.
     """
@@ -95,7 +93,7 @@ async def traced(
     wait_s: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Traces of a server that served these calls, behind one as warm-up. Raises WorkerError where none comes."""
+    """Send one call as warm-up and then all calls under the profiler; return the traces. Raises WorkerError if none comes."""
     before = await asyncio.to_thread(traces_in, folder)
     run = Run(client, calls, concurrency)
     await Run(client, calls[:1], 1).run()
@@ -113,9 +111,9 @@ async def traced(
 
 
 def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
-    """(host-blocking calls of a step, where they are) of the worst rank of a server's traces.
+    """Return the host-blocking calls of a step, and their places, of the worst rank of a server's traces.
 
-    Raises WorkerError where they cannot say: without a GPU, damaged, or without marks of steps.
+    Raises WorkerError for traces without a GPU, damaged ones, and those without marks of steps.
     """
     report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
     if reasons := [reason for trace in report.traces if (reason := blind(trace))]:
@@ -140,7 +138,7 @@ async def _switch(client: Client, path: str) -> None:
 
 
 async def _written(folder: Path, before: dict[Path, int], wait_s: float, tell: Callable[[str], None]) -> list[Path]:
-    """New files, once none has grown for SETTLED_S."""
+    """Return the new files once none has grown for SETTLED_S."""
     began = last = time.monotonic()
     known: dict[Path, int] = {}
     while time.monotonic() - began < wait_s or (known and time.monotonic() - last < SETTLED_S):
