@@ -19,6 +19,7 @@ from dcpbench.commands.compare import Judged, Shown
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.plan.typed import hide_headers
 from dcpbench.points.names import flag
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import span
@@ -135,9 +136,10 @@ def ab(
         raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.locked(folder):
-        state = _state(folder, launches, State(workload=variants.workload, a=sides["a"], b=sides["b"]))
+        kept = {side: hide_headers(arguments) for side, arguments in sides.items()}
+        state = _state(folder, launches, State(workload=variants.workload, a=kept["a"], b=kept["b"]))
         _announce(folder, sides, variants, command, allow_cpu=judged.allow_cpu)
-        code = _launch_all(folder, state, variants.rounds, command, force=launches.force)
+        code = _launch_all(folder, state, sides, variants.rounds, command, force=launches.force)
         try:
             rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
             shared = [n for n in rounds if _ended_on_both(folder, state, n)]
@@ -160,8 +162,10 @@ def order(number: int) -> tuple[str, str]:
     return ("a", "b") if number % 2 else ("b", "a")
 
 
-def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, force: bool) -> int:
-    """Every launch that has not ended yet, in order; SOME_FAILED where points failed, INTERRUPTED after Ctrl-C."""
+def _launch_all(
+    folder: Path, state: State, sides: Mapping[str, list[str]], rounds: int, command: Command, *, force: bool
+) -> int:
+    """Run every launch that has not ended yet, in order; return SOME_FAILED if points failed, INTERRUPTED after Ctrl-C."""
     from dcpbench.commands.runs import as_part
 
     todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
@@ -171,7 +175,7 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
         number = name.rpartition("-")[2]
         try:
             with as_part(f"points of {name[0].upper()}, round {number} of {rounds}"):
-                ended = _launch(folder / name, state, name[0], command, force=force)
+                ended = _launch(folder / name, state.workload, sides[name[0]], command, force=force)
         except (KeyboardInterrupt, SystemExit) as e:
             shared = any(_ended_on_both(folder, state, f"round-{n}") for n in range(1, rounds + 1))
             compared = "; the rounds that have ended on both sides are compared" if shared else ""
@@ -192,13 +196,13 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
     return SOME_FAILED if SOME_FAILED in state.done.values() else 0
 
 
-def _launch(folder: Path, state: State, side: str, command: Command, *, force: bool) -> int:
-    """Run sweep or serve in this process, as typed; what it prints goes to stderr, as stdout is the comparison's."""
-    arguments = [*getattr(state, side), "-o", str(folder)]
+def _launch(folder: Path, workload: str, options: Sequence[str], command: Command, *, force: bool) -> int:
+    """Run sweep or serve in this process with these options; its output goes to stderr, as stdout is the comparison's."""
+    arguments = [*options, "-o", str(folder)]
     if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
-    with _as_typed([state.workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
-        return ended(command, arguments, prog_name=f"dcpbench {state.workload}")
+    with _as_typed([workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
+        return ended(command, arguments, prog_name=f"dcpbench {workload}")
 
 
 @contextlib.contextmanager
@@ -250,6 +254,7 @@ def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
             typed = context.params
             given = [p.name for p in command.params if p.name in OURS and typed.get(p.name) != p.get_default(context)]
     except PARSER_ERROR as e:
+        text = shlex.join(hide_headers(shlex.split(text)))
         serves = variants.workload != "serve" and _has(arguments, REMOTE)
         how = "Add --workload serve." if serves else f"See `dcpbench {variants.workload} --help` for its options."
         raise UsageError(f"--{side} {text!r}: {e.format_message()} {how}") from e
@@ -333,7 +338,10 @@ def _plan_in_json(variants: Variants, sides: Mapping[str, list[str]], command: C
         with contextlib.redirect_stdout(plan):
             if code := ended(command, [*arguments, "--dry-run", "--json"]):
                 return code
-        found[side] = {"arguments": [variants.workload, *arguments], "points": json.loads(plan.getvalue())}
+        found[side] = {
+            "arguments": [variants.workload, *hide_headers(arguments)],
+            "points": json.loads(plan.getvalue()),
+        }
     launches = [side for n in range(1, variants.rounds + 1) for side in order(n)]
     print_json(found | {"rounds": variants.rounds, "launches": launches})
     return 0
@@ -372,7 +380,7 @@ def _announce(
 
 
 def _typed(side: str, arguments: Sequence[str], variants: Variants) -> str:
-    return f"{side.upper()}: dcpbench {variants.workload} {redaction.command_line(arguments)}"
+    return f"{side.upper()}: dcpbench {variants.workload} {redaction.command_line(hide_headers(arguments))}"
 
 
 def _to_go_on(folder: Path) -> str:

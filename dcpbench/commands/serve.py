@@ -1,4 +1,4 @@
-"""`dcpbench serve`: requests over layouts and loads, a grid as of sweep."""
+"""`dcpbench serve`: serve requests over a grid of layouts and loads."""
 
 import math
 import time
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.servers.measure import Asked
 
-USUAL_STEP_S = 0.05
-"""Order of magnitude of a step of a large model, to say beforehand what a live run is going to take."""
+USUAL_STEP_S = 0.05  # order of magnitude of a step of a large model, to estimate how long a live run takes
 LONG_S = 600.0
-MOST_CLIENT_PROCESSES = 64
+MAX_CLIENT_PROCESSES = 64
 
 WHEN = panel("When requests come")
 WHAT = panel("What requests are")
@@ -33,30 +32,30 @@ REMOTE = panel("Real servers")
 
 
 class Layouts(opt.Layouts):
-    """Fewer ranks on the CPU than of sweep."""
+    """Layouts, with fewer ranks on the CPU than sweep has."""
 
     tp: str | None = opt.LAYOUT(f"{opt.TP} Default: all GPUs of this machine; 4 on the CPU.")
 
 
 class Load(Group):
-    """What is sent and how it is served."""
+    """Requests, and how they are served."""
 
     model: str | None = opt.MODEL
     weights: str | None = opt.WEIGHTS
     concurrency: str | None = WHEN(
-        "Closed loop: so many clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of "
+        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of "
         "which sends its next request when its last one is answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
         "8,32,48 on GPUs; 4 on the CPU.",
         metavar="N,…",
     )
     request_rate: str | None = WHEN(
-        "Open loop: requests per second on average, which come whether or not earlier ones are answered. Default: a "
+        "Open loop: requests per second on average, sent whether or not earlier ones are answered. Default: a "
         "closed loop.",
         metavar="R,…",
     )
     burstiness: str | None = WHEN(
-        "With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, less comes in bursts, more "
-        "regularly. Default: 1.",
+        "With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, smaller values give bursts, larger "
+        "ones even gaps. Default: 1.",
         metavar="B",
     )
     requests: Path | None = WHEN(
@@ -79,8 +78,8 @@ class Load(Group):
         metavar="LEN,…",
     )
     output_tokens: str | None = WHAT(
-        "Tokens that are sampled for a request, written likewise; nothing ends one earlier. Where all have as many, and "
-        "prompts, too, clients of a closed loop go in step, which can turn around what is ahead. Default: "
+        "Tokens that are sampled for a request, in the same notation; no request ends earlier. With identical lengths of outputs and "
+        "prompts, clients of a closed loop run in lock-step: they prefill and decode at the same time, which can change the order of layouts. Default: "
         f"{ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU.",
         metavar="LEN,…",
     )
@@ -147,7 +146,7 @@ class Load(Group):
 
 
 class How(opt.How):
-    """Nothing is chosen by itself, and no batch is halved."""
+    """How it is computed; nothing is chosen automatically."""
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
@@ -169,7 +168,7 @@ class How(opt.How):
 
 
 class Measured(Group):
-    """Live or replayed, against what, and how often."""
+    """Live or replayed, with which objectives, and how often."""
 
     mode: str | None = opt.MEASURE(
         "live: every token is computed. replay: step times are measured once for a layout, then the same scheduler "
@@ -193,7 +192,7 @@ class Measured(Group):
 
 
 class Remote(Group):
-    """A server that runs already, or is started, instead of an engine of ours."""
+    """A server that runs already, or is started, instead of dcpbench's own engine."""
 
     url: str | None = REMOTE(
         "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
@@ -343,7 +342,7 @@ def check_one_server(remote: Remote) -> None:
 
 
 def check_local(remote: Remote) -> None:
-    """Raise UsageError for an option that needs --url."""
+    """Raise UsageError for an option that needs a server."""
     from dcpbench.errors import UsageError
     from dcpbench.points.names import flag
 
@@ -353,7 +352,7 @@ def check_local(remote: Remote) -> None:
 
 
 def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run) -> int:
-    """Measure a server as it runs."""
+    """Measure a server that runs already."""
     from dcpbench.commands import runs
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec
@@ -452,7 +451,7 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
 
 
 def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
-    """How the server is measured. Raises UsageError."""
+    """Return how the server is measured. Raises UsageError."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.options import check_known, check_seconds
     from dcpbench.plan.typed import typed_command
@@ -467,9 +466,9 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
     for option, value in (("--warm-up", remote.warm_up), ("--retries", remote.retries)):
         if value < 0:
             raise UsageError(f"{option} {value} is negative; write 0 or more.")
-    if remote.client_processes is not None and not 1 <= remote.client_processes <= MOST_CLIENT_PROCESSES:
+    if remote.client_processes is not None and not 1 <= remote.client_processes <= MAX_CLIENT_PROCESSES:
         raise UsageError(
-            f"--client-processes {remote.client_processes} cannot be; write 1 to {MOST_CLIENT_PROCESSES}, or leave it out."
+            f"--client-processes {remote.client_processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
         )
     headers, extra_body = parse_headers(remote.header or ()), parse_extra_body(remote.extra_body)
     key = api_key(remote.api_key_env)
@@ -491,7 +490,7 @@ def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":
 
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
-    """Each point in virtual time, in this process."""
+    """Replay each point in virtual time, in this process."""
     from dcpbench.commands.runs import progress_of, stoppable
     from dcpbench.errors import DcpbenchError
     from dcpbench.launch.jobs import Progress
@@ -524,7 +523,7 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
 
 
 def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
-    """What the options do that nobody might expect; of parts, their dry run says it."""
+    """Print what may be unexpected about the options: unordered traces, and long live runs."""
     from dcpbench.commands.runs import is_elsewhere, is_part
     from dcpbench.points.names import LIVE
 
@@ -545,7 +544,7 @@ def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
 
 
 def _seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:
-    """What a live run of a load takes at least: until the last request comes, or until all tokens are sampled."""
+    """Return the least duration of a live run: until the last request comes, or until all tokens are sampled."""
     from dcpbench.serving.loads import extent
 
     size = extent(load, settings.trace_path)

@@ -29,7 +29,7 @@ USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
 class Layouts(opt.Layouts):
-    """Those to be checked, all that are valid where a degree is left out."""
+    """Layouts to check; all valid values of a degree that is left out."""
 
     tp: str | None = opt.LAYOUT(
         "Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, the six "
@@ -42,7 +42,7 @@ class Layouts(opt.Layouts):
 
 
 class Load(Group):
-    """What is computed, and against what a checkpoint is held."""
+    """Load, and the checkpoint that is compared with transformers."""
 
     model: str | None = opt.LOAD("As in sweep. Default: as in sweep.", metavar="NAME")
     checkpoint: Path | None = opt.LOAD(
@@ -65,7 +65,7 @@ class Load(Group):
 
 
 class Remote(Group):
-    """Two running servers, instead of layouts of our own engine."""
+    """One or two running servers, instead of layouts of dcpbench's own engine."""
 
     url: list[str] | None = SERVERS(
         "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
@@ -98,7 +98,7 @@ class Remote(Group):
 
 
 class Run(opt.Run):
-    """Without a file of options, and always from the beginning."""
+    """Output options; no options file, and no --resume."""
 
     config = None
     resume = False
@@ -256,7 +256,7 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
 
 
 def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
-    """The usual six that these GPUs can hold; once a degree is typed, every valid layout with it."""
+    """Return the usual six layouts that these GPUs can hold; with a typed degree, every valid layout with it."""
     from dcpbench.points.layout import Layout, experts_placed, valid_layouts
     from dcpbench.points.shapes import load_shape
 

@@ -1,4 +1,4 @@
-"""What `serve --url` was asked to send to a running server: options as points of that server's engine. No torch."""
+"""Options of `serve --url` and `--engine` as points of the server's engine. No torch."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ TAKEN = [
     "slo",
     "repeats",
 ]
-"""Options of `serve` that make sense of a server that runs already; all others are our own engine's."""
+"""Options of `serve` that apply to a server; all others are those of dcpbench's own engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """What is sent to one server, and what the user says of it."""
+    """Loads for one server, and its layout as the user gives it."""
 
     model: str | None
-    """As the server calls it; None: the only one that it serves."""
+    """Name of the model on the server; None: the only one that it serves."""
     layout: Mapping[str, int]
     wrong: LayoutError | None
-    """Why no server can have this layout."""
+    """Error if no server can have this layout."""
     ep: str
     dtype: str | None
     loads: ServeLoads
@@ -70,7 +70,7 @@ class ServerSpec:
     settings: Settings
 
     def points(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Point]:
-        """The points of this engine, in the order in which they run. `settings`: what was varied of the server."""
+        """Return the points of this engine in the order in which they run. `settings`: flags of the server that are varied."""
         found = []
         for repeat in range(self.repeats):
             for concurrency, load in self.loads.each():
@@ -92,19 +92,19 @@ class ServerSpec:
         return found
 
     def candidates(self, engine: str, model: str, settings: Mapping[str, str] | None = None) -> list[Candidate]:
-        """The same points, with the reason where the degrees do not nest."""
+        """Return the same points, with the error if the degrees do not divide each other."""
         return [Candidate(point=point, error=self.wrong) for point in self.points(engine, model, settings)]
 
 
 def split_layouts(given: Mapping[str, object]) -> list[dict[str, object]]:
-    """Options with one value of each degree for each server that lists of them ask for, also where they do not nest."""
+    """Return options for each server, with one value of each degree, for all combinations of their lists."""
     axes = {name: read.ints(name, given[name]) for name in DEGREES if given.get(name) is not None}
     rest = {name: value for name, value in given.items() if name not in axes}
     return [rest | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
-    """Options as typed. `cpu`: whether the server is said to run on one, for which loads are small by default.
+    """Read the options that were typed. `cpu`: whether the server runs on a CPU, for which loads are small by default.
 
     Raises UsageError for options that only our own engine has, and for several values where one server has one.
     """
@@ -133,7 +133,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool) -> ServerSpec:
 
 
 def _layout(typed: Mapping[str, object]) -> dict[str, int]:
-    """As typed; 0 for each degree where nobody says --tp. Raises UsageError for degrees without it."""
+    """Return the degrees that were typed, all 0 without --tp. Raises UsageError for other degrees without --tp."""
     if "tp" not in typed:
         if typed:
             given = listed([flag(name) for name in typed])

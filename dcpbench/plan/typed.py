@@ -53,9 +53,26 @@ def hide_headers(words: Sequence[str]) -> list[str]:
             found.append(_hide(word))
         elif word.startswith(f"{HEADER}="):
             found.append(f"{HEADER}={_hide(word.partition('=')[2])}")
+        elif word.startswith("--") and HEADER in word.partition("=")[2]:
+            option, _, value = word.partition("=")
+            found.append(f"{option}={_hide_nested(value)}")
+        elif (
+            HEADER in word and word != HEADER
+        ):  # options in the value of an option, as in `ab --a "--url … --header …"`
+            found.append(_hide_nested(word))
         else:
             found.append(word)
     return found
+
+
+def _hide_nested(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return HIDDEN
+    if words == [text] and not text.startswith(f"{HEADER}="):
+        return text
+    return shlex.join(hide_headers(words))
 
 
 def _hide(text: str) -> str:

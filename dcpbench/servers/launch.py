@@ -1,4 +1,4 @@
-"""Starts a server, waits until it takes requests, and ends it with everything that it started (guard.py). No torch."""
+"""Start a server, wait until it takes requests, and end it with all its child processes (guard.py). No torch."""
 
 from __future__ import annotations
 
@@ -27,44 +27,43 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 POLL_S = 0.2
 OK = 200
-TAIL = 1 << 17
-"""Bytes of a log in which a reason is looked for."""
+TAIL = 1 << 17  # bytes at the end of a log in which a reason is looked for
 RAISED = re.compile(r"^(?:.*?\s)?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)): (.+)$")
 POINTS_ELSEWHERE = re.compile(
     r"root cause above|initialization failed|see (the )?(stack )?trace|encountered an issue", re.IGNORECASE
 )
 VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
-SAID_AT_MOST = 400
+MAX_REASON = 400
 
 
 class ServerError(WorkerError):
-    """A server that did not start, or died; the sentence quotes its own reason."""
+    """A server did not start, or died; the message quotes its own reason."""
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has at the moment."""
+    """Return a port of the loopback that is free at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 def reason_in(log: bytes) -> str:
-    """Why a server ended, in its own words: the last error that it raised and that names a cause, else its last line."""
+    """Return why a server ended: the last error in its log that names a cause, else its last line."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", redact_part(log[-TAIL:].decode("utf-8", "replace")))
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     raised = [(m, i) for i, line in enumerate(lines) if (m := RAISED.match(line))]
     causes = [(m, i) for m, i in raised if not POINTS_ELSEWHERE.search(m[0])]
     if found := (causes or raised):
         error, place = found[-1]
-        said = f"{error[1]}: {error[2]}"
-        if VALIDATION.search(said) and place + 1 < len(lines):  # pydantic's message begins in the next line
-            said += f": {lines[place + 1].strip().partition(' [type=')[0]}"
-        return one_line(said)[:SAID_AT_MOST]
-    return one_line(lines[-1])[:SAID_AT_MOST] if lines else "it wrote nothing"
+        reason = f"{error[1]}: {error[2]}"
+        if VALIDATION.search(reason) and place + 1 < len(lines):  # pydantic's message begins in the next line
+            reason += f": {lines[place + 1].strip().partition(' [type=')[0]}"
+        return one_line(reason)[:MAX_REASON]
+    return one_line(lines[-1])[:MAX_REASON] if lines else "it wrote nothing"
 
 
 class Server:
-    """A started server. Context manager: leaving it ends every process of it, whatever happened."""
+    """A started server, as a context manager: leaving it ends all processes of the server."""
 
     def __init__(self, words: Sequence[str], log: Path, env: Mapping[str, str], port: int, ready: str) -> None:
         self.words, self.log, self.port, self.ready = list(words), log, port, ready
@@ -91,14 +90,14 @@ class Server:
 
     @property
     def dead(self) -> str:
-        """Why it ended; empty while it runs."""
+        """Reason why it ended; empty while it runs."""
         code = self._guard.poll()
         if code is None:
             return ""
         return f"it ended with exit code {code}: {reason_in(self._log())}"
 
     def wait(self, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> float:
-        """Until it takes requests; returns the seconds that took. Raises ServerError where it ends, or never does."""
+        """Wait until it takes requests; return the seconds that took. Raises ServerError if it ends, or is not ready in time."""
         began = time.monotonic()
         while (waited := time.monotonic() - began) < limit_s:
             if dead := self.dead:
@@ -116,12 +115,12 @@ class Server:
         """Return the text that the server has written so far."""
         return self._log().decode("utf-8", "replace")
 
-    def cause(self, said: str) -> str:
-        """What its log says, where what it said itself only points there."""
-        return f" (its log: {reason_in(self._log())})" if POINTS_ELSEWHERE.search(said) else ""
+    def cause(self, message: str) -> str:
+        """Return the reason in its log, if its error message only refers to the log; else an empty string."""
+        return f" (its log: {reason_in(self._log())})" if POINTS_ELSEWHERE.search(message) else ""
 
     def stop(self) -> None:
-        """End it and everything below it."""
+        """End it and all its child processes."""
         if self._guard.poll() is None:
             self._guard.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""How engines are started: presets for vLLM and SGLang, and files of one's own. No torch.
+"""Command lines of engines: presets for vLLM and SGLang, and engine files of the user. No torch.
 
     name = "vllm"
     command = "vllm serve {model} --host {host} --port {port}"
@@ -38,35 +38,27 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
 
-KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")
-"""What may stand in braces."""
-TRACES = "traces"
-"""And in the flags of the profiler: the folder of --traces."""
+KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")  # names in braces
+TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
-LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "interleave", "kv", "nodes")
-"""What of a layout has flags."""
+LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "interleave", "kv", "nodes")  # parts of a layout that have flags
 Value = str | int | float | bool
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine, and how a server of it is started."""
+    """An engine, and the command line of its servers."""
 
     name: str
     command: str
-    ready: str = "/health"
-    """Path that answers 200 once requests are taken."""
-    layout: dict[str, str] = {}
-    """By LAYOUT."""
-    exchanges: list[str] = []
-    """Of ours, those that it has; empty: nobody says."""
-    flags: dict[str, Value | list[Value]] = {}
-    """Further flags, without their dashes; a list is an axis."""
-    profiler: str = ""
-    """Flags with which its profiler can be started by HTTP, and writes into the folder {traces}."""
+    ready: str = "/health"  # path that answers 200 once requests are taken
+    layout: dict[str, str] = {}  # flags by the names in LAYOUT
+    exchanges: list[str] = []  # exchanges of dcpbench that the engine has; empty: unknown
+    flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
+    profiler: str = ""  # flags for a profiler that is started by HTTP and writes into the folder {traces}
     env: dict[str, str] = {}
 
     def servers(self) -> list[dict[str, str]]:
-        """Return the settings of each server that the flags make: those of lists, whose others are the same for all."""
+        """Return the settings of each server: one combination of the flags that are lists."""
         axes = {name: values for name, values in self.flags.items() if isinstance(values, list)}
         return [dict(zip(axes, map(str, values), strict=True)) for values in itertools.product(*axes.values())]
 
@@ -102,7 +94,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         nnodes: int = 1,
         traces: str = "",
     ) -> list[str]:
-        """The command line of the server for a point; of several machines that of the first. `traces`: folder of its profiler."""
+        """Return the command line of the server for a point, on the first of several machines. `traces`: folder of its profiler."""
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
@@ -117,7 +109,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "nnodes": nnodes,
             TRACES: traces,
         }
-        said = {
+        present = {
             "tp": max(point.tp, 1) > 1,
             "dp": point.dp > 1,
             "dcp": point.dcp > 1,
@@ -129,7 +121,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
         words = shlex.split(self.command)
         for name, text in self.layout.items():
-            words += shlex.split(text) if said[name] else []
+            words += shlex.split(text) if present[name] else []
         words += shlex.split(self.profiler) if traces else []
         words = [word.format_map(known) for word in words]
         same = {name: value for name, value in self.flags.items() if not isinstance(value, list)}
@@ -183,7 +175,7 @@ PRESETS = {
         exchanges=["ag_rs", "a2a"],
     ),
 }
-"""By --engine. vLLM's tensor parallel degree is that of a replica, ours and SGLang's counts all GPUs."""
+"""Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""
 
 CHECKPOINTS = {
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
@@ -192,18 +184,18 @@ CHECKPOINTS = {
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "kimi-k2": "moonshotai/Kimi-K2-Instruct",
 }
-"""Where engines find the weights of models that we know by name."""
+"""Checkpoints of the models that dcpbench knows by name."""
 PORT = 8000
 
 
 def launched(point: Point, nnodes: int) -> dict[str, str]:
-    """What starts each preset's server in the layout of a point of ours, by engine; on the first of several machines."""
+    """Return the command lines of the presets for the layout of a point, on the first of several machines."""
     model = CHECKPOINTS.get(point.model, point.model)
     return {name: shlex.join(PRESETS[name].words(point, {}, model, PORT, nnodes=nnodes)) for name in (SGLANG, VLLM)}
 
 
 def engine(named: str | None, command: str | None) -> Engine:
-    """That of --engine, a preset or a file, or of --serve-cmd. Raises UsageError that says what to type."""
+    """Return the engine of --engine (a preset or a file) or of --serve-cmd. Raises UsageError."""
     if command is not None:
         if named is not None:
             raise UsageError("--engine and --serve-cmd contradict each other; give one of them.")

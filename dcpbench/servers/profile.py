@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 START, STOP = "/start_profile", "/stop_profile"
 KINDS = (".json", ".json.gz")
-SETTLED_S = 2.0
-"""A file that has not grown for so long is whole: ranks write one after the other."""
+SETTLED_S = 2.0  # a file that has not grown for this long is complete: ranks write one after the other
 POLL_S = 0.2
-FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")
-"""Environment variables that name the folder to a server that we start."""
+FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # set for servers that dcpbench starts
 HOW = (
     'start vLLM with --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "FOLDER"}\' (before 0.13: the environment variable '
     "VLLM_TORCH_PROFILER_DIR), SGLang with SGLANG_TORCH_PROFILER_DIR=FOLDER"
@@ -67,7 +65,7 @@ async def profile(
     extra_body: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Return the traces that the server wrote into `folder`, which both processes see, while it served a small load.
+    """Return the traces that the server wrote into `folder`, which it shares with this process, while it served a small load.
 
     Raises UsageError for a folder that cannot be made, WorkerError where the server does not profile or no trace comes.
     """
@@ -96,7 +94,7 @@ async def traced(
     wait_s: float,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Return the traces of a server that served these calls after one as warm-up. Raises WorkerError if none comes."""
+    """Send one call as warm-up and then all calls under the profiler; return the traces. Raises WorkerError if none comes."""
     before = await asyncio.to_thread(traces_in, folder)
     run = Run(client, calls, concurrency)
     await Run(client, calls[:1], 1).run()

@@ -1,4 +1,4 @@
-"""Points of an engine whose servers are started for them: one start for each layout and combination of flags. No torch."""
+"""Measure points on servers that dcpbench starts: one server for each layout and combination of flags. No torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from dcpbench.servers.measure import Asked
     from dcpbench.servers.presets import Engine
 
-LOGS = "servers"
-"""Folder of a run with what its servers wrote."""
+LOGS = "servers"  # folder of a run with the logs of its servers
 
 
 def server_of(point: Point) -> tuple[object, ...]:
-    """The same for points that one server can serve."""
+    """Return a key that is equal for points that one server can serve."""
     return point.tp, point.dp, point.dcp, point.ep, point.exchange, point.settings
 
 
@@ -50,9 +49,9 @@ def measure_started(
     *,
     limit_s: float,
 ) -> None:
-    """Measure all points; each leaves a record in the folder. A server that refuses or dies fails its points alone.
+    """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
 
-    An interruption ends the server with everything below it, and is raised again.
+    An interruption ends the server with all its child processes, and is raised again.
     """
     out, places = RecordFile(folder), {point.key(): i for i, point in enumerate(points)}
 
@@ -107,7 +106,7 @@ def measure_started(
 
 
 def _log(folder: Path, engine: Engine, point: Point) -> Path:
-    """A file of its own for each server of the run."""
+    """Return a new log file for a server of the run."""
     name = "-".join(filter(None, (engine.name, f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}", point.settings)))
     plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
     names = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())

@@ -48,6 +48,27 @@ def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pyte
     assert {str(r.point.layout) for r in read_run(out / "b" / "round-2").records} == {"tp2·dcp2"}
 
 
+def test_values_of_headers_are_sent_and_kept_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in ab.json nor in records; --resume takes the same options again."""
+    out, secret = tmp_path / "out", "tok-0123456789abcdef"
+    words = ["--workload", "serve", "--both", LOAD, "--allow-cpu", "-o", str(out)]
+    with served("", tmp_path / "log") as url:
+        words += [
+            "--a",
+            f"--url {url} --header 'X-Token: {secret}'",
+            "--b",
+            f"--url {url} --header 'X-Token: {secret}2'",
+        ]
+        for rounds in ("1", "2"):
+            code, told, err = ab(capsys, *words, "--rounds", rounds, *(["--resume"] if rounds == "2" else []))
+            assert code == 0, err
+            everything = told + err + "".join(p.read_text("latin-1") for p in out.rglob("*") if p.is_file())
+            assert secret not in everything
+    sent = [json.loads(line)["headers"].get("x-token") for line in (tmp_path / "log").read_text().splitlines()]
+    assert set(sent) == {secret, f"{secret}2"}
+    assert "X-Token: …" in (out / "ab.json").read_text()
+
+
 @pytest.mark.long
 def test_two_configurations_of_an_engine_are_started_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,10 @@ def test_command_lines_are_kept_without_values_of_headers() -> None:
     words = ["serve", "--header", "A: b c", "--header=D: e", "--header", "f", "--model", "A: b"]
     assert hide_headers(words) == ["serve", "--header", "A: …", "--header=D: …", "--header", "…", "--model", "A: b"]
     assert hide_headers(["--header"]) == ["--header"]
+    nested = ["ab", "--a", "--url u --header 'A: b c' --tp 1", "--b=--header=A:b --tp 1", "--both", "--header 'A: b"]
+    hidden = ["ab", "--a", "--url u --header 'A: …' --tp 1", "--b='--header=A: …' --tp 1", "--both", "…"]
+    assert hide_headers(nested) == hidden
+    assert hide_headers(["--b=--header=A:b", "x--header"]) == ["--b='--header=A: …'", "x--header"]
 
 
 def test_secrets_are_values_of_headers_that_are_named_like_it_and_their_words() -> None:
