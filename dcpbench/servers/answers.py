@@ -176,14 +176,14 @@ class Streamed:
             self._highest = usage
         elif not (ids or has_output):
             return
-        self.heard_s = began_s
-        self._chunks.add(began_s, has_output, len(ids) if ids else 0, usage)
+        if len(self._chunks) >= self._limits.chunks:
+            self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
         if ids:
             self._take_ids(ids)
         if self._keep:
             self._take_text(choice.new_text)
-        if len(self._chunks) > self._limits.chunks or len(self.tokens) > self._limits.chunks:
-            self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
+        self.heard_s = began_s
+        self._chunks.add(began_s, has_output, len(ids) if ids else 0, usage)
 
     def _take_usage(self, usage: Usage) -> int | None:
         if (bad := self._limits.find_excess(usage)) is not None:
@@ -197,6 +197,8 @@ class Streamed:
         for extreme in (min(ids), max(ids)):
             if not 0 <= extreme <= MAX_TOKEN_ID:
                 self._refuse(Fault.TOKEN_ID, value=extreme, limit=MAX_TOKEN_ID)
+        if len(self.tokens) + len(ids) > self._limits.chunks:
+            self._refuse(Fault.TOO_MANY_TOKENS, limit=self._limits.chunks)
         self.tokens += ids
 
     def _take_text(self, text: str) -> None:

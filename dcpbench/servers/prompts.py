@@ -383,9 +383,7 @@ class Trial:
                 f"{url} does not answer {path} ({last.sentence.rstrip('.')}), but it answers {PATHS[other]}; add --endpoint {other}."
             )
         if last.status in BUSY:
-            more = "Wait until it is ready, or send requests again with --retries" + (
-                " 5." if not self.retries else "."
-            )
+            more = f"Wait until it is ready, or {'raise --retries' if self.retries else 'add --retries 5'}."
             return WorkerError(f"{url} cannot be measured: {last.sentence} {more}")
         if last.status in (UNAUTHORIZED, FORBIDDEN):
             return WorkerError(f"{url} cannot be measured: {last.sentence} {KEY_HINT}")

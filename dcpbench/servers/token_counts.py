@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.events import Usage
 
 MIN_PROMPT_SLACK = 1 << 15  # tokens that a server may add to a prompt: a system prompt, a chat template
+MAX_PROMPT = (1 << 31) - 1  # tokens of a prompt of unknown length: samples keep them as int32
 MIN_OUTPUT_SLACK = 8  # tokens that a usage may count beyond the request: speculative decoding may overshoot
 OUTPUT_SLACK_SHARE = 0.05  # or this share of the request, whichever is more
 MAX_HIDDEN = 1 << 20  # reasoning tokens that are counted and not sent
@@ -54,7 +55,7 @@ class Limits:
         self.output_tokens, self.prompt_tokens = output_tokens, prompt_tokens
         self.chunks = 2 * output_tokens + SPARE_CHUNKS  # chunks with output, and token ids
         self.usage_output = output_tokens + max(MIN_OUTPUT_SLACK, int(OUTPUT_SLACK_SHARE * output_tokens))
-        self.usage_prompt = 2 * prompt_tokens + MIN_PROMPT_SLACK
+        self.usage_prompt = 2 * prompt_tokens + MIN_PROMPT_SLACK if prompt_tokens else MAX_PROMPT
         self.text = MIN_TEXT + TEXT_OF_TOKEN * output_tokens  # characters of the answer
         self.echo_bytes = BYTES_OF_ID * prompt_tokens  # by which an event may be longer as it repeats the prompt's ids
 

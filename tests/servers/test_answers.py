@@ -257,6 +257,16 @@ def test_a_token_id_fits_into_32_bits(ids: list[int]) -> None:
     assert streamed(event("a", ids=[0, (1 << 31) - 1], end=True)).tokens == [0, (1 << 31) - 1]
 
 
+def test_what_contradicts_the_request_counts_for_no_token() -> None:
+    """The tokens of a failed request are in the rates of its run: those of the bad event are not."""
+    for bad in ([-1] * 500, [1] * 1009):
+        answer = Streamed(4)
+        answer.body(b"data: " + json.dumps(event("a", ids=[1])).encode() + b"\n\n", 0.0)
+        with pytest.raises(StreamError):
+            answer.body(b"data: " + json.dumps(event("a", ids=bad)).encode() + b"\n\n", 1.0)
+        assert (answer.chunk_tokens(), answer.tokens) == ([1], [1])
+
+
 def test_text_that_is_kept_is_bounded() -> None:
     """64 KiB and 1 KiB for each of 4 tokens; without keeping it, it takes no memory."""
     long = event("x" * (1 << 16) + "x" * (4 << 10))

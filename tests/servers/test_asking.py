@@ -225,8 +225,8 @@ def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, mes
 @pytest.mark.parametrize(
     ("retries", "status", "message"),
     [
-        (0, 503, "HTTP 503: no. Wait until it is ready, or send requests again with --retries 5."),
-        (2, 503, "HTTP 503: no. Wait until it is ready, or send requests again with --retries."),
+        (0, 503, "HTTP 503: no. Wait until it is ready, or add --retries 5."),
+        (2, 503, "HTTP 503: no. Wait until it is ready, or raise --retries."),
         (0, 401, "HTTP 401: no. Put its API key into the environment variable that --api-key-env names"),
         (0, 404, "cannot be measured: the server answered HTTP 404: no."),
     ],
