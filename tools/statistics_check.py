@@ -52,7 +52,7 @@ NOISES = {
 OTHERS = {
     "ar 0.7": "AR(1), 0.7",
     "two levels": "two-valued, and 0.1 % of normal noise",
-}  # noise that is shown beside it
+}  # noise that is shown as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Share:
 
     @property
     def holds(self) -> bool:
-        """Whether the share is as documented, and its bound below twice that."""
+        """True if the share is as documented, and its bound below twice that."""
         if self.at_most is not None:
             return self.value <= self.at_most and self.bound < 2 * self.at_most
         return self.at_least is None or self.value >= self.at_least
@@ -97,7 +97,7 @@ class Table:
 
     @property
     def holds(self) -> bool:
-        """Whether all shares are as documented."""
+        """True if all shares are as documented."""
         return all(share.holds for _, shares in self.rows for share in shares)
 
     def __str__(self) -> str:

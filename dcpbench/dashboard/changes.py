@@ -184,7 +184,7 @@ def _certainty(x: Floats, begin: int, split: int, end: int) -> float:
 
 
 def measure_step(before: Floats, after: Floats) -> Step:
-    """Return the difference of two levels with a standard error for runs whose noise is an AR(1) process.
+    """Return the difference of two levels with a standard error for runs with the noise of an AR(1) process.
 
     A mean of k runs has the variance σ²·g(k), g(k) = (1 + 2·Σ(1 - j/k)·ρʲ) / k, and the squared residuals of both
     sides sum to σ²·(n - k·g(k) - (n - k)·g(n - k)) on average. ρ comes from neighbouring residuals; estimates from n runs
