@@ -298,7 +298,7 @@ def check_intervals(draws: int) -> Table:
     return Table(
         "Intervals of medians: how many hold the true one",
         f"Nominally 95 %, {draws:,} series a cell, log-normal samples that are an AR(1) process in logarithms. *stopped*: as many samples as the stop "
-        f"rule takes, in chunks of 10, for a scatter of 3 % and a precision of 1 %. Documented: at least {percent(MIN_COVERAGE)} up to an autocorrelation of "
+        f"rule takes, in chunks of 20, for a scatter of 3 % and a precision of 1 %. Documented: at least {percent(MIN_COVERAGE)} up to an autocorrelation of "
         "0.6.",
         ("autocorrelation", *(f"{n} samples" for n in sizes), "stopped"),
         rows,
@@ -316,10 +316,10 @@ def count_covered_at_stop(rho: float, draws: int, most: int = 2000) -> Share:
     """Return how many intervals hold the median if the stop rule decides how many samples are taken."""
     rng = np.random.default_rng([19, round(10 * rho)])
     rule = StopRule(precision=0.01, seconds=math.inf)
-    count = max(draws // 4, 1)
+    count = max(draws // 8, 1)
     held = 0
     for row in np.exp(0.03 * draw_ar1(rho, count, most, rng)).tolist():
-        n = next((n for n in range(20, most, 10) if rule.done(row[:n], 0.0)), most)
+        n = next((n for n in range(20, most, 20) if rule.done(row[:n], 0.0)), most)
         held += _holds_one(row[:n])
     return Share(held, count)
 
