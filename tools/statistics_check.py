@@ -52,7 +52,7 @@ NOISES = {
 OTHERS = {
     "ar 0.7": "AR(1), 0.7",
     "two levels": "two-valued, and 0.1 % of normal noise",
-}  # noise that is shown beside it
+}  # noise that is shown as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Share:
 
     @property
     def holds(self) -> bool:
-        """Whether the share is as documented, and its bound below twice that."""
+        """True if the share is as documented, and its bound below twice that."""
         if self.at_most is not None:
             return self.value <= self.at_most and self.bound < 2 * self.at_most
         return self.at_least is None or self.value >= self.at_least
@@ -97,7 +97,7 @@ class Table:
 
     @property
     def holds(self) -> bool:
-        """Whether all shares are as documented."""
+        """True if all shares are as documented."""
         return all(share.holds for _, shares in self.rows for share in shares)
 
     def __str__(self) -> str:
@@ -298,7 +298,7 @@ def check_intervals(draws: int) -> Table:
     return Table(
         "Intervals of medians: how many hold the true one",
         f"Nominally 95 %, {draws:,} series a cell, log-normal samples that are an AR(1) process in logarithms. *stopped*: as many samples as the stop "
-        f"rule takes, in chunks of 10, for a scatter of 3 % and a precision of 1 %. Documented: at least {percent(MIN_COVERAGE)} up to an autocorrelation of "
+        f"rule takes, in chunks of 20, for a scatter of 3 % and a precision of 1 %. Documented: at least {percent(MIN_COVERAGE)} up to an autocorrelation of "
         "0.6.",
         ("autocorrelation", *(f"{n} samples" for n in sizes), "stopped"),
         rows,
@@ -316,10 +316,10 @@ def count_covered_at_stop(rho: float, draws: int, most: int = 2000) -> Share:
     """Return how many intervals hold the median if the stop rule decides how many samples are taken."""
     rng = np.random.default_rng([19, round(10 * rho)])
     rule = StopRule(precision=0.01, seconds=math.inf)
-    count = max(draws // 4, 1)
+    count = max(draws // 8, 1)
     held = 0
     for row in np.exp(0.03 * draw_ar1(rho, count, most, rng)).tolist():
-        n = next((n for n in range(20, most, 10) if rule.done(row[:n], 0.0)), most)
+        n = next((n for n in range(20, most, 20) if rule.done(row[:n], 0.0)), most)
         held += _holds_one(row[:n])
     return Share(held, count)
 

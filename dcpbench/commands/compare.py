@@ -53,7 +53,7 @@ class Judged(Group):
 
 
 class Shown(Group):
-    """Where a comparison is written."""
+    """Files and formats of a comparison."""
 
     folder: Path | None = opt.OUTPUT(
         "Write compare.md, compare.json and the forest plot (PNG, SVG) there.", "-o", "--output", metavar="DIR"

@@ -116,7 +116,7 @@ class Effect:
 
 
 def estimate(values: Sequence[float], errors: Sequence[Error | None]) -> Estimate:
-    """Return the mean logarithm of one launch's repeats, whose values are positive.
+    """Return the mean logarithm of one launch's repeats; all values are positive.
 
     With several repeats their scatter counts, and never less than the scatter of their samples.
     """
@@ -135,7 +135,7 @@ def compare(a: Sequence[Estimate], b: Sequence[Estimate], launch_noise: float | 
 
     The variance is Welch's, S²_A / J_A + S²_B / J_B, and two tests have to agree: one for independent launches, with the
     degrees of freedom of the smaller side, which hold however much the scatter of the sides differs; and one for launches
-    that correlate with the launch before them, whose means scatter more (`inflate`). With fewer than MIN_LAUNCHES on a side
+    that correlate with the launch before them, so that their means scatter more (`inflate`). With fewer than MIN_LAUNCHES on a side
     the scatter is unknown, unless the user gives `launch_noise`, the standard deviation of the difference of two launches.
     """
     log = statistics.fmean(e.log for e in b) - statistics.fmean(e.log for e in a)

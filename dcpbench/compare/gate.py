@@ -61,7 +61,7 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
 
     A sampled row fails if its corrected interval leaves out equality on the worse side and its ratio is beyond the limit.
     It is undecided if the interval reaches beyond the limit, and unjudged if it has no test: a rule passes nothing that it
-    could not have failed. `undecided` without a rule of a metric fails for every row whose verdict is UNDECIDED. With any
+    could not have failed. `undecided` without a rule of a metric fails for every row with the verdict UNDECIDED. With any
     rule, points that ran in A and not in B fail, too: a change that breaks points is no faster for it.
     """
     comparison.rules = [rule.text for rule in rules]

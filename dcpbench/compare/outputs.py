@@ -29,7 +29,7 @@ NOT_JUDGED = 3  # exit code if a rule had nothing that could have failed it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Out:
-    """Where a comparison is written."""
+    """Files and formats of a comparison."""
 
     fail_on: str | None = None
     folder: Path | None = None

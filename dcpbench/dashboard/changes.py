@@ -122,7 +122,7 @@ def _replace_odd_runs(x: Floats) -> Floats:
     """Return the values with each odd run replaced by the median of its neighbours."""
     around = _median_of_neighbours(x)
     away = x - around
-    limit = ODD * float(np.quantile(np.abs(away), USUAL)) / TO_SIGMA
+    limit = ODD * _usual(away) / TO_SIGMA
     replaced = x.copy()
     for i in np.flatnonzero(np.abs(away) > limit):
         as_far = np.count_nonzero((x - around[i]) * np.sign(away[i]) >= abs(away[i]) / 2)
@@ -131,19 +131,28 @@ def _replace_odd_runs(x: Floats) -> Floats:
     return replaced
 
 
+def _usual(deviations: Floats) -> float:
+    """Return the USUAL quantile of their sizes, linear between neighbours; ten times as fast as numpy's for short arrays."""
+    ordered = np.sort(np.abs(deviations))
+    place = (len(ordered) - 1) * USUAL
+    below = int(place)
+    low, high = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
+    return float(low + (high - low) * (place - below))
+
+
 def _median_of_neighbours(x: Floats) -> Floats:
     """Return for each run the median of up to two runs before and two runs behind it."""
     around = np.empty_like(x)
     neighbours = np.sort(np.stack([x[:-4], x[1:-3], x[3:-1], x[4:]]), axis=0)
     around[2:-2] = (neighbours[1] + neighbours[2]) / 2
-    around[0], around[-1] = x[1:3].mean(), x[-3:-1].mean()
-    around[1], around[-2] = np.median(x[[0, 2, 3]]), np.median(x[[-4, -3, -1]])
+    around[0], around[-1] = (x[1] + x[2]) / 2, (x[-3] + x[-2]) / 2
+    around[1], around[-2] = sorted((x[0], x[2], x[3]))[1], sorted((x[-4], x[-3], x[-1]))[1]
     return around
 
 
 def _propose(x: Floats) -> list[int]:
     """Return the bounds of PELT's segments, 0 and the length included."""
-    usual = float(np.quantile(np.abs(np.diff(x)), USUAL)) / DIFFERENCE_TO_SIGMA
+    usual = _usual(np.diff(x)) / DIFFERENCE_TO_SIGMA
     scale = usual or float(abs(x).max()) * 1e-9 or 1.0
     steps = make_detector().fit((x - x.mean()).reshape(-1, 1) / scale)
     return [0, *(int(end) for end in steps.predict(pen=PENALTY * math.log(len(x))))]
@@ -184,16 +193,17 @@ def _certainty(x: Floats, begin: int, split: int, end: int) -> float:
 
 
 def measure_step(before: Floats, after: Floats) -> Step:
-    """Return the difference of two levels with a standard error for runs whose noise is an AR(1) process.
+    """Return the difference of two levels with a standard error for runs with the noise of an AR(1) process.
 
     A mean of k runs has the variance σ²·g(k), g(k) = (1 + 2·Σ(1 - j/k)·ρʲ) / k, and the squared residuals of both
     sides sum to σ²·(n - k·g(k) - (n - k)·g(n - k)) on average. ρ comes from neighbouring residuals; estimates from n runs
     on two levels are too small by about 2·(1 + 3ρ) / n (Marriott and Pope 1954, for each mean that is fitted).
     """
-    sides = [side - side.mean() for side in (before, after)]
+    means = [float(side.sum()) / len(side) for side in (before, after)]
+    sides = [side - mean for side, mean in zip((before, after), means, strict=True)]
     n = len(before) + len(after)
     power = sum(float(e @ e) for e in sides)
-    difference = float(after.mean() - before.mean())
+    difference = means[1] - means[0]
     if power <= np.finfo(np.float64).eps ** 2 * difference**2:
         return Step(difference, 0.0, n)
     rho = sum(float(e[1:] @ e[:-1]) for e in sides) / power

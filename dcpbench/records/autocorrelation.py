@@ -5,7 +5,7 @@ number scatters more, and `inflation` is by how much its variance grows. Two est
 
 - An AR(1) process. From the correlation ρ of neighbouring samples the signs of their deviations from the median have the
   autocorrelation 2/π · asin(ρᵏ) at lag k, for normal samples and all that follow from them monotonically.
-- Geyer's initial monotone sequence (1992) of the signs, for series whose correlation falls off more slowly than ρᵏ.
+- Geyer's initial monotone sequence (1992) of the signs, for series with a correlation that falls off more slowly than ρᵏ.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def _correlated_rank(n: int, inflation: float) -> int:
-    """Return the rank k of the lower end for samples whose number below the median has `inflation` times the variance."""
+    """Return the rank k of the lower end if the number of samples below the median has `inflation` times the variance."""
     t = student.quantile((1 - CONFIDENCE) / 2, max(n / inflation - 1, 1.0))
     return max(math.floor(n / 2 - t * math.sqrt(n * inflation) / 2), 1)
 

@@ -430,7 +430,9 @@ def _winner(row: pd.Series[Any]) -> str:
     level = listed(sorted(row["level"]), "or")
     if row["clear"]:
         return str(row["label"])
-    return f"{level} ({launch_bands.NOT_TOLD_APART})" if missing(row[launch_bands.COLUMN]) else f"not clearly {level}"
+    return (
+        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})" if missing(row[launch_bands.COLUMN]) else f"not clearly {level}"
+    )
 
 
 def _at(group: list[pd.Series[Any]]) -> str:

@@ -170,7 +170,7 @@ def _best_label(row: pd.Series[Any]) -> str:
         return f"{row['label']} (the only one that meets the SLO)"
     if row["clear"]:
         return str(row["label"])
-    how = launch_bands.NOT_TOLD_APART if missing(row[launch_bands.COLUMN]) else "not clearly"
+    how = launch_bands.NOT_DISTINGUISHABLE if missing(row[launch_bands.COLUMN]) else "not clearly"
     return f"{listed(row['level'], 'or')} ({how})"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COLUMN = "launch_band"  # share by which two launches of a point may differ; missing if that is not known
 IN_ONE_LAUNCH = "in one launch each"
-NOT_TOLD_APART = "not told apart"
+NOT_DISTINGUISHABLE = "not distinguishable"
 BY_MORE = f"by more than {percent(REPEATS_AGREE_WITHIN)}"
 
 

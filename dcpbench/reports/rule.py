@@ -222,9 +222,9 @@ class Rule:
 
     @property
     def _kind(self) -> str:
-        """What a layout is at a load where none is clearly ahead of it."""
+        """The words for a layout at a load where none is clearly ahead of it."""
         if launch_bands.are_single(self.rows):
-            return f"fastest or {launch_bands.NOT_TOLD_APART} from the fastest"
+            return f"fastest or {launch_bands.NOT_DISTINGUISHABLE} from the fastest"
         return "best or level"
 
     def _launches(self) -> str:
@@ -325,7 +325,7 @@ def _taken(loads: pd.DataFrame, who: str) -> str:
     if len(named) == 1:
         return named[0]
     single = launch_bands.are_single(loads)
-    return f"{listed(named, 'or')}, which are {launch_bands.NOT_TOLD_APART if single else 'level'},"
+    return f"{listed(named, 'or')}, which are {launch_bands.NOT_DISTINGUISHABLE if single else 'level'},"
 
 
 def _lead(loads: pd.DataFrame, who: str, before: str = "") -> str:

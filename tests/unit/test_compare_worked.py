@@ -121,7 +121,7 @@ class TestEffects:
 
 
 class TestMoreLaunches:
-    """The smallest n whose interval, and what noise takes away in a fifth of all cases, reach no further than the distance."""
+    """The smallest n with an interval that reaches, with what noise adds in a fifth of all cases, no further than the distance."""
 
     @staticmethod
     def needed(n: int, spread: float) -> float:

@@ -28,7 +28,7 @@ TP, DCP = Layout(2), Layout(2, 1, 2)
 
 
 def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, concurrency: int = 8) -> Record:
-    """A served point whose output is `rate` tok/s."""
+    """A served point with an output of `rate` tok/s."""
     record = serving.served(serving.point(layout, concurrency, emulate=""))
     faster = rate / record.serve.output_tok_s
     record = serving.served(serving.point(layout, concurrency, emulate=""), faster=faster)
@@ -44,8 +44,8 @@ def read(tmp_path: Path, *launches: list[Record], as_repeats: bool = False) -> F
 
 def sentences(report: Frames) -> list[str]:
     """All that a report says of who is ahead, but for how much memory holds and how well repeats agree."""
-    told = [overview.sentence(report), *overview.short(report)[:-1], *answer.sentences(report)]
-    return [text for text in told if not re.match(r"Per GiB|Repeats|Every point|tp\\d|No SLO", text)]
+    texts = [overview.sentence(report), *overview.short(report)[:-1], *answer.sentences(report)]
+    return [text for text in texts if not re.match(r"Per GiB|Repeats|Every point|tp\\d|No SLO", text)]
 
 
 class TestBands:
@@ -81,10 +81,10 @@ class TestSentences:
             for layout, rate in zip((TP, DCP), pair, strict=True)
         ]
         report = read(tmp_path, records)
-        told = sentences(report)
-        assert [text for text in told if CLAIMS.search(text)] == []
-        assert told[0].endswith(", in one launch each.")
-        about = [text for text in told if "DCP" in text or "Fastest" in text]
+        texts = sentences(report)
+        assert [text for text in texts if CLAIMS.search(text)] == []
+        assert texts[0].endswith(", in one launch each.")
+        about = [text for text in texts if "DCP" in text or "Fastest" in text]
         assert len(about) > 2
         assert all("one launch each" in text for text in about), about
         tables = [*answer_tables.grids(report), answer_tables.best(report.findings.best, "live")]

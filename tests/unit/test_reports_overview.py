@@ -397,7 +397,7 @@ class TestImports:
         read = frames.load([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
         text = overview.sentence(read)
         assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")
-        assert ". By these, take tp8 or tp8·dcp8, which are not told apart, at 8 requests of " in text
+        assert ". By these, take tp8 or tp8·dcp8, which are not distinguishable, at 8 requests of " in text
         assert text.endswith(": the one load compared, in one launch each.")
 
 
