@@ -52,7 +52,7 @@ class Logprobs(msgspec.Struct, frozen=True):
     content: list[ChatLogprob] | None = None
     tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
 class Side:
@@ -121,6 +121,7 @@ def answer_of(choice: Choice) -> Answer:
         bad = BadStream(fault=Fault.NOT_A_COMPLETION, detail=one_line(str(e)), quote="log-probabilities")
         raise StreamError(bad) from e
     logprobs: Sequence[float | None]
+    tops: list[dict[str, float | None]]
     if given.content:
         names, logprobs = [one.token for one in given.content], [one.logprob for one in given.content]
         tops = [{top.token: top.logprob for top in one.top_logprobs or ()} for one in given.content]
@@ -133,8 +134,8 @@ def answer_of(choice: Choice) -> Answer:
     known = [p for p in logprobs if p is not None and math.isfinite(p)]
     if len(known) != len(logprobs) or len(known) != len(tokens):
         return Answer(tokens=tokens)
-    tops = [{name: p for name, p in top.items() if math.isfinite(p)} for top in tops]
-    return Answer(tokens=tokens, names=names, logprobs=known, tops=tops if len(tops) == len(tokens) else [])
+    finite = [{name: p for name, p in top.items() if p is not None and math.isfinite(p)} for top in tops]
+    return Answer(tokens=tokens, names=names, logprobs=known, tops=finite if len(finite) == len(tokens) else [])
 
 
 def contexts_for(typed: Sequence[int] | None, longest: int | None, tokens: int) -> list[int]:

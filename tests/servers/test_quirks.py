@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 QUIRKS = Path(__file__).with_name("quirks.py")
 REQUESTS, TOKENS = 9, 24
-NEAR_MS, NEAR_ITL_MS, NEAR_SHARE = 80.0, 5.0, 0.25  # between the server and the client, on a machine with other work
+NEAR_MS, NEAR_ITL_MS, NEAR_SHARE = 80.0, 5.0, 0.25  # between the server and the client
+ATTEMPTS = 8  # loads: other work on the machine delays some of them; a stream that is read wrongly is wrong in each
 BROKEN = {"rst": "closed", "drop": "closed", "abort": "aborted", "busy503": "HTTP 503", "midfin": "cut off"}
 WHOLE = [
     "plain",
@@ -123,28 +124,30 @@ def measure(
     return asyncio.run(main())
 
 
-def check_times(found: Measured) -> None:
-    """Hold the client's medians against the server's."""
+def check_load(url: str, endpoint: str = "completions") -> None:
+    """Hold the client's tokens and medians against the server's; of several loads one has to be near in its times."""
     near = (NEAR_MS, NEAR_ITL_MS, NEAR_MS)
-    for ours, true, near_ms in zip(found.medians(), found.true_medians(), near, strict=True):
-        assert ours == pytest.approx(true, rel=NEAR_SHARE, abs=near_ms)
+    tried = []
+    for _ in range(ATTEMPTS):
+        found = measure(url, endpoint=endpoint)
+        assert [o.error for o in found.outcomes] == [None] * REQUESTS
+        assert found.tokens == REQUESTS * TOKENS
+        pairs = list(zip(found.medians(), found.true_medians(), near, strict=True))
+        if all(ours == pytest.approx(true, rel=NEAR_SHARE, abs=near_ms) for ours, true, near_ms in pairs):
+            return
+        tried.append(pairs)
+    pytest.fail(f"TTFT, ITL and E2EL (client, server, tolerance in ms) of each load: {tried}")
 
 
 @pytest.mark.parametrize("quirk", WHOLE)
 def test_times_and_tokens_are_those_of_the_server(quirk: str, address: str) -> None:
     """9 requests of 24 tokens, whichever way the server counts them."""
-    found = measure(f"{address}/{quirk}")
-    assert [o.error for o in found.outcomes] == [None] * REQUESTS
-    assert found.tokens == REQUESTS * TOKENS
-    check_times(found)
+    check_load(f"{address}/{quirk}")
 
 
 @pytest.mark.parametrize("quirk", CHATS)
 def test_times_and_tokens_of_chats_are_those_of_the_server(quirk: str, address: str) -> None:
-    found = measure(f"{address}/{quirk}", endpoint="chat")
-    assert [o.error for o in found.outcomes] == [None] * REQUESTS
-    assert found.tokens == REQUESTS * TOKENS
-    check_times(found)
+    check_load(f"{address}/{quirk}", endpoint="chat")
 
 
 @pytest.mark.parametrize("quirk", BROKEN)
