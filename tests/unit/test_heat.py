@@ -113,7 +113,6 @@ class TestHeat:
         heat.at(0.1 - 1e-9)
         assert heat.share == before
 
-
     def test_time_between_two_steps_is_counted_once(self):
         """A step that seems to begin at 0.05 s, before the one in front of it ends at 0.1, moves nothing back: until 0.2 s
         a tenth of a second passes, not 0.15.

@@ -16,7 +16,13 @@ def chunk(tokens: int, prefix: int = 0, chunks: int = 1) -> Work:
 def measured(per_prefix_token: float, works: list[Work], begin_ms: float = 0.0) -> list[tuple[Work, float]]:
     """Cases of an engine that needs 10 ms, 0.01 a row, 1e-6 a pair, `begin_ms` for any prefix and so much a token of it."""
     return [
-        (w, 10 + 0.01 * chunk_rows(w.tokens) + 1e-6 * w.pairs + (begin_ms + per_prefix_token * w.prefix if w.prefix else 0))
+        (
+            w,
+            10
+            + 0.01 * chunk_rows(w.tokens)
+            + 1e-6 * w.pairs
+            + (begin_ms + per_prefix_token * w.prefix if w.prefix else 0),
+        )
         for w in works
     ]
 
