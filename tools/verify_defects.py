@@ -116,7 +116,13 @@ class Row:
 
 def point(folder: str, layout: Layout, **fields: Any) -> Point:  # noqa: ANN401
     """Return a point of a checkpoint on the CPU."""
-    plain = {"backend": "reference", "page_size": 4, "concurrency": 4, "context": 37, "exchange": "none"}
+    plain: dict[str, Any] = {
+        "backend": "reference",
+        "page_size": 4,
+        "concurrency": 4,
+        "context": 37,
+        "exchange": "none",
+    }
     return Point(model=folder, weights=folder, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, **(plain | fields))
 
 

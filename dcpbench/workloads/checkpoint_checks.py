@@ -19,12 +19,12 @@ from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.attention import rounding_error
 from dcpbench.kernels.e4m3 import ROUNDING
 from dcpbench.show.text import counted
-from dcpbench.workloads import oracle, teacher_forcing
+from dcpbench.workloads import oracle
 from dcpbench.workloads.checks import make_check
 from dcpbench.workloads.rounding import Roundings
 from dcpbench.workloads.session import DTYPES, build_whole
 from dcpbench.workloads.teacher_forcing import ATTENTION, EXPERT, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
-from dcpbench.workloads.trace import Decoded, Trace, decode
+from dcpbench.workloads.trace import EXPERTS, Decoded, Trace, decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,7 +151,7 @@ def _checks(point: Point, roundings: Roundings, limits: Limits, decoded: list[De
         _logits_check(point, traces, expected, allowed, exact=exact),
         _tokens_check(point, traces, expected, allowed, decoded),
     ]
-    if any(teacher_forcing.EXPERTS in trace.results for trace in traces.values()):
+    if any(EXPERTS in trace.results for trace in traces.values()):
         checks.append(_routing_check(point, compared))
     return checks
 
