@@ -11,6 +11,7 @@ import pytest
 from dcpbench import cli, redaction
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.file import RecordFile
+from dcpbench.records.record import Server
 from dcpbench.records.runs import read_run
 from dcpbench.servers.client import Target
 from dcpbench.servers.measure import judged
@@ -186,7 +187,7 @@ def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
     assert code == 0
     assert "start it with --enable-metrics." in err
     (record,) = read_run(tmp_path / "run").records
-    assert record.server is not None
+    assert isinstance(record.server, Server)
     assert record.server.facts["no_metrics"].endswith("start it with --enable-metrics")
     assert record.server.kv_capacity_tokens == 16_000
     assert record.serve is not None
@@ -262,7 +263,7 @@ def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere
         code, out, err = dcpbench(capsys, "serve", "--url", url, *words)
     assert code == 0, err
     (record,) = read_run(run).records
-    assert record.server is not None
+    assert isinstance(record.server, Server)
     assert record.server.facts["headers"] == "Authorization, X-Route"
     assert record.server.facts["extra_body"] == '{"priority":3}'
     assert record.environment is not None
