@@ -216,7 +216,8 @@ def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str
     `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
     """
     names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", *more)}
-    first = others.drop_duplicates(same).set_index(same)[list(names)].rename(columns=names)
+    narrow = others[[*same, *names]]  # every step copies all columns, of which there are 200
+    first = narrow.drop_duplicates(same).set_index(same).rename(columns=names)
     found = points.join(first, on=same)
     return found.assign(
         ratio=found[value] / found[f"over_{value}"],
