@@ -21,6 +21,7 @@ from dcpbench.launch.processes import COMMAND, alive, alive_pid
 from dcpbench.points.names import flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
+from dcpbench.show.text import printable
 from dcpbench.records.folder import (
     CHECKS_FILE,
     FAILED_FILE,
@@ -49,6 +50,12 @@ MAY_CHANGE = ("--seconds", "--profile")
 
 def make_folder(folder: Path) -> None:
     """Make the folder, and make sure that files can be written into it. Raises OutputError, and DiskError for its disk."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as e:
+        raise OutputError(
+            f"{printable(str(folder))} is no name in UTF-8, so records cannot name it; give another folder with -o."
+        ) from e
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
