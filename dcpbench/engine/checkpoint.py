@@ -133,7 +133,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise ModelError(f"{index} is not a safetensors index: {e!r}.") from e
         for file in files.values():
             if file.is_absolute() or ".." in file.parts:
-                raise ModelError(f"{index} names {str(file)!r}, which is outside of its folder; only files in it are read.")
+                raise ModelError(
+                    f"{index} names {str(file)!r}, which is outside of its folder; only files in it are read."
+                )
         return {name: folder / file for name, file in files.items()}
     single = folder / WEIGHTS_FILE
     if not single.is_file():

@@ -21,7 +21,6 @@ from dcpbench.launch.processes import COMMAND, alive, alive_pid
 from dcpbench.points.names import flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
-from dcpbench.show.text import printable
 from dcpbench.records.folder import (
     CHECKS_FILE,
     FAILED_FILE,
@@ -32,6 +31,7 @@ from dcpbench.records.folder import (
     progress_file,
     tag_of,
 )
+from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -182,9 +182,7 @@ def _state(pid: int) -> str:
     return (child.start_ticks(pid) or ("", 0))[0]
 
 
-def _seen(
-    ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float, *, held: bool = False
-) -> Seen:
+def _seen(ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds: float, *, held: bool = False) -> Seen:
     ended = next((code_words(e.code) for e in ranks.exits() if e.rank == rank), "")
     if pid is None:
         return Seen(rank=rank, ended=ended or "its process was gone")

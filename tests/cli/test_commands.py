@@ -571,7 +571,10 @@ def test_resume_measures_the_point_of_a_line_that_cannot_be_read_again(
     done = dcpbench(*sweep, "--resume")
     assert done.returncode == 0
     for place in bad:
-        assert f"run/records.jsonl, line {place + 1} cannot be read and is left out: seconds is -5, below 0.\n" in done.stderr
+        assert (
+            f"run/records.jsonl, line {place + 1} cannot be read and is left out: seconds is -5, below 0.\n"
+            in done.stderr
+        )
     assert f"{counted(len(bad), 'point')} to run" in done.stderr
     assert path.read_bytes().splitlines()[:2] == lines
     assert len(path.read_bytes().splitlines()) == 2 + len(bad)
