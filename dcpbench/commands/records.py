@@ -9,7 +9,7 @@ import typer
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import WRONG, command
 from dcpbench.show.terminal import say
-from dcpbench.show.text import counted
+from dcpbench.show.text import counted, printable
 
 if TYPE_CHECKING:
     from dcpbench.records.repair import Audit, Fault
@@ -45,7 +45,7 @@ def check(runs: opt.Runs, as_json: AsJson = False) -> int:
         print_json([msgspec.to_builtins(one) for one in found])
     else:
         for one in found:
-            print("\n".join(_said(one)))  # noqa: T201 - the answer
+            print("\n".join(map(printable, _said(one))))  # noqa: T201 - the answer
     for one in found:
         check_any(one)
     return WRONG if any(one.faults for one in found) else 0

@@ -38,6 +38,7 @@ app = typer.Typer(
     "\n\nExit codes: that of the command which was submitted · 2 options or a cluster that cannot be used · 4 the job was "
     "ended by its time limit or a lost node · 130 cancelled.",
 )
+LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them
 RUNNABLE = ("sweep", "serve", "verify")
 WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
 """Options of a command that a job gives itself."""
@@ -162,6 +163,10 @@ def slurm(caller: typer.Context, job: Job, cluster: Slurm, containers: SlurmCont
     from dcpbench.submit import slurm as queue
 
     _check_containers(containers)
+    _check_one_line(vars(cluster) | vars(containers))
+    for option, value in (("--partition", cluster.partition), ("--account", cluster.account)):
+        if value and any(c.isspace() for c in value):
+            raise UsageError(f"{option} {value!r} holds a blank; give the name as `sinfo` or `sacctmgr` shows it.")
     lines = [*(cluster.sbatch or []), *(cluster.setup or [])]
     if any("\n" in line for line in lines):
         raise UsageError("--sbatch and --setup take a line each; repeat the option for several.")
@@ -214,6 +219,7 @@ def k8s(caller: typer.Context, job: Job, cluster: Kubernetes, words: Words = Non
     """
     from dcpbench.submit import k8s as queue
 
+    _check_one_line(vars(cluster))
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
     pod = queue.read_pod(cluster.pod) if cluster.pod else {}
@@ -282,6 +288,16 @@ def cancel(run: Run) -> int:
     end(queue)
     say(f"{job.said} is cancelled. {job.rest(folder)}")
     return 0
+
+
+def _check_one_line(options: Mapping[str, object]) -> None:
+    """Raise UsageError for a control character, which would begin another line of what is submitted."""
+    for name, value in options.items():
+        texts = value if isinstance(value, list) else [value]
+        if name in LINES:
+            continue
+        if any(isinstance(text, str) and any(c < " " for c in text) for text in texts):
+            raise UsageError(f"{flag(name)} holds a line break or another control character; leave it out.")
 
 
 def _carried_out(asked: Asked, submit: Callable[[Asked], Submitted], restarts: int = 0) -> int:

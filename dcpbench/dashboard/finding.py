@@ -155,6 +155,8 @@ def _record_files(root: Path) -> Iterator[Path]:
 
 
 def _read(stamp: Stamp, name: str) -> RunData:
+    if not stamp.path.is_file():
+        raise RecordsError("is no regular file, and reading it might never end.")
     if stamp.size > MOST_BYTES:
         raise RecordsError(f"{stamp.size:,} bytes of records; a site takes runs of up to {MOST_BYTES:,}.")
     try:

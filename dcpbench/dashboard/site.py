@@ -214,4 +214,4 @@ def _put(path: Path, text: str) -> None:
     new = text.encode("utf-8", errors="replace")
     if path.is_file() and path.stat().st_size == len(new) and path.read_bytes() == new:
         return
-    write_file(path, new)
+    write_file(path, new, durable=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 SCALE = "_scale_inv"
 """Behind the name of a weight that is published in fp8: its scales."""
+
+
+E4M3_NAN = 0x7F
 
 
 class CheckpointSource:
@@ -56,19 +60,33 @@ class CheckpointSource:
             raise ModelError(
                 f"{self.folder}: {name!r} is {tensor.dtype}, and there is no {name + SCALE!r} to scale it."
             )
+        self._check_finite(name, tensor)
         return tensor.to(self.device, dtype or self.dtype)
 
     def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
         """See weights.Source. Weights that are not published in fp8 are quantised in the published blocks."""
         part = self._slice(name, shape)
         if name + SCALE not in self.file_of:
-            return self._quantised(part[around(rows, shape[0]), around(columns, shape[1])], shape, rows, columns)
+            around_it = part[around(rows, shape[0]), around(columns, shape[1])]
+            self._check_finite(name, around_it)
+            return self._quantised(around_it, shape, rows, columns)
         data = part[rows, columns]
         if data.dtype != torch.float8_e4m3fn:
             raise ModelError(f"{self.folder}: {name!r} is {data.dtype}, with scales; only e4m3 is read with scales.")
         blocks = tuple(-(-n // SCALE_BLOCK) for n in shape)
         scale = self._slice(name + SCALE, blocks)[:]
+        self._check_finite(name, data)
+        self._check_finite(name + SCALE, scale)
         return cut(data.to(self.device), scale.to(self.device, torch.float32), shape, rows, columns)
+
+    def _check_finite(self, name: str, part: torch.Tensor) -> None:
+        """Raise ModelError for NaN and infinity: whatever is compared with them would agree, or be wrong everywhere."""
+        if part.dtype == torch.float8_e4m3fn:  # has no infinity, and NaN is all ones below the sign
+            bad = ((part.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any()
+        else:
+            bad = ~torch.isfinite(part).all()
+        if bad:
+            raise ModelError(f"{self.folder}: {name!r} holds NaN or infinity; download the checkpoint again.")
 
     def _quantised(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
         """A part, from the whole blocks around it."""
@@ -110,9 +128,15 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            files = {name: PurePath(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ModelError(f"{index} is not a safetensors index: {e!r}.") from e
+        for file in files.values():
+            if file.is_absolute() or ".." in file.parts:
+                raise ModelError(
+                    f"{index} names {str(file)!r}, which is outside of its folder; only files in it are read."
+                )
+        return {name: folder / file for name, file in files.items()}
     single = folder / WEIGHTS_FILE
     if not single.is_file():
         raise ModelError(f"{folder} holds neither {INDEX_FILE} nor {WEIGHTS_FILE}; give a Hugging Face checkpoint.")

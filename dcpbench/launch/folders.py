@@ -31,6 +31,7 @@ from dcpbench.records.folder import (
     progress_file,
     tag_of,
 )
+from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,12 @@ MAY_CHANGE = ("--seconds", "--profile")
 
 def make_folder(folder: Path) -> None:
     """Make the folder, and make sure that files can be written into it. Raises OutputError, and DiskError for its disk."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as e:
+        raise OutputError(
+            f"{printable(str(folder))} is no name in UTF-8, so records cannot name it; give another folder with -o."
+        ) from e
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -227,8 +227,8 @@ def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str
     `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
     """
     names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", launch_bands.COLUMN, *more)}
-    first = others.drop_duplicates(same)[[*same, *names]].rename(columns=names)
-    found = match(points, first, same)
+    narrow = others[[*same, *names]]  # every step copies all columns, of which there are 200
+    found = match(points, narrow.drop_duplicates(same).rename(columns=names), same)
     return found.assign(
         ratio=found[value] / found[f"over_{value}"],
         low=found[f"{value}_low"] / found[f"over_{value}_high"],

@@ -203,7 +203,8 @@ def thinned(
         ("rest", ["input_typical", "rest"], MOST_LENGTHS, SOME_LENGTHS),
         (along, [along], MOST_LOADS, SOME_LOADS),
     ):
-        values = points.drop_duplicates(column).sort_values(by, kind="stable")[column].dropna().tolist()
+        narrow = points[list(dict.fromkeys([column, *by]))]  # every step copies all columns, of which there are 200
+        values = narrow.drop_duplicates(column).sort_values(by, kind="stable")[column].dropna().tolist()
         kept = evenly(values, some) if len(values) > most else values
         if len(kept) < len(values):
             said.append(f"{len(kept)} of {len(values):,} {'lengths' if column == 'rest' else 'loads'}")

@@ -39,6 +39,7 @@ MAX_ERROR = 1 << 16  # bytes of the body that comes with an error
 MAX_LOCATION, MAX_CODING = 200, 40  # characters that are repeated of these headers
 MAX_LENGTH_DIGITS = 18  # of a Content-Length
 BUFFER = memoryview(bytearray(1 << 16))
+MAX_LABEL = 63  # characters between two dots of a host's name (RFC 1035)
 NO_BODY = (204, 304)
 CONTINUE = 100
 OK = 200
@@ -137,6 +138,13 @@ class Target:
             host, port = parts.hostname, parts.port
         except ValueError as e:
             raise UsageError(f"--url {one_line(url)}: {e}; {EXAMPLE}.") from e
+        if port == 0:
+            raise UsageError(f"--url {one_line(url)}: no server listens at port 0; {EXAMPLE}.")
+        labels = host.removesuffix(".").split(".") if host else []
+        if any(not 0 < len(label) <= MAX_LABEL for label in labels):
+            raise UsageError(
+                f"--url {one_line(url)}: each part of a host's name has 1 to {MAX_LABEL} characters; {EXAMPLE}."
+            )
         if parts.scheme not in PORTS or not host:
             raise UsageError(f"--url {one_line(url)} is no address of a server; {EXAMPLE}.")
         if parts.username or parts.password:

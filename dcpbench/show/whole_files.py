@@ -21,15 +21,19 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of Linux' renameat2."""
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file of which a reader sees the old one or the new one, never a part. It is on disk then. Raises OSError."""
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file of which a reader sees the old one or the new one, never a part. Raises OSError.
+
+    The file is on disk then, unless it need not be `durable` because it can be made again.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}-", suffix=PART)
     half = Path(name)
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(data)
             f.flush()
-            os.fsync(f.fileno())  # a disk says here, and nowhere else, that it could not keep them
+            if durable:
+                os.fsync(f.fileno())  # a disk says here, and nowhere else, that it could not keep them
         half.chmod(0o644)  # mkstemp keeps it to its owner, and the collector of a node runs as another user
         half.replace(path)
     except BaseException:

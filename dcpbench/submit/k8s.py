@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -349,7 +350,31 @@ def read_pod(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."
         )
+    if wrong := _not_json(found, "", ()):
+        raise UsageError(f"--pod {path}: {wrong}, which Kubernetes cannot take.")
     return found
+
+
+def _not_json(value: object, place: str, above: tuple[int, ...]) -> str:
+    """Return what in a YAML document has no form in JSON, such as a date; empty if all of it has one."""
+    where = place or "the file"
+    if id(value) in above:
+        return f"{where} holds itself"
+    if isinstance(value, dict):
+        if odd := next((key for key in value if not isinstance(key, str)), None):
+            return f"{where} has the key {odd!r}; write it in quotes"
+        items = [(f"{place}.{key}".lstrip("."), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        items = [(f"{place}[{n}]", item) for n, item in enumerate(value)]
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{where} is {value}"
+    elif value is None or isinstance(value, str | int | float):
+        return ""
+    else:
+        kind = type(value).__name__
+        return f"{where} is read as {kind}; {'leave it out' if isinstance(value, bytes) else 'write it in quotes'}"
+    found = (_not_json(item, name, (*above, id(value))) for name, item in items)
+    return next(filter(None, found), "")
 
 
 def gives_gpus(pod: Mapping[str, Any]) -> bool:

@@ -19,6 +19,8 @@ from dcpbench.show.numbers import finite
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import jinja2
+
 STYLE = "theme.css"
 PLOTLY = "plotly-basic.min.js"
 LICENSE = "plotly-license.txt"
@@ -35,7 +37,13 @@ def read(name: str, package: str = __name__) -> str:
 
 
 def fill(template: str, values: dict[str, object], filters: dict[str, Callable[..., object]] | None = None) -> str:
-    """The page that a template which extends FRAME makes of the values, escaped."""
+    """Return the page that a template which extends FRAME makes of the values, escaped."""
+    return _compiled(template, tuple((filters or {}).items())).render(values)
+
+
+@cache
+def _compiled(template: str, filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Template:
+    """Compile a template once, as a site has hundreds of pages of it."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -45,8 +53,8 @@ def fill(template: str, values: dict[str, object], filters: dict[str, Callable[.
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= filters or {}
-    return environment.from_string(template).render(values)
+    environment.filters |= dict(filters)
+    return environment.from_string(template)
 
 
 def policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files: bool = False) -> str:
