@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 
+NO_MATCH = -1
+"""A place that no row has."""
 SCOPE = ["run", "model", "mode"]
 """What a sentence of the answer speaks of."""
 LOAD = [*SCOPE, "same_load"]
@@ -141,18 +143,16 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     if fits.empty:
         return pd.DataFrame()
     keys = [*SCOPE, "rest"]
-    best = fits.drop_duplicates(keys).set_index(keys, drop=False)
+    best = fits.drop_duplicates(keys)
     split = fits.assign(with_dcp=fits["dcp"] > 1).drop_duplicates([*keys, "with_dcp"])
-    other = split.set_index(keys)
-    other = other[other["with_dcp"] != best["dcp"].reindex(other.index).gt(1)]
-    names = {
-        "label": "other",
-        "output_tok_s": "other_tok_s",
-        "output_tok_s_high": "other_high",
-        launch_bands.COLUMN: "other_band",
-        "arrival": "other_load",
-    }
-    found = match(best.reset_index(drop=True), other[list(names)].rename(columns=names).reset_index(), keys)
+    other = matching(best, split[split["with_dcp"] != (matching(split, best, keys)["dcp"] > 1)], keys)
+    found = best.assign(
+        other=other["label"],
+        other_tok_s=other["output_tok_s"],
+        other_high=other["output_tok_s_high"],
+        other_band=other[launch_bands.COLUMN],
+        other_load=other["arrival"],
+    )
     return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
 
 
@@ -211,29 +211,37 @@ def plain_layout(tp: int, dp: int, disaggregate: str) -> str:
     return f"{Layout(tp, dp=dp)} {parse(disaggregate).label}".rstrip()
 
 
-def match(points: pd.DataFrame, others: pd.DataFrame, same: list[str]) -> pd.DataFrame:
-    """Return `points` with the columns of the one row of `others` that agrees in `same`, missing where there is none.
-
-    DataFrame.join on a MultiIndex raises IndexError in pandas before 3.1 where `points` is empty and a level of the
-    index holds missing values alone; merge does not.
-    """
-    found = points.merge(others, on=same, how="left", validate="many_to_one")
-    return found.set_axis(points.index, axis=0)
-
-
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
     """Points beside the first of `others` that shares what is in `same`: its columns `over_…`, of `value` and `more`.
 
     `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
     """
-    names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", launch_bands.COLUMN, *more)}
-    narrow = others[[*same, *names]]  # every step copies all columns, of which there are 200
-    found = match(points, narrow.drop_duplicates(same).rename(columns=names), same)
+    names = (value, f"{value}_low", f"{value}_high", launch_bands.COLUMN, *more)
+    first = matching(points, others[[*same, *names]], same)
+    found = points.assign(**{f"over_{name}": first[name] for name in names})
     return found.assign(
         ratio=found[value] / found[f"over_{value}"],
         low=found[f"{value}_low"] / found[f"over_{value}_high"],
         high=found[f"{value}_high"] / found[f"over_{value}_low"],
     )
+
+
+def matching(points: pd.DataFrame, others: pd.DataFrame, same: Sequence[str]) -> pd.DataFrame:
+    """Return for each of `points` the first row of `others` that has the same values in the columns `same`.
+
+    The result has the index of `points`; a row without a match has no values. An absent value equals another absent one. A join
+    of pandas on several columns is no substitute: up to pandas 3.0 it takes an absent value for another value of its column, and
+    fails where all values of a column are absent.
+    """
+    places: dict[tuple[Any, ...], int] = {}
+    for place, key in enumerate(_comparable(others, same)):
+        places.setdefault(key, place)
+    found = [places.get(key, NO_MATCH) for key in _comparable(points, same)]
+    return others.reset_index(drop=True).reindex(found).set_axis(points.index)
+
+
+def _comparable(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    return [tuple(None if missing(value) else value for value in key) for key in keys(table, names)]
 
 
 def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = "") -> pd.Series[Any]:
@@ -301,10 +309,9 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     known = known.assign(layout=known["instance"])
     best = known.drop_duplicates(["run", "model", "layout"])
     best = best.sort_values(["run", "model", *DEGREES], kind="stable")
-    same = ["run", "model", "tp"]
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1) & (best["kv_tokens_per_gib"] > 0)]
-    baseline = match(best, plain[[*same, "kv_tokens_per_gib"]].rename(columns={"kv_tokens_per_gib": "plain"}), same)
-    return best.assign(kv_ratio=baseline["kv_tokens_per_gib"] / baseline["plain"])
+    first = matching(best, plain, ["run", "model", "tp"])
+    return best.assign(kv_ratio=best["kv_tokens_per_gib"] / first["kv_tokens_per_gib"])
 
 
 def padded(points: pd.DataFrame) -> pd.DataFrame:
@@ -348,12 +355,14 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
         return served
     names = [metric.name for metric in REPLAYED]
     known = served[served["output_tok_s"].notna()]
-    live = known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last").rename(columns={"cpu": "live_cpu"})
-    replayed = known[known["mode"] == REPLAY].rename(columns={name: f"{name}_replay" for name in names})
-    found = match(replayed, live[[*SAME_BUT_MODE, *names, "live_cpu"]], SAME_BUT_MODE)
-    found = found[found["live_cpu"].notna()]
-    errors = {f"{n}_error": found[f"{n}_replay"] / found[n].where(found[n] != 0) - 1 for n in names}
-    return found.assign(cpu=found["cpu"].astype(bool) | found["live_cpu"].astype(bool), **errors)
+    replayed = known[known["mode"] == REPLAY]
+    live = matching(replayed, known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last"), SAME_BUT_MODE)
+    ran = live["output_tok_s"].notna()
+    replayed, live = replayed[ran], live[ran]
+    errors = {f"{n}_error": replayed[n] / live[n].where(live[n] != 0) - 1 for n in names}
+    replays = {f"{n}_replay": replayed[n] for n in names}
+    cpu = replayed["cpu"].astype(bool) | live["cpu"].astype(bool)
+    return replayed.assign(**replays, **{n: live[n] for n in names}, cpu=cpu, **errors)
 
 
 def repeats(frames: Frames) -> pd.DataFrame:

@@ -354,6 +354,24 @@ class TestFindings:
         assert list(read.findings.ratios["ratio"]) == [pytest.approx(1.2)]
         write_report([tmp_path / "run"], tmp_path / "report", page_only=True)
 
+    @pytest.mark.parametrize("of", ["live", "replay", "nothing"])
+    def test_without_devices_and_without_a_pair_there_is_no_comparison(self, of: str, tmp_path: Path) -> None:
+        """A served engine of another machine names no device, so that the column has no value at all."""
+        asked = build.point(TP)
+        read = loaded(tmp_path, exact(replayed(asked) if of == "replay" else asked, 100, environment=None))
+        served = read.served.assign(output_tok_s=float("nan")) if of == "nothing" else read.served
+        assert served["device"].isna().all()
+        assert findings.replay_against_live(served).empty
+
+    def test_a_live_run_without_a_device_is_not_that_of_another_replay(self, tmp_path: Path) -> None:
+        """Its replay is without a device, too; that of an H200 has no live run here, whatever else is the same."""
+        live, other = exact(build.point(TP), 100, environment=None), exact(build.point(DCP), 100)
+        on_h200 = exact(replayed(build.point(TP)), 150)
+        assert findings.replay_against_live(loaded(tmp_path / "one", live, other, on_h200).served).empty
+        read = loaded(tmp_path / "two", live, exact(replayed(build.point(TP)), 102, environment=None))
+        (row,) = findings.replay_against_live(read.served).to_dict("records")
+        assert row["output_tok_s_error"] == pytest.approx(0.02)
+
     def test_runs_with_other_limits_are_not_held_against_each_other(self, tmp_path: Path) -> None:
         """A replay of all requests, and a live run that ended at 60 s or had a smaller KV cache, are two loads."""
         live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
