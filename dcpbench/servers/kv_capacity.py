@@ -156,8 +156,10 @@ def _compute_vllm(
 def describe_conflicts(sources: KvSources, tokens: int | None) -> str:
     """Return a sentence that names the sources of the KV capacity that disagree; empty if none do."""
     capacity = "unknown" if tokens is None else f"{tokens:,} tokens"
+    of_blocks = (sources.rank_tokens or 0) * (sources.context_parallel or 1)
+    log = f"its log says {sources.log_tokens or 0:,}"
     named = {
-        LOG: f"its log says {sources.log_tokens or 0:,}",
+        LOG: f"the blocks that it reports hold {of_blocks:,}" if sources.source == BY_LOG else log,
         REPLICAS: f"it reports {sources.replicas} replicas, which is not --dp",
         CONTEXT_PARALLEL: f"it reports a context parallel degree of {sources.context_parallel}, which is not --dcp",
     }

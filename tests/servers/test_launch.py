@@ -131,7 +131,7 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         sources = record.server.kv_sources
         assert (record.server.kv_capacity_tokens, sources.log_tokens, sources.conflicts) == expected
         assert ("kv_sources_differ" in record.marks) == bool(sources.conflicts)
-        assert ("but its log says 16,000" in err) == bool(sources.conflicts)
+        assert ("(by log), but the blocks that it reports hold 32,000" in err) == bool(sources.conflicts)
         assert traces.is_dir()
 
 
