@@ -15,6 +15,7 @@ from dcpbench.errors import UsageError
 from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
+from dcpbench.syncs.gating.unseen import unseen_parts
 from dcpbench.syncs.model import Finding, Verdict, order
 from dcpbench.syncs.steps import HOW_TO_MARK
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
@@ -60,6 +61,7 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
         findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    reasons += [reason for trace in report.traces for reason in unseen_parts(trace)]
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
     for said in chain(
@@ -114,7 +116,7 @@ def blind(trace: TraceSummary) -> str:
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
-    if seen.detector == "dry-run" and not seen.ops:
+    if seen.detector == "dry-run" and not seen.ops and not unseen_parts(trace):
         return (
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
             "names no device."
