@@ -1,15 +1,11 @@
-"""Operators that make the host wait for the GPU, as measured on an H200 with torch 2.11 and CUDA 13.0.
+"""Which operators make the host wait for the GPU, as measured on an H200; used where no GPU can tell.
 
 Most of torch is composed of other operators, and those arrive here one by one: `bool(t.all())` as
-`_local_scalar_dense`, `allclose` likewise. So the tables hold only those whose CUDA code waits inside. Which operators
-were measured is in measured_operators.txt.
+`_local_scalar_dense`, `allclose` likewise. So the table holds only those whose CUDA code waits inside.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     from dcpbench.syncs.rules import Rule
 
 READ, COUNT, COPY = "aten::_local_scalar_dense", "aten::nonzero", "aten::copy_"
-MATRIX = 2  # dimensions of a matrix
 MASKS = frozenset({torch.bool, torch.uint8})
 INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 COUNTING = {
@@ -38,18 +33,10 @@ COUNTING = {
     "unique_consecutive": 1,
     "unique_dim_consecutive": 1,
     "bincount": 2,
-    "masked_scatter_backward": 1,
-    "_to_sparse": 1,
-    "_coalesce": 1,
 }
 """Operators that always need a count or limits -> how often they wait."""
 READING = {"_linalg_check_errors": 1, "allclose": 1, "linspace": 0, "logspace": 0, "index_fill": 0, "index_fill_": 0}
 """Operators that read values; 0 stands for once for each scalar tensor on the device."""
-FIRST_SCALAR = {"index_fill": 3, "index_fill_": 3}
-"""Position of the first argument that can be such a scalar, where it is not the first of all."""
-LONG_SLICE = 2048
-"""Elements of a slice above which `mode` sorts each one, and waits
-(aten/src/ATen/native/cuda/TensorModeKernel.cpp, `mode_kernel_impl`)."""
 DEVIATIONS = {"Tensor_Tensor": 2, "float_Tensor": 2}
 """Overloads of `normal` with standard deviations on the device, which are checked."""
 POINTWISE_MIXERS = frozenset(
@@ -81,58 +68,14 @@ def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     elif name == "_local_scalar_dense":
         yield wait(rules.SCALAR, READ, direction="DtoH", bytes=tensors[0].element_size())
     else:
-        yield from _of_linear_algebra(name, args)
         yield from [wait(rules.SHAPE, op, direction="DtoH")] * _counts(name, args, kwargs)
         yield from [wait(rules.SCALAR, op, READ, direction="DtoH")] * _reads(name, overload, args, kwargs)
-
-
-@functools.cache
-def _measured() -> frozenset[str]:
-    lines = (Path(__file__).parent / "measured_operators.txt").read_text(encoding="utf-8").splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
-
-
-def is_measured(name: str) -> bool:
-    """Return whether it was measured that `aten::add`, or its form in place or without, waits or does not."""
-    return not {name, name.removesuffix("_"), f"{name}_"}.isdisjoint(_measured())
-
-
-def _of_linear_algebra(name: str, args: Sequence[Any]) -> Iterator[Sync]:
-    """Yield the waits of a factorisation or a solver. Each of them does nothing for an empty matrix, but `eig` and `lstsq`,
-    which read flags all the same. Without square matrices LU waits inside its library.
-    """
-    matrix, op = args[0], f"aten::{name}"
-    if not isinstance(matrix, torch.Tensor) or matrix.dim() < MATRIX:
-        return
-    batch, empty = math.prod(matrix.shape[:-2]), not matrix.numel()
-    flag, to_host = wait(rules.SCALAR, op, READ, direction="DtoH"), wait(rules.TO_HOST, op, COPY, direction="DtoH pageable")
-    from_host, inside = wait(rules.FROM_HOST, op, COPY, direction="HtoD pinned"), wait(rules.STREAM, op, direction="")
-    square = matrix.shape[-1] == matrix.shape[-2]
-    waits = {
-        "_linalg_svd": [to_host, flag],
-        "_linalg_eigh": [to_host, flag] if batch == 1 else [flag],
-        "linalg_eig": [flag, flag, to_host, from_host],
-        "_linalg_eigvals": [flag, flag, to_host, from_host],
-        "linalg_pinv": [to_host, flag],
-        "linalg_lstsq": [flag],
-        "linalg_ldl_factor_ex": [to_host] * (1 + batch * matrix.shape[-1]),
-        "linalg_ldl_solve": [to_host] * batch,
-        "linalg_lu": [] if square else [inside],
-        "linalg_lu_factor_ex": [] if square else [inside],
-        "linalg_matrix_exp": [flag, to_host, from_host],
-        "cholesky": [flag],
-        "cholesky_inverse": [inside] if batch > 1 else [],
-    }.get(name, [])
-    yield from [flag] * (waits.count(flag) if name in {"linalg_eig", "linalg_lstsq"} else 0) if empty else waits
 
 
 def _counts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """How many counts and limits an operator needs before it can allocate its result."""
     if name == "repeat_interleave":
         return 0 if kwargs.get("output_size") is not None else 2
-    if name == "mode":
-        dim = _argument(args, kwargs, 1, "dim", -1)
-        return int(args[0].dim() > 0 and args[0].shape[dim] > LONG_SLICE)
     if name == "histc":
         low, high = _argument(args, kwargs, 2, "min", 0), _argument(args, kwargs, 3, "max", 0)
         return 2 if low == high and args[0].numel() else 0  # it looks for both limits unless they are given
@@ -213,9 +156,7 @@ def _reads(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, A
         return DEVIATIONS.get(overload, 0)
     if name == "fill_":
         return int(not isinstance(args[0], DeviceTensor))
-    if name == "segment_reduce":
-        return 0 if _argument(args, kwargs, 6, "unsafe", False) else 2
     if name not in READING:
         return 0
-    scalars = args[FIRST_SCALAR.get(name, 0) :]
+    scalars = args[2:] if name.startswith("index_fill") else args
     return READING[name] or sum(isinstance(a, DeviceTensor) for a in scalars)
