@@ -31,7 +31,22 @@ def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a host tensor stands for pinned memory."""
-    return getattr(tensor.untyped_storage(), _MARK, False)
+    if getattr(tensor.untyped_storage(), _MARK, False):
+        return True
+    return any(start <= tensor.data_ptr() < start + size for start, size in _registered.items())
+
+
+_registered: dict[int, int] = {}  # address -> bytes of memory that cudaHostRegister has pinned
+
+
+def register_pinned(address: int, size: int) -> None:
+    """Remember that this host memory stands for pinned memory until it is unregistered."""
+    _registered[address] = size
+
+
+def unregister_pinned(address: int) -> None:
+    """Forget memory that was registered."""
+    _registered.pop(address, None)
 
 
 class _Attributes(dict[str, Any]):
