@@ -196,5 +196,5 @@ def _notes() -> dict[int, str]:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-    except ChildProcessError:  # somebody has waited for it already
+    except ChildProcessError:  # the program has waited for it already
         return True
