@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -28,6 +29,8 @@ PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
 CANNOT_ANSWER, INTERRUPTED = 3, 130
 MAIN = "dcpbench.syncs.dry_run.main"
+RECORDER = Path(__file__).parent / "recorder"
+CHILDREN = "DCPBENCH_SYNCS_CHILDREN"  # environment variable: folder in which child processes leave notes, as JSON
 EXAMPLE = "dcpbench syncs dry-run -- python script.py"
 
 
@@ -72,7 +75,9 @@ def dry_run(
         job.assume_device, job.step_range = assume_device, gate.step_range
         file = Path(folder) / "job.json"
         file.write_bytes(msgspec.json.encode(job))
-        answer = _read(job, start([python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)], environment()))
+        answer = _read(
+            job, start([python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)], environment(Path(folder)))
+        )
     if answer.code:
         sys.stderr.write(
             f"{printable(job.name)} ended with exit code {answer.code}; the report holds what came before.\n"
@@ -145,10 +150,14 @@ def _job(words: list[str], name: str) -> Job:
     return Job(kind="script", target=words[0], arguments=words[1:], name=name)
 
 
-def environment() -> dict[str, str]:
-    """Ours, without GPUs, and with Triton's interpreter, which must be on before kernels are defined."""
+def environment(folder: Path) -> dict[str, str]:
+    """Return the program's environment: ours, without GPUs, with Triton's interpreter, which must be on before kernels are
+    defined, and with a place where child processes leave notes.
+    """
+    path = os.pathsep.join(part for part in (str(RECORDER), os.environ.get("PYTHONPATH", "")) if part)
+    notes = {"PYTHONPATH": path, CHILDREN: json.dumps(str(folder))}
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
-    return {**os.environ, **hidden, "TRITON_INTERPRET": "1"}
+    return {**os.environ, **hidden, **notes, "TRITON_INTERPRET": "1"}
 
 
 def _read(job: Job, code: int) -> Answer:

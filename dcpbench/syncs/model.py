@@ -15,6 +15,18 @@ import msgspec
 SCHEMA_VERSION = 1
 
 
+class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that the program started, and that the detector does not follow."""
+
+    pid: int | None = None
+    command: str = ""
+    """What it runs: words of a command line, or name and target of a multiprocessing.Process."""
+    start_method: str = ""
+    """How it was started: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
+    may_use_gpu: bool = True
+    """False for a program that is not Python, and for a Python process that ended without importing torch."""
+
+
 class Coverage(msgspec.Struct, kw_only=True):
     """What a detector saw of the program, and in sentences what it cannot show."""
 
@@ -46,6 +58,8 @@ class Coverage(msgspec.Struct, kw_only=True):
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
     foreign: list[str] = []
     """Traces of accelerators with unknown waits: categories of events, or names of calls."""
+    children: list[ChildProcess] = []
+    """Processes that a dry run did not follow."""
     notes: list[str] = []
     """What this detector, or this trace, cannot show; one sentence each."""
 

@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench.errors import CapacityError, OutputError, UsageError
 from dcpbench.show.text import counted, printable
-from dcpbench.syncs.dry_run_program import instead_of
+from dcpbench.syncs.dry_run_program import RECORDER, instead_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dcpbench.syncs.commands import GateOptions, Out
     from dcpbench.syncs.gating.gate import Gate
 
-RECORDER = Path(__file__).parent / "recorder"
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
 CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"
 """Tests record on machines without a GPU with it. Such traces hold no GPU events, and so no synchronisation."""

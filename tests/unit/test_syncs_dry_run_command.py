@@ -112,8 +112,8 @@ class TestParse:
         with pytest.raises(UsageError, match=r"write: dcpbench syncs dry-run -- python -m pytest tests -k 'a b'$"):
             parse(["pytest", "tests", "-k", "a b"])
 
-    def test_the_program_sees_no_gpu_and_interprets_triton(self) -> None:
-        env = environment()
+    def test_the_program_sees_no_gpu_and_interprets_triton(self, tmp_path: Path) -> None:
+        env = environment(tmp_path)
         assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")
 
 

@@ -23,13 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
 from dcpbench.syncs.dry_run import device_tensor
+from dcpbench.syncs.dry_run.children import Children, install_children
 from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned, mark_pinned, set_data, to_device
 from dcpbench.syncs.dry_run.operators import device_tensors, on_host, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
 from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, wait, waits_of
 from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
+from dcpbench.syncs.dry_run.virtual_distributed import install_distributed
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
+from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
 from dcpbench.syncs.sites import Sync, sites_of
@@ -47,7 +50,7 @@ NOTES = (
     "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
     "Which operators wait was measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
     "torch.compile is left out: compiled functions ran eagerly.",
-    "Child processes are not seen, and of threads that ran before only operators on device tensors.",
+    "Child processes are not followed. Of threads that ran before, only operators on device tensors are seen.",
 )
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
@@ -68,6 +71,7 @@ class DryRun:
         self.ops = 0
         """Operators on device tensors."""
         self.local = _Local()
+        self.children = Children()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
         """Sites, coverage and totals of a program of that name; the verdict is the gate's.
@@ -85,6 +89,7 @@ class DryRun:
             steps_by_phase=steps.count_phases(),
             steps_share=steps.share,
             steps_guessed=steps.guessed,
+            children=self.children.found(),
             notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
@@ -314,8 +319,12 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
     with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
         restored.callback(patches.restore)
         install(patches, run.wait_by_name)
+        install_runtime(patches)
         install_libraries(patches, run)
         install_subclasses(patches)
+        install_children(patches, run.children)
+        if torch.distributed.is_available():
+            install_distributed(patches, run)
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
         def begin_thread(thread: Any) -> None:

@@ -31,7 +31,22 @@ def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a host tensor stands for pinned memory."""
-    return getattr(tensor.untyped_storage(), _MARK, False)
+    if getattr(tensor.untyped_storage(), _MARK, False):
+        return True
+    return any(start <= tensor.data_ptr() < start + size for start, size in _registered.items())
+
+
+_registered: dict[int, int] = {}  # address -> bytes of memory that cudaHostRegister has pinned
+
+
+def register_pinned(address: int, size: int) -> None:
+    """Remember that this host memory stands for pinned memory until it is unregistered."""
+    _registered[address] = size
+
+
+def unregister_pinned(address: int) -> None:
+    """Forget memory that was registered."""
+    _registered.pop(address, None)
 
 
 class _Attributes(dict[str, Any]):
@@ -40,16 +55,16 @@ class _Attributes(dict[str, Any]):
     host_values: torch.Tensor
 
 
-class _DeviceClass(type(torch.Tensor)):  # type: ignore[misc]
+class _DeviceClass(torch._C._TensorMeta):  # N805 below: ruff does not know it for a metaclass
     """Metaclass of device classes: each equals the class that it stands for, and a call creates an instance of that."""
 
-    def __eq__(cls, other: object) -> bool:
+    def __eq__(cls, other: object) -> bool:  # noqa: N805
         return isinstance(other, type) and kind_of(cls) is kind_of(other)
 
-    def __hash__(cls) -> int:
+    def __hash__(cls) -> int:  # noqa: N805
         return hash(kind_of(cls))
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         return kind_of(cls)(*args, **kwargs)
 
 
@@ -68,10 +83,10 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
     @property
     def host_values(self) -> torch.Tensor:
         """Host tensor with the values."""
-        return self.__dict__.host_values  # type: ignore[attr-defined,no-any-return]
+        return self.__dict__.host_values  # type: ignore[attr-defined]
 
     @property
-    def __class__(self) -> type[torch.Tensor]:  # type: ignore[override]
+    def __class__(self) -> Any:
         """Class that the tensor has on a GPU; assigning another one keeps the tensor on the device."""
         return type(self).stands_for
 
@@ -103,7 +118,7 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
             )
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         values = copy.deepcopy(self.host_values.detach(), memo)
         memo[id(self)] = made = to_device(values, self.device.index or 0, grad=self.requires_grad)
         _dress(made, type(self).stands_for, copy.deepcopy(dict(self.__dict__), memo), values)
@@ -232,7 +247,7 @@ def to_device(values: torch.Tensor, index: int = 0, *, grad: bool = False) -> De
     return made
 
 
-def as_kind(tensor: DeviceTensor, kind: type) -> DeviceTensor:
+def as_kind(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     """Make a device tensor an instance of `kind`, which it would be on a GPU."""
     _set_class(tensor, device_class(kind))
     return tensor

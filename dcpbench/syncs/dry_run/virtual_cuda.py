@@ -30,21 +30,22 @@ _SAYS = (
     (None, "set_rng_state set_rng_state_all"),
     (0, "get_sync_debug_mode memory_allocated max_memory_allocated memory_reserved max_memory_reserved ipc_collect"),
     (0, "reset_peak_memory_stats reset_max_memory_allocated set_per_process_memory_fraction"),
+    (0, "utilization memory_usage temperature power_draw clock_rate device_memory_used"),
     (True, "is_available is_initialized is_bf16_supported"),
     (False, "can_device_access_peer _is_in_bad_fork"),
-    ("", "memory_summary"),
+    ("", "memory_summary list_gpu_processes"),
 )
-"""What these functions of torch.cuda say, whatever they are given."""
+"""Answer -> functions of torch.cuda that give it, whatever their arguments."""
 _NVTX = "range_push range_pop mark range_start range_end"
 _ids = itertools.count()
 
 
-def _always(value: Any) -> Callable[..., Any]:
-    """A function, or a method, that returns this whatever it is given."""
+def always(value: Any) -> Callable[..., Any]:
+    """Return a function, also usable as a method, that returns the value whatever its arguments."""
     return lambda *_, **__: value
 
 
-_yes, _zero, _nothing, _pool = map(_always, (True, 0, None, (0, 0)))
+_yes, _zero, _nothing, _pool = map(always, (True, 0, None, (0, 0)))
 
 
 @contextlib.contextmanager
@@ -93,6 +94,7 @@ class VirtualStream:
     wait_stream = wait_event = _nothing
     """The stream waits; the host does not."""
     query = _yes
+    priority_range = staticmethod(always((0, -5)))
 
     def synchronize(self) -> None:
         """Reports a wait for the stream."""
@@ -143,6 +145,10 @@ class VirtualEvent:
         if self.recorded_s is not None:
             gpu.report(rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize")
 
+    def ipc_handle(self) -> bytes:
+        """Raise NotImplementedError: there is no event that another process could open."""
+        raise NotImplementedError("A dry run has no events for other processes; use `dcpbench syncs run` on a GPU.")
+
     def elapsed_time(self, end: VirtualEvent) -> float:
         """Milliseconds between two records on the host's clock; says nothing about a GPU."""
         if self.recorded_s is None or end.recorded_s is None:
@@ -156,7 +162,8 @@ class VirtualGraph:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.work: list[tuple[Any, Any, Any, Any]] = []
 
-    instantiate = enable_debug_mode = debug_dump = _nothing
+    instantiate = enable_debug_mode = debug_dump = register_generator_state = _nothing
+    raw_cuda_graph = raw_cuda_graph_exec = _zero
     pool = _pool
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
@@ -298,25 +305,27 @@ def _device(patches: Patches) -> None:
         gcnArchName="",
     )
     for value, names in _SAYS:
-        patches.put(torch.cuda, **dict.fromkeys(names.split(), _always(value)))
+        answers = dict.fromkeys(names.split(), always(value))
+        patches.put(torch.cuda, **answers)
+        patches.put_where_there(torch.cuda.memory, **answers)
     patches.put(
         torch.cuda,
-        device_count=_always(count),
+        device_count=always(count),
         current_device=lambda: gpu.index,
         set_device=gpu.set,
         _exchange_device=gpu.exchange,
         _maybe_exchange_device=gpu.exchange,
         synchronize=gpu.synchronize,
-        get_device_properties=_always(properties),
-        get_device_capability=_always(CAPABILITY),
-        get_device_name=_always(NAME),
+        get_device_properties=always(properties),
+        get_device_capability=always(CAPABILITY),
+        get_device_name=always(NAME),
         get_rng_state=lambda _=None: torch.get_rng_state(),
         initial_seed=torch.initial_seed,
         get_rng_state_all=list,
         memory_stats=lambda _=None: collections.defaultdict(int),
     )
     for home in (torch.cuda, torch.cuda.memory):
-        patches.put(home, empty_cache=gpu.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
+        patches.put(home, empty_cache=gpu.empty_cache, mem_get_info=always((MEMORY_BYTES, MEMORY_BYTES)))
     patches.put(torch._C, _cuda_getCurrentRawStream=_zero, _host_emptyCache=_nothing)
     patches.put(torch, Generator=VirtualGenerator)
     patches.put(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
@@ -328,16 +337,22 @@ def _streams(patches: Patches) -> None:
         Stream=VirtualStream,
         Event=VirtualEvent,
         ExternalStream=VirtualStream,
+        get_stream_from_external=lambda _pointer, device=None: VirtualStream(device),
         stream=stream_context,
         StreamContext=stream_context,
         current_stream=current_stream,
-        default_stream=_always(DEFAULT),
+        default_stream=always(DEFAULT),
         set_stream=set_stream,
         CUDAGraph=VirtualGraph,
         is_current_stream_capturing=gpu.capturing,
         graph_pool_handle=_pool,
     )
-    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=gpu.capturing)
+    patches.put(
+        torch.cuda.graphs,
+        CUDAGraph=VirtualGraph,
+        is_current_stream_capturing=gpu.capturing,
+        graph_pool_handle=_pool,
+    )
     patches.put(torch.cuda.graph, default_capture_stream=None)
     patches.put(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
     patches.put(torch, Stream=VirtualStream, Event=VirtualEvent)
@@ -347,7 +362,7 @@ def _accelerator(patches: Patches) -> None:
     patches.put_where_there(
         torch.accelerator,
         is_available=_yes,
-        current_accelerator=_always(torch.device("cuda")),
+        current_accelerator=always(torch.device("cuda")),
         device_count=torch.cuda.device_count,
         **dict.fromkeys(("current_device_index", "current_device_idx"), torch.cuda.current_device),
         **dict.fromkeys(("set_device_index", "set_device_idx"), gpu.set),

@@ -1,4 +1,4 @@
-"""What a dry run changes around torch's operators: ranges, backward, compilation, loading, collectives and Triton."""
+"""Parts of torch around its operators that a dry run replaces: ranges, backward passes, compilation, loading and Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.autograd.graph
 from torch.utils._pytree import tree_map
 
-from dcpbench.syncs import rules
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.steps import Range, Work
@@ -29,8 +28,6 @@ def install_libraries(patches: Patches, run: DryRun) -> None:
     _backward(patches, run)
     patches.put(torch, compile=_eager, load=_load(torch.load))
     patches.put(torch.serialization, load=torch.load)
-    if torch.distributed.is_available():
-        _collectives(patches, run)
     if importlib.util.find_spec("triton"):
         _kernels(patches)
 
@@ -91,45 +88,6 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
         return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, loaded)
 
     return load
-
-
-def _collectives(patches: Patches, run: DryRun) -> None:
-    """Process groups use gloo whatever was asked for. Where that was NCCL, its barrier makes the host wait, and objects
-    travel through device tensors; its other collectives do not wait.
-    """
-    from torch.distributed import distributed_c10d as c10d
-
-    start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
-    on_host: set[int] = set()
-
-    def note(made: Any, backend: Any) -> Any:
-        if backend is not None and "nccl" not in str(backend):
-            on_host.add(id(made))
-        return made
-
-    @functools.wraps(start)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("device_id", None)
-        start("gloo", *args, **kwargs)
-        note(c10d.group.WORLD, backend)
-
-    @functools.wraps(group)
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        return note(group(ranks, timeout, "gloo", *args, **kwargs), backend)
-
-    @functools.wraps(barrier)
-    def waiting(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        if not async_op and id(group or c10d.group.WORLD) not in on_host:
-            run.wait_by_name(rules.STREAM, "torch.distributed.barrier", "cudaStreamSynchronize")
-        return barrier(group, async_op)
-
-    def device_of_objects(group: Any = None) -> str:
-        return "cpu" if id(group or c10d.group.WORLD) in on_host else "cuda"
-
-    for module in (c10d, torch.distributed):
-        patches.put(module, init_process_group=init_process_group, new_group=new_group, barrier=waiting)
-    patches.put_where_there(c10d, _get_object_coll_device=device_of_objects)
 
 
 def _kernels(patches: Patches) -> None:

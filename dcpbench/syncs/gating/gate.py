@@ -17,6 +17,7 @@ from dcpbench.errors import UsageError
 from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
+from dcpbench.syncs.gating.unseen import unseen_parts
 from dcpbench.syncs.model import Finding, Verdict, order
 from dcpbench.syncs.ranks import find_missing
 from dcpbench.syncs.sites import count_in_phase, find_worst_phase
@@ -70,6 +71,7 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
         findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
     reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
+    reasons += [reason for trace in report.traces for reason in unseen_parts(trace)]
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
     reasons += explain_guesses(report)
@@ -125,7 +127,7 @@ def blind(trace: TraceSummary) -> str:
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
-    if seen.detector == "dry-run" and not seen.ops:
+    if seen.detector == "dry-run" and not seen.ops and not unseen_parts(trace):
         return (
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
             "names no device."

@@ -1,4 +1,4 @@
-"""Imported by Python at its start: sets the recorder up, then imports the sitecustomize that would have been found."""
+"""Imported by Python at its start: sets up what this process is to leave, then imports the sitecustomize behind this one."""
 
 import importlib.machinery
 import importlib.util
@@ -9,34 +9,37 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-VARIABLE = "DCPBENCH_SYNCS_RECORD"
+PARTS = {"DCPBENCH_SYNCS_RECORD": "recording", "DCPBENCH_SYNCS_CHILDREN": "child"}
+"""Environment variable with settings as JSON -> module of this folder that takes them."""
 
 
-def install(settings: dict[str, Any]) -> None:
-    """Loads recording.py of this folder, under a name that no program uses."""
-    spec = importlib.util.spec_from_file_location("_dcpbench_recorder", HERE / "recording.py")
+def install(part: str, settings: Any) -> None:  # noqa: ANN401 - JSON
+    """Load a module of this folder, under a name that no program uses, and give it its settings."""
+    spec = importlib.util.spec_from_file_location(f"_dcpbench_{part}", HERE / f"{part}.py")
     assert spec is not None
     assert spec.loader is not None
-    recording = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recording)
-    recording.install(settings)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install(settings)
 
 
 def other() -> Any:  # noqa: ANN401  (a module, or None)
-    """The sitecustomize behind this one on sys.path, not yet run."""
+    """Return the sitecustomize behind this one on sys.path, not yet run."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is None or spec.loader is None or (spec.origin and Path(spec.origin).resolve().parent == HERE):
         return None
     return importlib.util.module_from_spec(spec)
 
 
-if VARIABLE in os.environ and __name__ == "sitecustomize":
+if any(name in os.environ for name in PARTS) and __name__ == "sitecustomize":
     # The program must find no module here, and the next sitecustomize must not be this one again.
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != HERE]
-    try:
-        install(json.loads(os.environ[VARIABLE]))
-    except Exception as error:  # noqa: BLE001  (whatever fails here must not fail the program)
-        sys.stderr.write(f"dcpbench syncs run: this process is not recorded: {error!r}\n")
+    for name, part in PARTS.items():
+        try:
+            if name in os.environ:
+                install(part, json.loads(os.environ[name]))
+        except Exception as error:  # noqa: BLE001  (whatever fails here must not fail the program)
+            sys.stderr.write(f"dcpbench syncs: this process is not recorded: {error!r}\n")
     following = other()
     if following is not None:
         sys.modules["sitecustomize"] = following

@@ -1,0 +1,111 @@
+"""torch.distributed in a dry run: NCCL's groups use gloo, and the waits that NCCL's collectives would cause are reported.
+
+A collective of NCCL is queued on a stream, so the host does not wait for it. It does wait for a barrier, and for objects,
+which travel through device tensors. Groups of another backend than NCCL, such as "fake", are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.syncs import rules
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.dry_run import DryRun
+    from dcpbench.syncs.dry_run.virtual_cuda import Patches
+
+NCCL, GLOO = "nccl", "gloo"
+MEASURED_ITERATIONS, SAMPLE_RATE = 10, 100
+"""Iterations of DistributedDataParallel whose times torch reads, for which the host waits: the first ones and every 100th
+(torch/csrc/distributed/c10d/reducer.hpp, `should_collect_runtime_stats`)."""
+
+
+def install_distributed(patches: Patches, run: DryRun) -> None:
+    """Replace parts of torch.distributed until `patches.restore()`."""
+    _groups(patches, run)
+    _data_parallel(patches, run)
+
+
+class _Barrier:
+    """Work of an asynchronous barrier: its wait() is the host's."""
+
+    def __init__(self, work: Any, run: DryRun) -> None:
+        self._work, self._run = work, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Report the wait, and wait for the other ranks."""
+        _note_barrier(self._run)
+        return self._work.wait(*args, **kwargs)
+
+
+def _note_barrier(run: DryRun) -> None:
+    run.wait_by_name(rules.STREAM, "torch.distributed.barrier", "cudaStreamSynchronize")
+
+
+def _groups(patches: Patches, run: DryRun) -> None:
+    from torch import distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
+    asked: dict[int, str] = {}  # id of a group -> backend that the program asked for
+
+    def on_gpu(made: Any) -> bool:
+        """Return whether barriers and objects of the group go through the GPU: torch prefers the host where both can."""
+        return asked.get(id(made or c10d.group.WORLD)) == NCCL
+
+    @functools.wraps(start)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        _drop_devices(kwargs)
+        start(_possible(backend) or GLOO, *args, **kwargs)
+        asked[id(c10d.group.WORLD)] = str(backend or "").lower()
+
+    @functools.wraps(group)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        _drop_devices(kwargs)
+        made = group(ranks, timeout, _possible(backend), *args, **kwargs)
+        asked[id(made)] = str(backend).lower() if backend else asked.get(id(c10d.group.WORLD), "")
+        return made
+
+    @functools.wraps(barrier)
+    def waiting(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        waits = on_gpu(group) or (device_ids and NCCL in asked.get(id(group or c10d.group.WORLD), ""))
+        if waits and not async_op:
+            _note_barrier(run)
+        work = barrier(group, async_op)
+        return _Barrier(work, run) if waits and async_op else work
+
+    for module in (c10d, dist):
+        patches.put(module, init_process_group=init_process_group, new_group=new_group, barrier=waiting)
+    patches.put_where_there(c10d, _get_object_coll_device=lambda group=None: "cuda" if on_gpu(group) else "cpu")
+
+
+def _possible(backend: Any) -> str | None:
+    """Return the backend with which a group works without a GPU; None for torch's default."""
+    return GLOO if backend and NCCL in str(backend).lower() else backend
+
+
+def _drop_devices(options: dict[str, Any]) -> None:
+    """Remove options that bind a group to a GPU, which gloo does not take."""
+    for name in ("device_id", "pg_options"):
+        options.pop(name, None)
+
+
+def _data_parallel(patches: Patches, run: DryRun) -> None:
+    """Report where DistributedDataParallel waits to read the times of an iteration before; a build for the CPU has no timer."""
+    from torch import distributed as dist
+
+    if not hasattr(dist, "Logger"):
+        return
+    seen: dict[int, int] = {}  # id of a logger -> iterations
+
+    def set_runtime_stats_and_log(self: Any) -> None:
+        iteration = seen[id(self)] = seen.get(id(self), -1) + 1
+        if 0 < iteration <= MEASURED_ITERATIONS or (iteration and iteration % SAMPLE_RATE == 0):
+            name = "torch.nn.parallel.DistributedDataParallel"
+            run.wait_by_name(rules.EVENT, name, "cudaEventSynchronize", explicit=False)
+
+    patches.put(dist.Logger, set_runtime_stats_and_log=set_runtime_stats_and_log)

@@ -1,0 +1,262 @@
+"""Answers of CUDA's runtime, allocators and libraries while a dry run is on, for programs that ask them through torch."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcpbench.syncs import rules
+from dcpbench.syncs.dry_run.device_tensor import register_pinned, unregister_pinned
+from dcpbench.syncs.dry_run.virtual_cuda import MEMORY_BYTES, always, gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.syncs.dry_run.virtual_cuda import Patches
+
+CUDA_VERSION = "13.0"  # of the build of torch whose waits were measured
+NCCL_VERSION = (2, 28, 0)
+DEFAULT_WORKSPACE_BYTES = 32 << 20
+_ANSWERS: tuple[tuple[Any, str], ...] = (
+    (None, "_cuda_record_memory_history _cuda_record_memory_history_legacy _cuda_attach_out_of_memory_observer"),
+    (None, "_cuda_resetAccumulatedMemoryStats _cuda_resetPeakMemoryStats _cuda_resetAccumulatedHostMemoryStats"),
+    (None, "_cuda_resetPeakHostMemoryStats _cuda_setMemoryFraction _cuda_setMemoryMetadata _cuda_allocationTraceback"),
+    (None, "_cuda_cudaCachingAllocator_raw_delete _cuda_cudaCachingAllocator_enable _cuda_clearCublasWorkspaces"),
+    (None, "_cuda_setCublasWorkspaceSize _cuda_setCublasLtWorkspaceSize _cuda_resetCublasWorkspaceSize"),
+    (None, "_cuda_resetCublasLtWorkspaceSize _cuda_init _cuda_ipc_collect _cuda_sleep _cuda_endAllocateToPool"),
+    (None, "_cuda_releasePool _cuda_tunableop_enable _cuda_tunableop_tuning_enable _cuda_record_untuned_enable"),
+    (None, "_cuda_tunableop_set_max_tuning_duration _cuda_tunableop_set_max_tuning_iterations"),
+    (None, "_cuda_tunableop_set_filename _cuda_tunableop_set_rotating_buffer_size"),
+    (None, "_cuda_tunableop_set_numerical_check_tolerances"),
+    (None, "_set_linalg_preferred_backend _set_blas_preferred_backend _set_rocm_fa_preferred_backend"),
+    (None, "_accelerator_resetAccumulatedStats _accelerator_resetPeakStats _accelerator_emptyHostCache"),
+    (0, "_cuda_getCurrentBlasHandle _cuda_getCurrentSolverHandle _cuda_get_sync_debug_mode"),
+    (0, "_cuda_tunableop_get_max_tuning_duration _cuda_tunableop_get_max_tuning_iterations"),
+    (0, "_cuda_tunableop_get_rotating_buffer_size"),
+    ("", "_cuda_getMemoryMetadata _cuda_tunableop_get_filename"),
+    ((), "_cuda_tunableop_get_results _cuda_tunableop_get_validators"),
+    ({}, "_cuda_memoryStats _cuda_hostMemoryStats _accelerator_getDeviceStats"),
+    (False, "_cuda_isHistoryEnabled _cuda_tunableop_is_enabled _cuda_tunableop_tuning_is_enabled"),
+    (False, "_cuda_record_untuned_is_enabled _cuda_tunableop_read_file"),
+    (True, "_cuda_cudaCachingAllocator_is_enabled _accelerator_isAllocatorInitialized"),
+    (1.0, "_cuda_getMemoryFraction"),
+    ("native", "_cuda_getAllocatorBackend"),
+    (DEFAULT_WORKSPACE_BYTES, "_cuda_getCublasWorkspaceSize _cuda_getCublasLtWorkspaceSize"),
+    ((MEMORY_BYTES, MEMORY_BYTES), "_accelerator_getMemoryInfo"),
+)
+"""Answer -> functions of torch's C++ module that give it, whatever their arguments. A build for the CPU has none."""
+_LEGACY = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+}
+_addresses = itertools.count(1 << 40, 1 << 20)
+_pools = itertools.count(1)
+
+
+def install_runtime(patches: Patches) -> None:
+    """Replace those functions until `patches.restore()`."""
+    for answer, names in _ANSWERS:
+        _put_everywhere(patches, dict.fromkeys(names.split(), always(answer)))
+    _put_everywhere(
+        patches,
+        {
+            "_cuda_getDeviceCount": lambda: torch.cuda.device_count(),  # noqa: PLW0108 - it is replaced while a dry run is on
+            "_cuda_getDevice": lambda: gpu.index,
+            "_cuda_setDevice": gpu.set,
+            "_cuda_synchronize": gpu.synchronize,
+            "_cuda_memorySnapshot": _snapshot,
+            "_cuda_cudaCachingAllocator_raw_alloc": lambda *_: next(_addresses),
+            "_cuda_beginAllocateCurrentThreadToPool": _use_pool,
+            "_cuda_beginAllocateCurrentStreamToPool": _use_pool,
+            "_cuda_beginAllocateToPool": _use_pool,
+            "_accelerator_emptyCache": gpu.empty_cache,
+            "_broadcast": _broadcast,
+            "_broadcast_coalesced": lambda tensors, devices, _=0: [_on(tensors, device) for device in devices],
+            "_scatter": _scatter,
+            "_gather": _gather,
+        },
+    )
+    patches.put(torch.cuda, _cudart=VirtualRuntime(), MemPool=VirtualPool)
+    patches.put(torch.cuda.memory, MemPool=VirtualPool)
+    patches.put_where_there(torch.cuda.nccl, version=always(NCCL_VERSION))
+    patches.put(torch.backends.cuda, cufft_plan_cache=VirtualPlanCache())
+    if torch.version.cuda is None:
+        patches.put(torch.version, cuda=CUDA_VERSION)
+    _profilers(patches)
+    _legacy_types(patches)
+
+
+def _put_everywhere(patches: Patches, functions: dict[str, Any]) -> None:
+    """Replace functions of torch's C++ module, and the same names where modules of torch.cuda import them."""
+    patches.put(torch._C, **functions)
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.graphs):
+        patches.put_where_there(module, **functions)
+
+
+class CudaError(enum.IntEnum):
+    """Results of calls of the CUDA runtime."""
+
+    success = 0
+    ERROR_NOT_READY = 34
+
+
+class VirtualRuntime:
+    """Stand-in for torch.cuda.cudart()."""
+
+    cudaError = CudaError  # noqa: N815 - CUDA's name
+    cudaProfilerStart = cudaProfilerStop = cudaStreamCreate = cudaStreamDestroy = always(CudaError.success)  # noqa: N815
+    cudaMemGetInfo = always((MEMORY_BYTES, MEMORY_BYTES))  # noqa: N815
+
+    def cudaHostRegister(self, address: int, size: int, flags: int = 0) -> CudaError:
+        """Pin host memory that exists already."""
+        register_pinned(address, size)
+        return CudaError.success
+
+    def cudaHostUnregister(self, address: int) -> CudaError:
+        """Make such memory pageable again."""
+        unregister_pinned(address)
+        return CudaError.success
+
+    def cudaGetErrorString(self, error: int) -> str:
+        """Return the name of a result."""
+        return CudaError(error).name
+
+
+class VirtualPlanCache:
+    """Stand-in for torch.backends.cuda.cufft_plan_cache, of one device and of all."""
+
+    size, max_size = 0, 4096
+    clear = always(None)
+
+    def __getitem__(self, device: Any) -> VirtualPlanCache:
+        return self
+
+
+class VirtualPool:
+    """Stand-in for torch.cuda.MemPool. Freeing a pool that was used frees memory, for which CUDA waits."""
+
+    def __init__(self, allocator: Any = None, *_: Any, **__: Any) -> None:
+        self.allocator, self.id = allocator, (0, next(_pools))
+        _alive[self.id] = self.uses = [False]
+
+    use_count = always(1)
+    snapshot = always([])
+
+    def __del__(self) -> None:
+        _alive.pop(self.id, None)
+        if self.uses[0]:
+            gpu.report(rules.ALLOCATION, "torch.cuda.MemPool", "cudaFree", explicit=False)
+
+
+_alive: dict[Any, list[bool]] = {}
+"""Id of each memory pool -> whether memory was allocated in it."""
+
+
+def _use_pool(_device: int, pool: Any) -> None:
+    _alive.get(pool, [False])[0] = True
+
+
+def _snapshot(*_: Any, **__: Any) -> dict[str, Any]:
+    """Return what torch.cuda.memory._snapshot() does where nothing was allocated."""
+    settings = {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": False,
+        "pinned_num_register_threads": 1,
+        "release_lock_on_cudamalloc": False,
+        "pinned_use_cuda_host_register": False,
+        "roundup_power2_divisions": {},
+        "graph_capture_record_stream_reuse": False,
+    }
+    traces: list[list[Any]] = [[] for _ in range(torch.cuda.device_count())]
+    return {"segments": [], "device_traces": traces, "external_annotations": [], "allocator_settings": settings}
+
+
+def _on(tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
+    device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
+    return [tensor.to(device) for tensor in tensors]
+
+
+def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    return [_on([tensor], device)[0] for device in devices]
+
+
+def _scatter(
+    tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, _streams: Any = None
+) -> tuple[torch.Tensor, ...]:
+    chunks = tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
+    return tuple(_on([chunk], device)[0] for chunk, device in zip(chunks, devices, strict=False))
+
+
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None = None) -> torch.Tensor:
+    return torch.cat(_on(tensors, 0 if destination is None else destination), dim)
+
+
+def _profilers(patches: Patches) -> None:
+    """Let torch's profilers record the host alone: builds for the CPU refuse to record a GPU."""
+    profile, nvtx = torch.autograd.profiler.profile, torch.autograd.profiler.emit_nvtx
+    begin = profile.__init__
+
+    @functools.wraps(begin)
+    def host_alone(self: Any, enabled: bool = True, **options: Any) -> None:
+        begin(self, enabled, **{**options, "use_device": None, "use_cpu": True} | _without(options, "use_cuda"))
+
+    patches.put(profile, __init__=host_alone)
+    patches.put(nvtx, __enter__=lambda self: self, __exit__=always(None))
+
+
+def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: False} if name in options else {}
+
+
+class _LegacyType(type):
+    """Metaclass of torch.cuda.FloatTensor and the like, which create and recognise tensors of one dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any, **_: Any) -> torch.Tensor:
+        if args and not isinstance(args[0], int):
+            data = args[0]
+            if isinstance(data, torch.Size):
+                return torch.empty(data, dtype=cls.dtype, device="cuda")
+            return data.to("cuda", cls.dtype) if isinstance(data, torch.Tensor) else _from_numbers(data, cls.dtype)
+        return torch.empty(args or (0,), dtype=cls.dtype, device="cuda")
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype == cls.dtype
+
+
+def _from_numbers(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(data, dtype=dtype, device="cuda")
+
+
+def _legacy_types(patches: Patches) -> None:
+    entries = {"__module__": "torch.cuda"}
+    types = {f"{n}Tensor": _LegacyType(f"{n}Tensor", (), {**entries, "dtype": d}) for n, d in _LEGACY.items()}
+    patches.put(torch.cuda, **types)
+    set_type: Callable[[Any], None] = torch.set_default_tensor_type
+
+    @functools.wraps(set_type)
+    def set_default_tensor_type(kind: Any) -> None:
+        name = str(kind).rpartition(".")[2].strip("'>")
+        on_gpu = ".cuda." in str(kind)
+        torch.set_default_device("cuda" if on_gpu else None)
+        if not on_gpu:
+            set_type(kind)
+        elif _LEGACY[name.removesuffix("Tensor")].is_floating_point:
+            torch.set_default_dtype(_LEGACY[name.removesuffix("Tensor")])
+
+    patches.put(torch, set_default_tensor_type=set_default_tensor_type)

@@ -1,0 +1,183 @@
+"""`dcpbench syncs dry-run`: a program with child processes, which are not followed, and programs that use more of CUDA's API."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dcpbench.commands.syncs import app
+from dcpbench.syncs import run
+from dcpbench.syncs.dry_run.children import is_python
+from tests import forks
+
+FORKED = """
+import multiprocessing
+import torch
+
+def core(connection):
+    w, x = torch.randn(16, 16, device="cuda"), torch.randn(4, 16, device="cuda")
+    for _ in range(3):
+        x = torch.tanh(x @ w)
+        connection.send(x.argmax(-1).tolist())  # a wait in each step
+
+if __name__ == "__main__":
+    torch.zeros(1, device="cuda")
+    ours, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=core, args=(its,))
+    process.start()
+    for _ in range(3):
+        ours.recv()
+    process.join()
+    assert process.exitcode == 0
+"""
+SPAWNED = """
+import sys
+import torch
+import torch.multiprocessing
+
+def worker():
+    sys.exit(torch.ones(3, device="cuda").sum().item() == 3)  # there is no virtual GPU here
+
+if __name__ == "__main__":
+    torch.ones(2, device="cuda") + 1
+    process = torch.multiprocessing.get_context("spawn").Process(target=worker)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+"""
+POOL = """
+import concurrent.futures
+import multiprocessing
+import torch
+
+def work(n):
+    return n + 1
+
+if __name__ == "__main__":
+    torch.ones(2, device="cuda") + 1
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        assert list(pool.map(work, [1, 2])) == [2, 3]
+"""
+FAKE_GROUP = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+x = torch.ones(4, device="cuda")
+dist.all_reduce(x)
+dist.all_gather([torch.empty_like(x) for _ in range(8)], x)
+splits = torch.full((8,), 1, device="cuda")
+dist.all_to_all_single(torch.empty(8, device="cuda"), torch.ones(8, device="cuda"), splits.tolist(), [1] * 8)
+"""
+PROFILER_API = """
+import torch
+
+x = torch.ones(3, device="cuda")
+torch.cuda.cudart().cudaProfilerStart()
+x.sum().item()
+torch.cuda.cudart().cudaProfilerStop()
+"""
+DATA_PARALLEL = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl", rank=0, world_size=1, init_method=f"file://{__file__}.store")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).cuda(), device_ids=[0])
+model(torch.ones(2, 4, device="cuda")).sum().backward()
+dist.destroy_process_group()
+"""
+RUNTIME = """
+import torch
+
+x = torch.ones(2, 8, device="cuda")
+model = torch.cuda.make_graphed_callables(torch.nn.Linear(8, 8).cuda(), (torch.ones_like(x),))
+model(x)
+torch.nn.LazyLinear(4).cuda()(x)
+with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+    torch.zeros(8, device="cuda")
+torch.cuda.memory._record_memory_history()
+assert torch.cuda.memory._snapshot()["segments"] == []
+torch.jit.trace(torch.nn.Linear(8, 8).cuda(), x)
+"""
+SUBPROCESS = """
+import subprocess
+import sys
+import torch
+
+torch.ones(2, device="cuda") + 1
+subprocess.run({command}, check=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin programs at once."""
+    monkeypatch.setattr(run, "start", forks.start)
+
+
+def check(tmp_path: Path, source: str) -> tuple[int, dict[str, Any]]:
+    """Return exit code and report of a dry run of the source."""
+    program, out = tmp_path / "program.py", tmp_path / "report.json"
+    program.write_text(source)
+    command = ["dry-run", "--root", str(tmp_path), "--format", "json", "-o", str(out), "--", "python", str(program)]
+    result = CliRunner().invoke(app, command)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    ("source", "method", "command"),
+    [
+        (FORKED, "multiprocessing fork", "Process-1 (core)"),
+        (SPAWNED, "multiprocessing spawn", "SpawnProcess-1 (worker)"),
+        (POOL, "multiprocessing fork", "ForkProcess-1 (_process_worker)"),
+        (SUBPROCESS.format(command="[sys.executable, '-c', 'import torch']"), "subprocess", "-c 'import torch'"),
+        (SUBPROCESS.format(command="[sys.executable, '-I', '-c', 'pass']"), "subprocess", "-I -c pass"),
+    ],
+    ids=["forked", "spawned", "pool", "python with torch", "python without our environment"],
+)
+def test_a_child_that_may_use_a_gpu_is_named_with_exit_code_3(
+    tmp_path: Path, source: str, method: str, command: str
+) -> None:
+    code, report = check(tmp_path, source)
+    [child] = [c for c in report["traces"][0]["coverage"]["children"] if c["may_use_gpu"]]
+    assert (code, report["verdict"]["status"]) == (3, "cannot answer")
+    assert child["start_method"] == method
+    assert child["command"].endswith(command)
+    assert f"process {child['pid']} ({child['command']}, {method})" in report["verdict"]["reasons"][0]
+
+
+@pytest.mark.parametrize("command", ["['true']", "['git', '--version']", "[sys.executable, '-c', 'import json']"])
+def test_a_child_that_uses_no_gpu_leaves_the_program_clean(tmp_path: Path, command: str) -> None:
+    code, report = check(tmp_path, SUBPROCESS.format(command=command))
+    assert (code, report["verdict"]["status"]) == (0, "clean")
+    assert [c["may_use_gpu"] for c in report["traces"][0]["coverage"]["children"]] == [False]
+
+
+@pytest.mark.parametrize(
+    ("source", "rules"),
+    [(FAKE_GROUP, ["SYNC003"]), (PROFILER_API, ["SYNC001"])],
+    ids=["fake process group", "profiler API"],
+)
+def test_waits_are_found_in_programs_that_use_other_apis_of_cuda(tmp_path: Path, source: str, rules: list[str]) -> None:
+    code, report = check(tmp_path, source)
+    assert (code, [s["rule"] for s in report["sites"]]) == (1, rules)
+    assert report["traces"][0]["coverage"]["complete"]
+
+
+@pytest.mark.parametrize("source", [DATA_PARALLEL, RUNTIME], ids=["DistributedDataParallel", "runtime"])
+def test_programs_that_use_other_apis_of_cuda_run_to_their_end(tmp_path: Path, source: str) -> None:
+    _, report = check(tmp_path, source)
+    assert report["traces"][0]["coverage"]["complete"]
+
+
+def test_a_python_interpreter_is_recognised_by_its_name_its_target_and_a_first_line(tmp_path: Path) -> None:
+    script = tmp_path / "tool"
+    script.write_text("#!/usr/bin/env python3\n")
+    script.chmod(0o755)
+    assert [is_python(p) for p in ("python3.12", sys.executable, str(script), "true")] == [True, True, True, False]

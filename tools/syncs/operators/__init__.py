@@ -1,0 +1,1 @@
+"""Measure which of torch's operators make the host wait for the GPU."""

@@ -1,0 +1,214 @@
+"""Measure on a GPU which operators make the host wait: `python -m tools.syncs.operators.measure FILE [WORKERS]`.
+
+Each case runs three times: once to load kernels; once plainly, behind queued GPU work, forward and backward; and once
+with every operator that reaches a kernel behind queued work of its own. An operator waits if the host comes back only
+after the queued work. torch's profiler counts the synchronising calls of the CUDA runtime and driver.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tools.syncs.operators.cases import Case, cases, groups
+
+QUEUED_CYCLES = 6_000_000  # about 3 ms on an H200
+MAX_CALLS = 12  # measured calls of one overload in one group
+MAX_CALLS_IN_ALL = 60  # and in one process
+MAX_GROUP_S = 20.0
+RANGE = "dcpbench#"
+
+
+IN_ALL: collections.Counter[str] = collections.Counter()
+"""Calls of each overload in this process."""
+
+
+def queued_ms() -> float:
+    """Measure how long the queued work lasts on an idle GPU."""
+    torch.cuda._sleep(QUEUED_CYCLES)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    torch.cuda._sleep(QUEUED_CYCLES)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+class Meter:
+    """Run calls behind queued GPU work and remember how long the host was held up."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def time(self, what: str, call: Any, **facts: Any) -> Any:
+        """Run the call behind queued work; its record gets the synchronising calls from the profiler later."""
+        torch.cuda.synchronize()
+        with torch.profiler.record_function(f"{RANGE}{len(self.calls)}"):
+            torch.cuda._sleep(QUEUED_CYCLES)
+            start = time.perf_counter()
+            try:
+                result = call()
+            finally:
+                held = time.perf_counter() - start
+        self.calls.append({"what": what, "ms": round(held * 1e3, 3), **facts})
+        return result
+
+
+class Leaves(TorchDispatchMode):
+    """Time every operator on GPU tensors that reaches a kernel."""
+
+    def __init__(self, meter: Meter, seen: collections.Counter[str]) -> None:
+        super().__init__()
+        self.meter, self.seen = meter, seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        on_gpu = any(isinstance(v, torch.Tensor) and v.is_cuda for v in given) or any(
+            isinstance(v, torch.device) and v.type == "cuda" for v in given
+        )
+        if not on_gpu or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        self.seen[str(func)] += 1
+        IN_ALL[str(func)] += 1
+        if self.seen[str(func)] > MAX_CALLS or IN_ALL[str(func)] > MAX_CALLS_IN_ALL:
+            return func(*args, **kwargs)
+        return self.meter.time(str(func), lambda: func(*args, **kwargs), leaf=True)
+
+
+def measure(group: str) -> dict[str, Any]:
+    """Measure all cases of a group; what fails is named."""
+    seen: collections.Counter[str] = collections.Counter()
+    meter, failed = Meter(), []
+    config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    begun = time.perf_counter()
+    with torch.profiler.profile(activities=activities, experimental_config=config) as profiler:
+        made = cases(group, "cuda")
+        while time.perf_counter() - begun < MAX_GROUP_S:
+            try:
+                case = next(made, None)
+                if case is None:
+                    break
+                _measure(case, meter, seen)
+            except Exception as error:  # whatever one operator raises must not end the others
+                failed.append(f"{type(error).__name__}: {str(error)[:200]}")
+                if "CUDA error" in str(error):
+                    raise
+    _count(profiler, meter)
+    return {"group": group, "calls": meter.calls, "failed": failed[:5]}
+
+
+def _measure(case: Case, meter: Meter, seen: collections.Counter[str]) -> None:
+    with torch.autograd.set_multithreading_enabled(False):
+        result = case.run()
+        backward = case.backward(result)
+        if backward:
+            backward()
+        result = meter.time(case.name, case.run, leaf=False)
+        backward = case.backward(result)
+        if backward:
+            meter.time(f"{case.name} backward", backward, leaf=False)
+        with Leaves(meter, seen):
+            backward = case.backward(case.run())
+            if backward:
+                backward()
+
+
+def _count(profiler: Any, meter: Meter) -> None:
+    """Give each call the names of synchronising events inside its range."""
+    events = [
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in profiler.profiler.kineto_results.events()
+    ]
+    ranges = sorted((s, e, int(n.removeprefix(RANGE))) for s, e, n in events if n.startswith(RANGE))
+    syncs = sorted((s, n) for s, _, n in events if _synchronises(n))
+    at = 0
+    for start, end, index in ranges:
+        if index >= len(meter.calls):
+            continue
+        while at < len(syncs) and syncs[at][0] < start:
+            at += 1
+        found: collections.Counter[str] = collections.Counter()
+        n = at
+        while n < len(syncs) and syncs[n][0] <= end:
+            found[syncs[n][1]] += 1
+            n += 1
+        if found:
+            meter.calls[index]["events"] = dict(found)
+
+
+def _synchronises(name: str) -> bool:
+    return (
+        name.startswith(("cuda", "cu", "Memcpy"))
+        and any(w in name for w in ("ynchronize", "Free", "Memcpy", "Host", "Memcpy DtoH", "Memcpy HtoD"))
+    ) or name in {"Stream Sync", "Context Sync", "Event Sync", "Stream Wait Event"}
+
+
+def work(names: list[str], output: Path) -> None:
+    """Measure these groups one after another; each is a line of the output as soon as it is done."""
+    warnings.simplefilter("ignore")
+    groups()  # reads torch's database, which takes seconds
+    with output.open("a") as file:
+        for name in names:
+            file.write(json.dumps({"begin": name}) + "\n")
+            file.flush()
+            file.write(json.dumps(measure(name)) + "\n")
+            file.flush()
+
+
+def supervise(output: Path, workers: int, limit_s: float) -> None:
+    """Split the groups among processes and start a process again behind the group that ended it."""
+    todo, deadline, queued = groups(), time.monotonic() + limit_s, queued_ms()
+    shares = {output.with_suffix(f".{n}.jsonl"): todo[n::workers] for n in range(workers)}
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    while time.monotonic() < deadline:
+        for path, share in shares.items():
+            process = running.get(path)
+            if process is not None and process.poll() is None:
+                continue
+            left = share[_begun(path, share) :]
+            if left and (process is None or process.returncode):
+                argument = json.dumps(left)
+                running[path] = subprocess.Popen([sys.executable, "-m", __spec__.name, "--work", str(path), argument])
+            elif not left or (process is not None and process.returncode == 0):
+                running.pop(path, None)
+                shares[path] = []
+        if not running:
+            break
+        time.sleep(0.5)
+    for process in running.values():
+        process.kill()
+    head = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
+    _join(output, list(shares), head | {"queued_ms": round(queued, 3)})
+
+
+def _begun(path: Path, share: list[str]) -> int:
+    if not path.exists():
+        return 0
+    names = {json.loads(line).get("begin") for line in path.read_text().splitlines() if line.endswith("}")}
+    return max((n + 1 for n, name in enumerate(share) if name in names), default=0)
+
+
+def _join(output: Path, parts: list[Path], head: dict[str, Any]) -> None:
+    lines: list[str] = []
+    for path in parts:
+        written = path.read_text().splitlines() if path.exists() else []
+        lines += [line for line in written if line.startswith('{"group"') and line.endswith("}")]
+        path.unlink(missing_ok=True)
+    output.write_text("\n".join([json.dumps(head), *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--work":
+        work(json.loads(sys.argv[3]), Path(sys.argv[2]))
+    else:
+        supervise(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,52 @@
+"""Predict the waits of the measured cases with a dry run: `python -m tools.syncs.operators.predict FILE [PART OF]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.syncs.dry_run import dry_run
+from tools.syncs.operators.cases import cases, groups
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.dry_run import DryRun
+
+
+def predict(group: str) -> dict[str, Any]:
+    """Run a group's cases in one dry run; each call gets the operators that would wait."""
+    calls: list[dict[str, Any]] = []
+    failed: list[str] = []
+    case = None
+    with dry_run() as run:
+        made = cases(group, "cuda")
+        while True:
+            try:
+                case = next(made, None)
+                if case is None:
+                    break
+                result, waits, unmeasured = _watch(run, case.run)
+                calls.append({"what": case.name, "waits": waits, "unmeasured": unmeasured})
+                backward = case.backward(result)
+                if backward:
+                    _, waits, unmeasured = _watch(run, backward)
+                    calls.append({"what": f"{case.name} backward", "waits": waits, "unmeasured": unmeasured})
+            except Exception as error:  # noqa: BLE001 - whatever one operator raises must not end the others
+                failed.append(f"{case.name if case else group}: {type(error).__name__}: {str(error)[:200]}")
+    return {"group": group, "calls": calls, "failed": failed}
+
+
+def _watch(run: DryRun, call: Any) -> tuple[Any, list[str], list[str]]:
+    before, known = len(run.syncs), set(getattr(run, "unmeasured", ()))
+    result = call()
+    waits = [f"{s.rule} {s.op} {s.direction}" for s in run.syncs[before:] if not s.may_block]
+    return result, waits, sorted(set(getattr(run, "unmeasured", ())) - known)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    output, *share = sys.argv[1:]
+    part, of = map(int, share or ("0", "1"))
+    Path(output).write_text("".join(json.dumps(predict(group)) + "\n" for group in groups()[part::of]))
