@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, redaction
+from dcpbench import __version__
 from dcpbench.commands import bench, dashboard, hang, records, submit, syncs
 from dcpbench.commands.ab import ab
 from dcpbench.commands.calibrate import calibrate
@@ -30,6 +30,7 @@ from dcpbench.commands.sweep import sweep
 from dcpbench.commands.top import top
 from dcpbench.commands.verify import verify
 from dcpbench.errors import DcpbenchError, DiskError, OutputError
+from dcpbench.points import redaction
 from dcpbench.show import streams
 
 app = typer.Typer(

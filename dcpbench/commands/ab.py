@@ -12,7 +12,6 @@ from pathlib import Path
 
 import typer
 
-from dcpbench import redaction
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import PARSER_ERROR, SOME_FAILED, Command, Group, ended, panel
 from dcpbench.commands.compare import Judged, Shown
@@ -20,6 +19,7 @@ from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.typed import hide_headers
+from dcpbench.points import redaction
 from dcpbench.points.names import flag
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import span

@@ -394,12 +394,12 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     import itertools
     import shutil
 
-    from dcpbench import redaction
     from dcpbench.commands import runs
     from dcpbench.errors import MissingPackageError, UsageError
     from dcpbench.launch import folders
     from dcpbench.plan.options import check_seconds
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
+    from dcpbench.points import redaction
     from dcpbench.points.machine import Probe
     from dcpbench.servers.presets import engine
     from dcpbench.servers.profile import make_traces_folder

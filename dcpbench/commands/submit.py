@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcpbench import redaction
 from dcpbench.commands import elsewhere
 from dcpbench.commands.command import PARSER_ERROR, Group, command, panel
 from dcpbench.commands.elsewhere import without
 from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.points import redaction
 from dcpbench.points.names import flag
 from dcpbench.show.terminal import say
 from dcpbench.show.text import listed

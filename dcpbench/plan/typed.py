@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from dcpbench import redaction
+from dcpbench.points import redaction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

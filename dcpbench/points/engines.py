@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import AS_COMPUTED, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import SETTING, Load, Point
-from dcpbench.redaction import redact
+from dcpbench.points.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

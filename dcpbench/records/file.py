@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from dcpbench import redaction
 from dcpbench.errors import OutputError, RecordsError
-from dcpbench.points import older
+from dcpbench.points import older, redaction
 from dcpbench.records import acceptance, checks, checksums, disks
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
 from dcpbench.records.lines import UNREADABLE

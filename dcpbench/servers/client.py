@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from dcpbench import redaction
 from dcpbench.errors import UsageError
+from dcpbench.points import redaction
 from dcpbench.servers.descriptors import OPEN_FILES, SHORTAGE, shortage_sentence
 from dcpbench.servers.events import BadStream, StreamError, error_in
 from dcpbench.servers.request_options import find_secrets

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.redaction import redact_part
+from dcpbench.points.redaction import redact_part
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:

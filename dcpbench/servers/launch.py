@@ -14,9 +14,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
-from dcpbench import redaction
 from dcpbench.errors import WorkerError
-from dcpbench.redaction import redact_part
+from dcpbench.points import redaction
+from dcpbench.points.redaction import redact_part
 from dcpbench.servers import guard
 from dcpbench.show.text import one_line
 

@@ -31,7 +31,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.engines import setting_text
 from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
 from dcpbench.points.point import SETTING
-from dcpbench.redaction import redact, register_words
+from dcpbench.points.redaction import redact, register_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,8 +16,8 @@ import time
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from dcpbench import redaction
 from dcpbench.errors import WorkerError
+from dcpbench.points import redaction
 from dcpbench.servers.client import Client
 from dcpbench.servers.load import Run, Told
 from dcpbench.show.terminal import say

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import redaction
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
+from dcpbench.points import redaction
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import CPU, Record, omitted_note
 from dcpbench.servers.kv_capacity import find_pcp

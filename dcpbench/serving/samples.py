@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points.redaction import redact
 from dcpbench.records.disks import write_error
-from dcpbench.redaction import redact
 from dcpbench.serving.outcome import Row
 from dcpbench.show.whole_files import write_file
 

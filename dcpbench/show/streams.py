@@ -10,7 +10,7 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dcpbench.redaction import redact
+from dcpbench.points.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
-from dcpbench.redaction import redact
+from dcpbench.points.redaction import redact
 from dcpbench.show.text import printable
 
 if TYPE_CHECKING:

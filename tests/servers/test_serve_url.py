@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import cli, redaction
+from dcpbench import cli
+from dcpbench.points import redaction
 from dcpbench.points.engines import engine_load, engine_point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Server

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench import redaction
+from dcpbench.points import redaction
+from dcpbench.points.redaction import PLACEHOLDER, redact, redact_part
 from dcpbench.records.file import RecordFile, read_records
-from dcpbench.redaction import PLACEHOLDER, redact, redact_part
 from dcpbench.servers.guard import copy_redacted
 from dcpbench.servers.presets import Engine, engine
 from dcpbench.show import streams, text

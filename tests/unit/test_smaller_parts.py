@@ -37,7 +37,7 @@ from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import anchored
-from dcpbench.records.checks import MOST_ENTRIES
+from dcpbench.records.checks import MAX_ENTRIES
 from dcpbench.records.lines import Tail
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Percentiles
@@ -551,7 +551,7 @@ def test_an_estimate_that_is_set_right_has_the_band_of_ratios() -> None:
     assert anchored(served, 1.25).itl_ms.p50 == 8.0
 
 
-@pytest.mark.parametrize(("kept", "more"), [(MOST_ENTRIES - 1, 1), (MOST_ENTRIES, 0)])
+@pytest.mark.parametrize(("kept", "more"), [(MAX_ENTRIES - 1, 1), (MAX_ENTRIES, 0)])
 def test_a_report_of_a_machine_takes_so_many_findings(kept: int, more: int) -> None:
     report = Report()
     for n in range(kept):
