@@ -39,7 +39,7 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
     """What the command line makes of a command, on the machine that its --device asks for."""
     typed: list[SweepSpec] = []
 
-    def noted(spec: SweepSpec, *_: object) -> int:
+    def noted(spec: SweepSpec, *_: object, **__: object) -> int:
         typed.append(spec)
         return 0
 
