@@ -206,11 +206,8 @@ def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
 def dequantise_weight(weight: Scaled) -> torch.Tensor:
     """What it stands for, fp32 [..., N, K]."""
     *_, height, depth = weight.data.shape
-    rows, columns = (
-        torch.arange(size, device=weight.scale.device) // block
-        for size, block in zip((height, depth), weight.block, strict=True)
-    )
-    return weight.data.float() * weight.scale.index_select(-2, rows).index_select(-1, columns)
+    scale = weight.scale.repeat_interleave(weight.block[0], -2).repeat_interleave(weight.block[1], -1)
+    return weight.data.float() * scale[..., :height, :depth]
 
 
 def dequantise_rows(rows: Scaled) -> torch.Tensor:

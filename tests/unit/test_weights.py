@@ -1,5 +1,6 @@
 """What a rank holds: as many bytes as memory.py says, the right layer for every index, and numbers it can repeat."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -34,7 +35,8 @@ class Meta:
         """The same: blocks as a source cuts them."""
         scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape])  # without memory their cutting is slow
         data = self.get(name, shape, rows=rows, columns=columns, dtype=torch.float8_e4m3fn)
-        return cut(data, scale, shape, rows, columns)
+        found = cut(data, scale, shape, rows, columns)
+        return dataclasses.replace(found, scale=found.scale.to("meta"))
 
 
 WIDE = {
