@@ -386,7 +386,7 @@ class TestHostileRecords:
 
         def found(name: str) -> int:
             evil = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, samples_file=name))
-            return len(requests_of(evil, run))
+            return len(requests_of(evil, run).times)
 
         assert found(inside) == 1
         up = outside.relative_to(tmp_path)

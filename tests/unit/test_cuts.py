@@ -50,6 +50,11 @@ def server_said(error: str | None, body: bytes = b"", **headers: str) -> str:
     return client.status_error(307 if headers else 500, found, data).sentence
 
 
+def problem(found: checks.Problem | None) -> str:
+    assert found is not None
+    return f"{found.field}{found.what}"
+
+
 LATIN = "".join(chr(0x21 + n % 90) for n in range(700))
 POINT = record_builder.point()
 SERVED = serve_record_builder.point()
@@ -79,30 +84,30 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "an outcome": (
         f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",
-        lambda: checks._outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG)),  # type: ignore[arg-type]
+        lambda: problem(checks._outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
     ),
     "instances of a record": (
         f"point.disaggregate is {LONG[:40]!r}, which no instances that ran are",
-        lambda: checks._layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG))),
+        lambda: problem(checks._layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))),
     ),
     "instances that are typed": (
         f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
         lambda: raised(UsageError, lambda: instances.parse(LONG)),
     ),
     "a check of a machine": (LONG[:200], lambda: findings.said(ValueError(f" {LONG}"))),
-    "an error of a server": (f"the server answered HTTP 500: {LONG[:300]}.", lambda: server_said(LONG)),
+    "an error of a server": (f"the server answered HTTP 500: {LONG[:299]}….", lambda: server_said(LONG)),
     "another answer of a server": (
         f"the server answered HTTP 500: {LATIN[:200]}….",
         lambda: server_said(None, LATIN.encode()),
     ),
-    "a page of a server": ("a b…", lambda: events._shown(b"a " + b" " * 597 + b"bcd")),
+    "a page of a server": (f"a {LATIN[:198]}…", lambda: events._shown(b"a " + b" " * 597 + LATIN.encode())),
     "a short answer of a server": (LATIN[:200], lambda: events._shown(LATIN[:200].encode())),
     "where a server sends": (
-        f"the server sends elsewhere (HTTP 307): {LATIN[:200]}. Name that in --url.",
+        f"the server redirects (HTTP 307) to {LATIN[:199]}…. Use that in --url.",
         lambda: server_said(None, location=LATIN),
     ),
     "a kind of answer": (
-        f"the server sent {LATIN[:100]} in place of a stream: no.",
+        f"the server sent {LATIN[:99]}… instead of a stream: no.",
         lambda: no_stream(LATIN).sentence,
     ),
     "a time of vLLM": (

@@ -447,9 +447,9 @@ def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_number_is_above_what_can_be_measured(sign: int) -> None:
-    options._check_size("context", sign * options.LARGEST, "typed")
+    options._check_size("context", sign * options.MAX_NUMBER, "typed")
     with pytest.raises(UsageError, match=r"^--context typed is above "):
-        options._check_size("context", sign * options.LARGEST * 1.01, "typed")
+        options._check_size("context", sign * options.MAX_NUMBER * 1.01, "typed")
 
 
 def test_what_a_machine_does_is_known_in_bytes_operations_and_seconds() -> None:

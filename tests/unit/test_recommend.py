@@ -829,7 +829,9 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     steps = estimate.published()
     tp4 = [Layout(4)]
     served = load(**given)
-    return advise._choice(asked, {"times.json": times}, steps, [], tp4, lambda _: None, concurrency, context, served)
+    return advise._choice(
+        asked, {"times.json": times}, steps, [], {}, tp4, lambda _: None, concurrency, context, served
+    )
 
 
 def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:

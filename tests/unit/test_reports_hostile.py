@@ -16,6 +16,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.points.layout import Layout
 from dcpbench.records.file import cut_short, read_records
 from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.runs import read_run
 from dcpbench.reports import (
     answer_tables,
     export,
@@ -141,15 +142,17 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_line_that_no_run_wrote_is_refused_with_its_file_and_number_and_what_to_do(tmp_path: Path, name: str) -> None:
-    """It stands second of three, so that it is no line that a crash cut short."""
+    """It stands second of three, so that it is no line that a crash cut short; a report reads the other two and names it."""
     spoiled, words = REFUSED[name]
     folder = run(tmp_path / "run", line(), spoiled, line())
     with pytest.raises(RecordsError, match=words) as raised:
-        frames.load([folder])
-    said = str(raised.value)
-    assert f"{folder / RECORDS_FILE}, line 2: " in said
-    assert re.search("measure its point again|the version that wrote it|name a run's folder", said)
-    assert len(said) < 1_000, "whatever the line holds"
+        read_run(folder)
+    message = str(raised.value)
+    assert f"{folder / RECORDS_FILE}, line 2: " in message
+    assert re.search("measure its point again|the version that wrote it|name a run's folder", message)
+    assert len(message) < 1_000, "whatever the line holds"
+    (bad,) = frames.load([folder]).runs[0].bad_lines
+    assert bad.line == 2
 
 
 ACCEPTED = {
@@ -339,7 +342,7 @@ def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) 
 
 def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
     """At 100,000, which is three here; the same point again is no more of them."""
-    monkeypatch.setattr(frames, "MOST_POINTS", 3)
+    monkeypatch.setattr(frames, "MAX_POINTS", 3)
     points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
     assert len(frames.load([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
     with pytest.raises(RecordsError, match=r"four.records\.jsonl holds more than 3 points.*split -l 3"):

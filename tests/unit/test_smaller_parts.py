@@ -34,6 +34,7 @@ from dcpbench.launch import hung, nodes, processes, progress, ranks
 from dcpbench.launch.jobs import Progress
 from dcpbench.launch.launcher import _End
 from dcpbench.plan.serve_spec import ServeLoads
+from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import anchored
@@ -47,7 +48,6 @@ from dcpbench.reports.tables import Table
 from dcpbench.serving import outcome
 from dcpbench.serving.allocator import DcpAllocator
 from dcpbench.serving.step_times import (
-    LARGEST,
     MOST_REQUESTS,
     MOST_TOKENS,
     USES,
@@ -202,10 +202,10 @@ def test_lengths_of_an_import_are_means_that_need_not_be_whole() -> None:
     ("value", "wrong"),
     [
         (0, False),
-        (vllm.LARGEST, False),
+        (MAX_NUMBER, False),
         (None, False),
         (-1, True),
-        (vllm.LARGEST * 2, True),
+        (MAX_NUMBER * 2, True),
         (True, True),
         ("x" * 50, True),
     ],
@@ -849,12 +849,12 @@ OF_ONE = Case(decodes=(Decodes(1, 1),))
         (msgspec.structs.replace(OF_ONE, use="x" * 41), {}, f"case.use is {'x' * 40!r}, none of {', '.join(USES)}"),
         (OF_ONE, {"samples_ms": []}, "it has no samples_ms, or times that are not positive"),
         (OF_ONE, {"samples_ms": [1.0, 0.0]}, "it has no samples_ms, or times that are not positive"),
-        (OF_ONE, {"samples_ms": [LARGEST]}, ""),
-        (OF_ONE, {"samples_ms": [2 * LARGEST, 1.0]}, "it has no samples_ms, or times that are not positive"),
-        (OF_ONE, {"host_ms": [0.0, LARGEST], "floor_ms": 0.0}, ""),
+        (OF_ONE, {"samples_ms": [MAX_NUMBER]}, ""),
+        (OF_ONE, {"samples_ms": [2 * MAX_NUMBER, 1.0]}, "it has no samples_ms, or times that are not positive"),
+        (OF_ONE, {"host_ms": [0.0, MAX_NUMBER], "floor_ms": 0.0}, ""),
         (OF_ONE, {"host_ms": [1.0, -0.5]}, "its host_ms are no times"),
         (OF_ONE, {"host_ms": [1.0], "floor_ms": -0.5}, "its floor_ms are no times"),
-        (OF_ONE, {"floor_ms": 2 * LARGEST}, "its floor_ms are no times"),
+        (OF_ONE, {"floor_ms": 2 * MAX_NUMBER}, "its floor_ms are no times"),
     ],
 )
 def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], problem: str) -> None:
