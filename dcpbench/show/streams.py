@@ -83,7 +83,7 @@ class Redacted:
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)
 
-    def write(self, text: str) -> int:
+    def write(self, text: Any) -> int:  # noqa: ANN401 - the stream raises TypeError for what is no text
         """Write a text without secrets."""
         return self._stream.write(redact(text) if isinstance(text, str) else text)
 
