@@ -54,7 +54,7 @@ def test_turns_alternate_so_that_an_even_drift_cancels() -> None:
 
 @pytest.mark.distributed
 def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_path: Path) -> None:
-    """Every step of the fake takes 10 ms: the variants are the SAME, once the CPU may be judged at all."""
+    """Every step of the fake takes 10 ms; two rounds are fewer than a verdict needs, also once the CPU may be judged at all."""
     both = ["--both", "--tp 2 --dcp 2 --concurrency 2 --context 100"]
     done = ab(*both, "--b", "--exchange a2a", "--rounds", "2", "-o", "out", "--allow-cpu", "--json")
     assert done.returncode == 0, done.stderr
@@ -62,7 +62,7 @@ def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_p
     assert list(state.done) == ["a/round-1", "b/round-1", "b/round-2", "a/round-2"]
     assert "Points are matched without exchange, in which the variants differ." in done.stderr
     found = json.loads(done.stdout)
-    assert (found["paired"], found["across"], found["counts"]) == (True, ["exchange"], {"SAME": 2})
+    assert (found["paired"], found["across"], found["counts"]) == (True, ["exchange"], {"UNDECIDED": 2})
     record = read_records(tmp_path / "out" / "b" / "round-1")[0]
     assert record.point.exchange == "a2a"
     job = json.loads((tmp_path / "out" / "b" / "round-1" / "job-tp2-0.json").read_bytes())
@@ -130,7 +130,7 @@ def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
 @pytest.mark.distributed
 def test_interrupted_inside_a_launch_it_ends_with_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the launch itself had nothing to keep: its command ends with 130, which is no failure of it."""
-    monkeypatch.setattr("dcpbench.commands.runs.measure", lambda *_: 130)
+    monkeypatch.setattr("dcpbench.commands.runs.measure", lambda *_, **__: 130)
     monkeypatch.setattr(ab_command, "_announce", lambda *_, **__: None)
     done = ab(*SAME, "--rounds", "2", "-o", "out")
     assert done.returncode == 130

@@ -124,6 +124,8 @@ SERVE_OPTIONS = {
     "--serve-cmd",
     "--start-timeout",
     "--endpoint",
+    "--extra-body",
+    "--header",
     "--api-key-env",
     "--tokenizer",
     "--request-timeout",
