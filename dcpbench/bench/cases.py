@@ -7,13 +7,13 @@ import difflib
 import importlib.util
 import itertools
 import math
-import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 from dcpbench.plan.options import parse_bytes
 from dcpbench.points.batches import padded_batch
+from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix, local_length
 from dcpbench.points.memory import attention_products, mlp_products
 from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
@@ -53,6 +53,7 @@ CPU_POOL_BYTES = 1 << 20
 ROW_BYTES = 2 * KV_WIDTH
 """Of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
+MAX_COUNT = 999_999_999
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,17 +68,20 @@ class Asked:
     typed: Mapping[str, Any]
 
     def counts(self, name: str, cpu: Sequence[int], gpu: Sequence[int]) -> tuple[int, ...]:
-        """A comma list of positive whole numbers, none twice; by default those for the CPU or the GPU."""
+        """Return the numbers of a comma list such as `16,64k`, each once; without one, the default of the device."""
         typed, default = self.typed[name], cpu if self.cpu else gpu
         if typed is None:
             return tuple(default)
         items = [item.strip() for item in typed.split(",")]
-        for item in items:
-            if not re.fullmatch(r"[0-9]{1,9}", item) or int(item) < 1:
+        found = [parse_count(item) or 0 for item in items]
+        for item, count in zip(items, found, strict=True):
+            if choices := suggest_counts(item):
+                raise UsageError(f"--{name} {typed}: {choices}.")
+            if not 0 < count <= MAX_COUNT:
                 example = f"--{name} {','.join(map(str, default))}"
-                wrong = "is above 999,999,999" if re.fullmatch("[0-9]{10,}", item) else "is not a positive whole number"
+                wrong = f"is above {MAX_COUNT:,}" if count > 0 else "is not a positive whole number"
                 raise UsageError(f"--{name} {typed}: '{item}' {wrong}; write for example {example}.")
-        return tuple(dict.fromkeys(map(int, items)))
+        return tuple(dict.fromkeys(found))
 
     def names(self, name: str, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
         """A comma list of known names, in their usual order; by default all of them, or those given."""

@@ -6,6 +6,7 @@ So options that several commands share are fields of one class (options.py), and
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,9 @@ from typer.models import OptionInfo
 
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.plan.options import shown
 from dcpbench.plan.typed import hide_headers, line
+from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.names import flag
 
 if TYPE_CHECKING:
@@ -109,8 +112,21 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  # noqa
         option, default = copy.copy(default), default.default
         both = f"{flag(name)}/--no-{flag(name)[2:]}" if kind in (bool, bool | None) and default is not False else ""
         option.default, option.param_decls = ..., option.param_decls or (both or flag(name),)
+        if kind in (int, int | None) and option.parser is None:
+            option.parser = functools.partial(_parse_count, flag(name), option.min)
         kind = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _parse_count(option: str, least: float | None, value: object) -> int:
+    """Return the number of `8` or `64k`. Raises UsageError for any other text, and for numbers below `least`."""
+    found = parse_count(str(value))
+    if found is None:
+        choices = suggest_counts(str(value)) or "not a whole number; write for example " + f"{option} 8"
+        raise UsageError(f"{option} {shown(value)}: {choices}.")
+    if least is not None and found < least:
+        raise UsageError(f"{option} {found} is less than {least:g}; write for example {option} {max(least, 8):g}.")
+    return found
 
 
 class Command(TyperCommand):

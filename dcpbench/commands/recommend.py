@@ -1,5 +1,6 @@
 """`dcpbench recommend`: which layout to take on a machine that may not be here."""
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ class Wanted(Group):
     context: str | None = opt.LOAD("Decode steps alone, with so many tokens of each request.", metavar="N,…")
     input_tokens: str | None = opt.LOAD(f"Prompt tokens of a request, as of serve. Default: {PROMPTS}.", metavar="N")
     output_tokens: str | None = opt.LOAD(f"Output tokens of a request, as of serve. Default: {ANSWERS}.", metavar="N")
-    request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency.", metavar="R,…")
+    request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency; inf: all at once.", metavar="R,…")
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
     weights_dtype: str = opt.HOW("fp8 or bf16, or published: as the model is.", default="published", metavar="NAME")
@@ -252,7 +253,8 @@ def _loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]
     if wanted.concurrency is not None:
         raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
     at_once = min(requests, 512)
-    return [(at_once, extent(of).served(positions), of) for of in (load(requests, rate) for rate in rates)]
+    timed = [(requests, load(requests)) if rate == math.inf else (at_once, load(requests, rate)) for rate in rates]
+    return [(n, extent(of).served(positions), of) for n, of in timed]
 
 
 def _slo(wanted: Wanted) -> dict[str, float]:
@@ -280,8 +282,6 @@ def _slo(wanted: Wanted) -> dict[str, float]:
 
 
 def _rates(typed: str) -> list[float]:
-    import math
-
     from dcpbench.errors import UsageError
     from dcpbench.plan import options as read
 
@@ -289,8 +289,10 @@ def _rates(typed: str) -> list[float]:
         rates = [float(str(item)) for item in read.items("request_rate", typed)]
     except ValueError:
         rates = []
-    if not rates or any(not 0 < rate < math.inf for rate in rates):
-        raise UsageError(f"--request-rate {typed} is no rate; write for example --request-rate 0.5,2.")
+    if not rates or any(not rate > 0 for rate in rates):
+        raise UsageError(
+            f"--request-rate {typed} is no rate; write for example --request-rate 0.5,2, or inf for all requests at once."
+        )
     return rates
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, panel, typed
-from dcpbench.serving.load_words import ANSWERS, CHUNK, CPU_ANSWERS, CPU_CHUNK, CPU_PROMPTS, PROMPTS
+from dcpbench.serving.load_words import ANSWERS, CHUNK, CPU_ANSWERS, CPU_CHUNK, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
 from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Load(Group):
         metavar="N,…",
     )
     request_rate: str | None = WHEN(
-        "Open loop: requests per second on average, sent whether or not earlier ones are answered. Default: a "
-        "closed loop.",
+        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all at once or, "
+        "with --concurrency, as a closed loop of so many, as vLLM's bench does. Default: a closed loop.",
         metavar="R,…",
     )
     burstiness: str | None = WHEN(
@@ -69,7 +69,7 @@ class Load(Group):
         metavar="N|Ns",
     )
     num_requests: str | None = WHAT(
-        "Requests of each point: --num-prompts of vLLM's and SGLang's benches. Default: 480 on GPUs; 16 on the CPU.",
+        f"Requests of each point: --num-prompts of vLLM's and SGLang's benches. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU.",
         metavar="N",
     )
     input_tokens: str | None = WHAT(
@@ -373,6 +373,8 @@ def _serve_from(url: str, remote: Remote, given: dict[str, object], run: opt.Run
         for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
             say(note)
     runs.on(probe)
+    if run.dry_run or not runs.is_part():
+        _say_about_loads(spec.loads, spec.settings, cpu=run.device == "cpu")
     candidates = judged(spec.points(info.engine, card.id), card.max_model_len)
     if runs.only_planned(candidates, probe, run):
         return 0
@@ -422,6 +424,8 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
     ]
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
     runs.on(probe)
+    if run.dry_run or not runs.is_part():
+        _say_about_loads(spec.loads, spec.settings, cpu=run.device == "cpu")
     if runs.only_planned(candidates, probe, run):
         able = [c.point for c in candidates if c.error is None]
         if not run.as_json:
@@ -532,6 +536,7 @@ def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:
         say(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
+    _say_about_loads(loads, spec.settings, cpu=probe.device == "cpu")
     if LIVE not in loads.mode or probe.device == "cpu":
         return
     seconds = max(_seconds(concurrency, load, spec.settings) for concurrency, load in loads.each())
@@ -541,6 +546,17 @@ def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
             f"{USUAL_STEP_S * 1000:g} ms. --mode replay measures step times and needs seconds for a load; --limit 60s "
             "ends a run early."
         )
+
+
+def _say_about_loads(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
+    """Print how --request-rate inf is served, and which objectives cannot be judged at p99; a CPU is judged by none."""
+    from dcpbench.plan.serve_spec import find_short_slos
+
+    if math.inf in loads.request_rate and not loads.concurrency:
+        say("--request-rate inf: all requests are sent at once, as a closed loop with one client for each of them.")
+    if not cpu:
+        for short in find_short_slos(loads, settings.slo, settings.trace_path):
+            say(short.describe())
 
 
 def _seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.bounds import MAX_NUMBER
+from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, flag
 from dcpbench.points.point import AXES, LOAD_AXES
 
@@ -76,7 +77,7 @@ def example(name: str) -> str:
         "request_rate": "0.5,2",
         "input_tokens": "4000,lognormal:8000:0.5",
         "output_tokens": "500,1500",
-        "num_requests": "480",
+        "num_requests": "1000",
         "burstiness": "0.5",
         "prefix_share": "0.5",
         "chunk": "8192",
@@ -98,12 +99,13 @@ def ints(name: str, value: object) -> tuple[int, ...]:
 
 
 def whole(name: str, value: object) -> int:
-    """`4`."""
-    digits = re.fullmatch(r"[+-]?\d{1,99}", value.strip()) if isinstance(value, str) else None
-    if digits or (isinstance(value, int) and not isinstance(value, bool)):
-        found = int(value)  # type: ignore[call-overload]
+    """Return the number of `4` or `64k`. Raises UsageError."""
+    found = parse_count(value) if isinstance(value, str) else value
+    if isinstance(found, int) and not isinstance(found, bool):
         _check_size(name, found, shown(value))
-        return found  # type: ignore[no-any-return]
+        return found
+    if isinstance(value, str) and (choices := suggest_counts(value)):
+        raise UsageError(f"{flag(name)} {value}: {choices}.")
     raise UsageError(f"{flag(name)} {shown(value)}: not a whole number; write for example {example(name)}.")
 
 

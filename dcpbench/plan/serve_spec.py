@@ -16,6 +16,7 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.instances import parse
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, ONE_TURN, PREFILLS, REPLAY, TRACE, flag
 from dcpbench.points.point import LOAD_AXES, Load
+from dcpbench.records.stats import OBJECTIVE, find_highest_percentile, least_samples
 from dcpbench.serving.load_words import (
     ANSWERS,
     CHUNK,
@@ -24,12 +25,15 @@ from dcpbench.serving.load_words import (
     CPU_PROMPTS,
     PROMPTS,
     TRACE_LENGTHS,
+    USUAL_CLIENTS,
+    USUAL_REQUESTS,
     parse_lengths,
     parse_limit,
     parse_slo,
 )
 from dcpbench.serving.loads import extent, session_count
 from dcpbench.serving.request_files import read_requests
+from dcpbench.show.text import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -109,15 +113,18 @@ class ServeLoads:
 
     def _check_arrivals(self) -> None:
         for rate in self.request_rate:
-            if not 0 < rate < math.inf:
+            if not rate > 0:
                 raise UsageError(
-                    f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2."
+                    f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2, or "
+                    "--request-rate inf for all requests at once."
                 )
         if not LEAST_BURSTINESS <= self.burstiness < math.inf:
             raise UsageError(
                 f"--burstiness {self.burstiness:g} is not positive, or too near to 0; 1 is Poisson, less comes in "
                 f"bursts, down to {LEAST_BURSTINESS:g}, more regularly."
             )
+        if self.burstiness != 1 and self.request_rate == (math.inf,):
+            raise UsageError("--burstiness shapes gaps, and --request-rate inf has none; leave --burstiness out.")
         if self.burstiness != 1 and not self.request_rate:
             raise UsageError("--burstiness shapes --request-rate, which was not given; add --request-rate 2, say.")
 
@@ -215,6 +222,7 @@ class ServeLoads:
             lengths, self.request_rate or (None,), self.concurrency or (None,), self.chunk, self.mode
         ):
             arrival = self._arrival(rate)
+            rate = None if rate == math.inf else rate  # noqa: PLW2901 -- not a rate: see _arrival
             if arrival == CLOSED and concurrency and concurrency > count:
                 raise UsageError(
                     f"--concurrency {concurrency} is more than the {count} requests, so that fewer are in flight; use "
@@ -238,15 +246,25 @@ class ServeLoads:
                     f"--concurrency {concurrency} is more than the {held} sessions of --turns {self.turns} that {count} "
                     f"requests are; use {self._more(concurrency)}, or a smaller --concurrency."
                 )
-            yield concurrency, load
+            yield concurrency or (session_count(load) if arrival == CLOSED else None), load
 
     def _more(self, concurrency: int) -> str:
-        """What to type for more requests than clients."""
+        """Return the option for ten times as many requests as clients."""
+        return self.suggest_requests(10 * concurrency)
+
+    def suggest_requests(self, count: int) -> str:
+        """Return the option with which `count` requests are sent."""
         if self.limit == self.count:
-            return f"--limit {10 * concurrency} or none"
-        return "a longer file" if self.trace else f"--num-requests {10 * concurrency}"
+            return f"--limit {count} or none"
+        return "a longer file" if self.trace else f"--num-requests {count}"
 
     def _arrival(self, rate: float | None) -> str:
+        """Return when requests come. A rate of inf sends all at once: a closed loop with one client for each request.
+
+        With --concurrency that many are in flight, as with --max-concurrency of `vllm bench serve`.
+        """
+        if rate == math.inf:
+            return CLOSED
         if rate is not None:
             return GAMMA
         return TRACE if self.trace and self.trace.timed and not self.concurrency else CLOSED
@@ -294,14 +312,14 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
 
 
 def usual_clients(device: str) -> dict[str, object]:
-    """Of a closed loop where nobody types when requests come."""
-    return {"concurrency": (4,) if device == "cpu" else (8, 32, 48)}
+    """Return the default of --concurrency for closed loops."""
+    return {"concurrency": (4,) if device == "cpu" else USUAL_CLIENTS}
 
 
 def serve_defaults(probe: Probe) -> dict[str, object]:
-    """What an option means when it was not typed, by device; `dcpbench serve --help` prints the same.
+    """Return the default of each option, by device; `dcpbench serve --help` prints the same.
 
-    GPUs: the number of requests and the mean lengths with which DCP was first measured in an engine.
+    On GPUs the mean lengths are those with which DCP was first measured in an engine.
     """
     if probe.device == "cpu":
         return {
@@ -313,12 +331,48 @@ def serve_defaults(probe: Probe) -> dict[str, object]:
         }
     prefill = "flashinfer" if probe.packages.get("flashinfer") else PREFILLS[0]
     return {
-        "num_requests": 480,
+        "num_requests": USUAL_REQUESTS,
         "input_tokens": (PROMPTS,),
         "output_tokens": (ANSWERS,),
         "chunk": (CHUNK,),
         "prefill": prefill,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortSlo:
+    """Objectives that a load can only be judged by at a lower percentile than p99, as it has too few requests."""
+
+    objectives: tuple[str, ...]
+    percentile: int
+    samples: int
+    """Requests, or for ITL gaps between tokens, of which there are too few."""
+    gaps: bool
+    remedy: str
+
+    def describe(self) -> str:
+        """Return a sentence with what to type."""
+        of = "gap between tokens" if self.gaps else "request"
+        names = listed([name.upper() for name in self.objectives])
+        return (
+            f"Warning: --slo {names}: with {counted(self.samples, of)} the SLO is judged at p{self.percentile}, not at "
+            f"p{OBJECTIVE}, which needs {least_samples(OBJECTIVE)} {'gaps' if self.gaps else 'completed requests'}. "
+            f"For p{OBJECTIVE} use {self.remedy}."
+        )
+
+
+def find_short_slos(loads: ServeLoads, slo: Mapping[str, float], trace_path: str) -> list[ShortSlo]:
+    """Return the objectives of `slo` that no load can be judged by at p99, even if all of its requests finish."""
+    sizes = [extent(load, trace_path) for _, load in loads.each()]
+    gaps = max(0, *(size.output - loads.count for size in sizes))
+    found = []
+    for of_gaps, samples in ((False, loads.count), (True, gaps)):
+        named = tuple(name for name in slo if (name == "itl") is of_gaps)
+        percentile = find_highest_percentile(samples)
+        if named and percentile < OBJECTIVE:
+            remedy = "longer outputs, or more requests" if of_gaps else loads.suggest_requests(USUAL_REQUESTS)
+            found.append(ShortSlo(named, percentile, samples, of_gaps, remedy))
+    return found
 
 
 def _trace(typed: dict[str, object]) -> Trace | None:

@@ -17,7 +17,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.records.record import Emulated, Latencies, Metrics, Percentiles
-from dcpbench.records.stats import least_samples, median_interval, percentile
+from dcpbench.records.stats import PERCENTILES, least_samples, median_interval, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,7 +135,7 @@ def latencies(samples: Sequence[float] | Floats) -> Latencies:
         return Latencies()
     if not np.isfinite(values).all():
         raise UsageError("samples hold NaN or infinity; a sample that was not measured must be left out.")
-    known = [p for p in (50, 90, 95, 99) if len(values) >= least_samples(p)]
+    known = [p for p in PERCENTILES if len(values) >= least_samples(p)]
     found = {f"p{p}": float(v) for p, v in zip(known, np.percentile(values, known), strict=True)}
     return Latencies(mean=float(values.mean()), samples=len(values), **found)
 
@@ -237,7 +237,7 @@ def goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float
 
 def percentiles(samples: Sequence[float]) -> Percentiles:
     """p50, p90, p95 and p99 in the unit of the samples; None where there are too few (stats.least_samples)."""
-    p50, p90, p95, p99 = (percentile(samples, p) for p in (50, 90, 95, 99))
+    p50, p90, p95, p99 = (percentile(samples, p) for p in PERCENTILES)
     return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
 
 

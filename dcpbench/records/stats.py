@@ -24,6 +24,8 @@ CONFIDENCE = 0.95  # of intervals
 MIN_EFFECTIVE = 6  # independent samples without which no pair of order statistics covers the median with 95 %
 FLOOR_CONFIDENCE = 0.99  # of the bound that a percentile needs (MLPerf endpoints)
 MEDIAN, MAXIMUM = 50, 100
+PERCENTILES = (50, 90, 95, 99)  # of latencies in records
+OBJECTIVE = PERCENTILES[-1]  # percentile that an SLO bounds, where there are enough samples
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
@@ -80,6 +82,11 @@ def least_samples(p: float) -> int:
     while q**n + n * (1 - q) * q ** (n - 1) > 1 - FLOOR_CONFIDENCE:
         n += 1
     return n
+
+
+def find_highest_percentile(samples: int) -> int:
+    """Return the highest percentile of PERCENTILES that so many samples can show; the median for no samples."""
+    return max((p for p in PERCENTILES if least_samples(p) <= samples), default=MEDIAN)
 
 
 @dataclasses.dataclass(frozen=True)

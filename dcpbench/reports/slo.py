@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.records import metrics
+from dcpbench.records.stats import least_samples
 from dcpbench.reports.findings import LOAD, SCOPE, keys
 from dcpbench.reports.words import OBJECTIVES
 from dcpbench.show.numbers import number
@@ -56,7 +57,8 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     """With `slo_excess` and `slo_said`.
 
     `slo_excess` is the largest value / limit, so that 1 or less meets all; missing where nothing is judged.
-    `slo_said` is `meets`, `misses: ITL p99 414 ms`, with `narrowly` within NARROWLY of the limit, or what is not known.
+    `slo_said` is `meets`, `meets at p50` if p99 of an objective lacks samples, or `misses: ITL p99 414 ms`, with
+    `narrowly` within NARROWLY of the limit, or what is not known.
     """
     if table.empty:
         return table
@@ -65,6 +67,7 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     loads = [table[name] for name in LOAD]
     excess = pd.DataFrame(index=table.index)
     told = pd.DataFrame(index=table.index)
+    ranks = pd.DataFrame(index=table.index)
     for name in names:
         limit = pd.Series([limits.get(name) for limits in table["slo_limits"]], table.index, dtype=float)
         # `decode` has no TTFT, TPOT or E2EL to be missed
@@ -78,12 +81,16 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
             for p, ms in zip(at, value, strict=True)
         ]
         table[f"slo_{name}_at"] = at.where(limit.notna(), "")
+        ranks[name] = table[f"slo_{name}_at"].map({p: rank for rank, p in enumerate(PERCENTILES)}).astype(float)
     worst = excess.max(axis=1) if names else pd.Series(float("nan"), table.index)
     said = []
-    for top, texts, overs in zip(worst, told.to_numpy(), excess.to_numpy(), strict=True):
+    for top, texts, overs, rank in zip(
+        worst, told.to_numpy(), excess.to_numpy(), ranks.max(axis=1).fillna(0), strict=True
+    ):
         which = ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
         narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
-        said.append("" if pd.isna(top) else f"meets{narrowly}" if top <= 1 else f"misses{narrowly}: {which}")
+        meets = f"meets{narrowly}" + (f" at {PERCENTILES[int(rank)]}" if rank else "")
+        said.append("" if pd.isna(top) else meets if top <= 1 else f"misses{narrowly}: {which}")
     return table.assign(slo_excess=worst, slo_said=said)
 
 
@@ -129,7 +136,10 @@ def _limits(points: pd.DataFrame) -> str:
         used = _held_at(points, name)
         if not used:
             continue
-        lower = "" if used == ["p99"] else " (p99 lacks samples)" if "p99" not in used else " (where p99 lacks samples)"
+        needed = f"p99, which needs {least_samples(99)} samples"
+        lower = (
+            "" if used == ["p99"] else f" (not at {needed})" if "p99" not in used else f" (lower where not at {needed})"
+        )
         parts.append(f"{OBJECTIVES[name]} ≤ {limit:,g} ms at {' or '.join(used)}{lower}")
     return ", ".join(parts)
 

@@ -8,7 +8,9 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
+from dcpbench.points.counts import PATTERN, parse_count, suggest_counts
 from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY, TRACE_TIMES
+from dcpbench.records.stats import OBJECTIVE, least_samples
 from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
@@ -22,9 +24,10 @@ MOST_SIGMA = 3.0
 """One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
 _LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
 _PLAIN = re.compile(r"[+-]?\d{1,99}")
-_UNIFORM = re.compile(r"uniform:([+-]?\d{1,99})-([+-]?\d{1,99})")
-_LOGNORMAL = re.compile(r"lognormal:([+-]?\d{1,99}):([^:]+)")
-_LIMIT = re.compile(r"([+-]?\d{1,99}(?:\.\d+)?)\s*(s?)")
+_FIXED = re.compile(PATTERN)
+_UNIFORM = re.compile(rf"uniform:({PATTERN})-({PATTERN})")
+_LOGNORMAL = re.compile(rf"lognormal:({PATTERN}):([^:]+)")
+_SECONDS = re.compile(r"([+-]?\d{1,99}(?:\.\d+)?)\s*s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +56,23 @@ PROMPTS, ANSWERS, CHUNK = "4000", apart(1500), 8192
 """On GPUs, where nobody types a length of prompts, one of answers, or prompt tokens of a step. Were answers all of one length,
 clients would go in step, and that decides which layout is called best: docs/serving.md."""
 CPU_PROMPTS, CPU_ANSWERS, CPU_CHUNK = "32", apart(8), 64
+USUAL_CLIENTS = (8, 32, 48)  # default of --concurrency on GPUs
+SPARE_REQUESTS = 0.1  # share by which the default exceeds what p99 of TTFT needs, as some may fail or be cut off
+
+
+def _count_usual_requests() -> int:
+    """Return the default of --num-requests: enough for p99 of TTFT, some to spare, and evenly shared by the usual clients."""
+    rounds = math.lcm(*USUAL_CLIENTS)
+    return math.ceil(least_samples(OBJECTIVE) * (1 + SPARE_REQUESTS) / rounds) * rounds
+
+
+USUAL_REQUESTS = _count_usual_requests()  # default of --num-requests on GPUs
 
 
 def parse_lengths(option: str, value: object) -> Lengths:
-    """`4000`, `uniform:1000-7000` or `lognormal:4000:0.5`. Raises UsageError, saying what to write."""
+    """Return the lengths of `4000`, `64k`, `uniform:1000-7000` or `lognormal:4000:0.5`. Raises UsageError."""
     text = "" if isinstance(value, bool) else str(value).strip()
-    if _PLAIN.fullmatch(text):
+    if _FIXED.fullmatch(text):
         return Lengths(FIXED, _tokens(option, text, text))
     if found := _UNIFORM.fullmatch(text):
         low, high = (_tokens(option, text, number) for number in found.groups())
@@ -71,14 +85,17 @@ def parse_lengths(option: str, value: object) -> Lengths:
 
 
 def parse_limit(value: object) -> tuple[int | None, float | None]:
-    """`200` as (200, None) requests, `60s` as (None, 60.0) seconds. Raises UsageError."""
-    found = None if isinstance(value, bool) else _LIMIT.fullmatch(str(value).strip())
-    if not found or (not found[2] and "." in found[1]):
+    """Return (200, None) requests for `200`, (None, 60.0) seconds for `60s`. Raises UsageError."""
+    text = "" if isinstance(value, bool) else str(value).strip()
+    minutes = text[-1:] in ("m", "M")
+    if not minutes and (choices := suggest_counts(text)):
+        raise UsageError(f"--limit {value}: {choices}.")
+    seconds, requests = _SECONDS.fullmatch(text), None if minutes else parse_count(text)
+    if not seconds and requests is None:
         raise UsageError(f"--limit {value}: write a number of requests such as 200, or seconds such as 60s.")
-    number = float(found[1])
-    if number <= 0:
+    if (float(seconds[1]) if seconds else requests or 0) <= 0:
         raise UsageError(f"--limit {value} is not positive; write for example --limit 200 or --limit 60s.")
-    return (None, number) if found[2] else (int(number), None)
+    return (None, float(seconds[1])) if seconds else (requests, None)
 
 
 def parse_slo(value: object) -> dict[str, float]:
@@ -152,7 +169,10 @@ def session_words(load: Load) -> str:
 
 
 def _tokens(option: str, text: str, number: str) -> int:
-    count = int(number)
+    count = parse_count(number)
+    if count is None:
+        choices = suggest_counts(number) or f"not a length in whole tokens; {_LENGTHS}"
+        raise UsageError(f"{option} {text}: {choices}.")
     if count < 1:
         raise UsageError(f"{option} {text}: {count} tokens; a request has at least 1 in and 1 out. Or {_LENGTHS}.")
     if count > MOST_TOKENS:

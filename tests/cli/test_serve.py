@@ -124,8 +124,8 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
     """tp8 has no GPUs; the others have a pool."""
     code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--output-tokens", "1500", "--dry-run", machine=GPUS)
     assert code == 0
-    assert "0.5 req/s, 480 × 4000→1500 tokens" in out
-    assert "cannot run: tp8·dcp8 at 0.5 req/s, 480 × 4000→1500 tokens and 2 req/s" in out
+    assert "0.5 req/s, 768 × 4000→1500 tokens" in out
+    assert "cannot run: tp8·dcp8 at 0.5 req/s, 768 × 4000→1500 tokens, 512 at once and 2 req/s" in out
     code, out, _ = call("--tp", "4", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)
     assert [(r["layout"], r["workload"], r["load"]["arrival"], r["added"]) for r in rows] == [
@@ -135,11 +135,27 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
 
 
 def test_a_long_live_run_is_announced(call) -> None:
-    """480 × 1,500 tokens on average at 8 clients are 90,000 steps: 75 min, were a step 50 ms. A limit, or a replay, is short."""
+    """768 × 1,500 tokens on average at 8 clients are 144,000 steps: 120 min, were a step 50 ms. A limit, or a replay, is short."""
     _, _, err = call("--dry-run", machine=GPUS)
-    assert "about 75 min for the longest load of each layout, were a step 50 ms. --mode replay" in err
+    assert "about 120 min for the longest load of each layout, were a step 50 ms. --mode replay" in err
     assert "takes long" not in call("--dry-run", "--limit", "60s", machine=GPUS)[2]
     assert "takes long" not in call("--dry-run", "--mode", "replay", machine=GPUS)[2]
+
+
+def test_an_slo_that_cannot_be_judged_at_p99_is_announced(call) -> None:
+    """12 requests show no more than the median; the default number shows p99, and nothing is judged on a CPU."""
+    words = ("--tp", "4", "--concurrency", "4", "--slo", "ttft=500", "--dry-run")
+    _, _, err = call(*words, "--num-requests", "12", machine=GPUS)
+    assert "with 12 requests the SLO is judged at p50, not at p99, which needs 662 completed requests" in err
+    assert "Warning" not in call(*words, machine=GPUS)[2]
+    assert "Warning" not in call(*words)[2]
+
+
+def test_a_rate_of_inf_is_explained(call) -> None:
+    code, out, err = call("--tp", "4", "--request-rate", "inf", "--output-tokens", "1500", "--dry-run", machine=GPUS)
+    assert code == 0
+    assert "768 clients, 768 × 4000→1500 tokens" in out
+    assert "all requests are sent at once, as a closed loop with one client for each of them" in err
 
 
 @pytest.mark.parametrize(
@@ -149,7 +165,7 @@ def test_a_long_live_run_is_announced(call) -> None:
         (["--input-tokens", "-5"], "--input-tokens -5: -5 tokens"),
         (["--output-tokens", "999999"], "lower --input-tokens or --output-tokens"),
         (["--chunk", "3"], "use --chunk 4 or more"),
-        (["--chunk", "2k"], "--chunk 2k: not a whole number; write for example --chunk 8192"),
+        (["--chunk", "2x"], "--chunk 2x: not a whole number; write for example --chunk 8192"),
         (["--prefix-share", "50%"], "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
         (["--limit", "soon"], "--limit soon: write a number of requests such as 200, or seconds such as 60s"),
         (["--slo", "ttft"], "write for example --slo ttft=500,itl=50, in ms"),

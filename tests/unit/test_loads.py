@@ -50,6 +50,7 @@ class TestLengths:
             ("", "not a length"),
             ("x", "not a length; write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5"),
             ("1e3", "not a length"),
+            ("uniform:1K-7K", "K is 1,000 in some tools and 1,024 in others; write 1000 (or 1k), or 1024"),
             ("10.5", "not a length"),
             ("uniform:10", "not a length"),
             ("uniform:a-b", "not a length"),
@@ -262,14 +263,16 @@ class TestTraces:
 
 @pytest.mark.parametrize(
     ("value", "limit"),
-    [("200", (200, None)), (5, (5, None)), ("60s", (None, 60.0)), (" 0.5 s ", (None, 0.5))],
+    [("200", (200, None)), (5, (5, None)), ("2k", (2000, None)), ("60s", (None, 60.0)), (" 0.5 s ", (None, 0.5))],
     ids=str,
 )
 def test_a_limit_is_in_requests_or_seconds(value: object, limit: tuple[int | None, float | None]) -> None:
     assert parse_limit(value) == limit
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "0s", "-3s", "1.5", "60m", "s", "", "nan", "infs", True], ids=str)
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "0s", "-3s", "1.5", "60m", "1M", "2K", "s", "", "nan", "infs", True], ids=str
+)
 def test_any_other_limit_is_refused(value: object) -> None:
     with pytest.raises(UsageError, match=r"--limit .*write"):
         parse_limit(value)

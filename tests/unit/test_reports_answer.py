@@ -149,13 +149,17 @@ class TestSlo:
             served(serve.point(DCP), 100, {"p50": 9}, {"p50": 30, "p90": 45}),
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
-        assert set(found.served["slo_said"]) == {"meets"}
-        assert answer.sentences(found)[0] == "SLO (--slo): ITL ≤ 50 ms at p90 (p99 lacks samples)."
+        assert set(found.served["slo_said"]) == {"meets at p90"}
+        assert answer.sentences(found)[0] == "SLO (--slo): ITL ≤ 50 ms at p90 (not at p99, which needs 662 samples)."
 
     def test_a_value_within_two_percent_of_its_limit_is_narrow(self, tmp_path: Path) -> None:
         """50 ms against 50.5 and 49.5: as far as repeats may differ."""
         record = step(build.point(TP), 50.0)
-        for limit, words in ((50.5, "meets narrowly"), (49.5, "misses narrowly: ITL p50 50.0 ms"), (60.0, "meets")):
+        for limit, words in (
+            (50.5, "meets narrowly at p50"),
+            (49.5, "misses narrowly: ITL p50 50.0 ms"),
+            (60.0, "meets at p50"),
+        ):
             (row,) = read(tmp_path / str(limit), record, slo={"itl": limit}).points.to_dict("records")
             assert row["slo_said"] == words
 
@@ -170,7 +174,7 @@ class TestSlo:
     def test_decode_has_no_first_token_to_wait_for(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
         assert answer.sentences(found)[0].endswith("These points have no TTFT.")
-        assert found.points["slo_said"].tolist() == ["meets"]
+        assert found.points["slo_said"].tolist() == ["meets at p50"]
 
     def test_an_slo_that_bounds_nothing_at_hand_is_none(self, tmp_path: Path) -> None:
         """Decode steps have neither a first token nor a whole request; where ITL is bounded, too, that is in force."""
@@ -180,7 +184,10 @@ class TestSlo:
             [
                 ({"ttft": 1.0}, f"{none} --slo ttft bounds nothing that these points have."),
                 ({"ttft": 1.0, "e2el": 9.0}, f"{none} --slo ttft,e2el bounds nothing that these points have."),
-                ({"itl": 50.0, "tpot": 9.0}, f"SLO (--slo): {itl} (p99 lacks samples). These points have no TPOT."),
+                (
+                    {"itl": 50.0, "tpot": 9.0},
+                    f"SLO (--slo): {itl} (not at p99, which needs 662 samples). These points have no TPOT.",
+                ),
                 ({}, none),
             ]
         ):
@@ -191,7 +198,7 @@ class TestSlo:
         with_ttft = served(serve.point(TP), 100, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}, tpot_ms=Latencies())
         found = read(tmp_path, step(build.point(TP), 40), with_ttft, slo={"ttft": 2000.0, "itl": 50.0, "tpot": 9.0})
         assert answer.sentences(found)[0] == (
-            "SLO (--slo): TTFT ≤ 2,000 ms at p99, ITL ≤ 50 ms at p99 or p50 (where p99 lacks samples). "
+            "SLO (--slo): TTFT ≤ 2,000 ms at p99, ITL ≤ 50 ms at p99 or p50 (lower where not at p99, which needs 662 samples). "
             "These points have no TPOT."
         )
 

@@ -10,14 +10,15 @@ import pytest
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
 from dcpbench.launch.progress import names_of, rejected_lines
 from dcpbench.plan import grid
-from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
+from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos, make_serve_spec, measured_before
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
 from dcpbench.points.shapes import SHAPES, load_shape
+from dcpbench.records.stats import find_highest_percentile, least_samples
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, apart, in_step, parse_lengths
-from dcpbench.serving.loads import draw_lengths
+from dcpbench.serving.loads import arrival_times, draw_lengths
 from tests.unit.test_judge import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class TestPoints:
         ]
 
     def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with_but_for_lengths_of_answers(self) -> None:
-        """480 requests of 4,000 tokens in and 1,350 to 1,650 out, 1,500 in the middle, at 8, 32 and 48 clients."""
+        """768 requests of 4,000 tokens in and 1,350 to 1,650 out, 1,500 in the middle, at 8, 32 and 48 clients."""
         found = grid.expand(make_serve_spec({}, H200X4), H200X4)
         assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
             (1, 8, True),
@@ -79,7 +80,7 @@ class TestPoints:
         ]
         load = found[0].point.load
         assert load is not None
-        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (480, "4000", apart(1500), 8192)
+        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (768, "4000", apart(1500), 8192)
         assert (load.mode, load.arrival, load.policy, load.prefill) == ("live", CLOSED, "mixed", "flashinfer")
         context = 4000 + int(draw_lengths(load)[1].max())
         assert {(c.point.workload, c.point.context, c.error) for c in found} == {("serve", context, None)}
@@ -121,6 +122,32 @@ class TestPoints:
     def test_rates_are_an_axis_of_open_loops(self) -> None:
         found = expand(request_rate="0.5,2")
         assert [(c.point.load.arrival, c.point.load.request_rate) for c in found] == [(GAMMA, 0.5), (GAMMA, 2.0)]
+
+    def test_a_rate_of_inf_sends_all_requests_at_once(self) -> None:
+        """16 requests are a closed loop of 16 clients; with 3 in flight it is one of 3, as --max-concurrency of vLLM's bench."""
+        for options, clients in (({}, 16), ({"concurrency": 3}, 3), ({"turns": "4"}, 4)):
+            (found,) = expand(request_rate="inf", **options)
+            load = found.point.load
+            assert load is not None
+            assert (load.arrival, load.request_rate, load.paced) == (CLOSED, None, False)
+            assert (found.point.concurrency, found.point.clients) == (clients, clients)
+            assert arrival_times(load)[0] is None
+
+    def test_a_rate_of_inf_can_stand_beside_others(self) -> None:
+        found = expand(request_rate="2,inf")
+        assert [(c.point.load.arrival, c.point.load.request_rate) for c in found] == [(CLOSED, None), (GAMMA, 2.0)]
+
+    def test_a_rate_of_inf_sends_the_requests_of_a_file_at_once(self, trace: Path) -> None:
+        (found,) = expand(requests=str(trace), request_rate="inf")
+        assert found.point.load is not None
+        assert (found.point.load.arrival, found.point.concurrency) == (CLOSED, found.point.load.requests)
+
+    def test_counts_can_be_typed_in_thousands(self) -> None:
+        """As vLLM reads --max-model-len 64k: k is 1,000."""
+        (found,) = expand(H200X4, num_requests="1k", concurrency="8", input_tokens="64k", chunk="8k", model="kimi-k2")
+        load = found.point.load
+        assert load is not None
+        assert (load.requests, load.input_tokens, load.chunk) == (1000, "64000", 8000)
 
     def test_an_open_loop_has_as_many_in_flight_as_layouts_take(self) -> None:
         """512 for each replica, or all requests where they are fewer; --concurrency bounds them."""
@@ -247,7 +274,8 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
     [
         ({"request_rate": "0"}, "--request-rate 0 is not a positive number of requests per second; try"),
         ({"request_rate": "-1"}, "--request-rate -1 is not"),
-        ({"request_rate": "inf"}, "--request-rate inf is not"),
+        ({"request_rate": "-inf"}, "try --request-rate 2, or --request-rate inf for all requests at once."),
+        ({"request_rate": "inf", "burstiness": 2}, "--request-rate inf has none; leave --burstiness out."),
         ({"request_rate": "nan"}, "--request-rate nan is not"),
         ({"request_rate": "fast"}, "--request-rate fast: not a number; write for example --request-rate 0.5,2"),
         ({"request_rate": ""}, "--request-rate is empty"),
@@ -263,9 +291,11 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"prefix_groups": 0, "prefix_share": 0.5}, "--prefix-groups 0 is not positive"),
         ({"num_requests": 0}, "--num-requests 0 is not positive"),
         ({"num_requests": 10**11}, "which would not fit in memory"),
-        ({"num_requests": "9" * 5000}, "not a whole number; write for example --num-requests 480"),
+        ({"num_requests": "9" * 5000}, "not a whole number; write for example --num-requests 1000"),
         ({"prefix_share": "50%"}, "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
-        ({"chunk": "2k"}, "--chunk 2k: not a whole number; write for example --chunk 8192"),
+        ({"chunk": "2x"}, "--chunk 2x: not a whole number; write for example --chunk 8192"),
+        ({"chunk": "2K"}, "--chunk 2K: K is 1,000 in some tools and 1,024 in others; write 2000 (or 2k), or 2048."),
+        ({"input_tokens": "64K"}, "--input-tokens 64K: K is 1,000 in some tools and 1,024 in others; write 64000"),
         ({"mode": ""}, "--mode is empty; write for example --mode replay"),
         ({"slo": ""}, "--slo is empty"),
         ({"concurrency": "4", "limit": "2"}, "more than the 2 requests, so that fewer are in flight; use --limit 40"),
@@ -374,7 +404,8 @@ class TestPools:
 
     def test_no_more_requests_are_in_flight_than_there_are(self) -> None:
         point = msgspec.structs.replace(self.of(output_tokens=1500).point, concurrency=1000)
-        assert budget.pages_needed(point) == 480 * 23 + 1
+        assert point.load is not None
+        assert budget.pages_needed(point) == point.load.requests * 23 + 1 == 768 * 23 + 1
 
     def test_requests_that_do_not_fit_at_once_wait(self) -> None:
         """A decode sweep rejects 48 requests of 128,000 tokens on tp4; serving them is a point under pressure."""
@@ -563,7 +594,7 @@ class TestInstances:
 
 
 @pytest.mark.parametrize(
-    ("requests", "clients"), [(7, (7,)), (8, (8,)), (32, (8, 32)), (40, (8, 32)), (480, (8, 32, 48))]
+    ("requests", "clients"), [(7, (7,)), (8, (8,)), (32, (8, 32)), (40, (8, 32)), (768, (8, 32, 48))]
 )
 def test_usual_clients_are_those_that_requests_are_enough_for(requests: int, clients: tuple[int, ...]) -> None:
     """8, 32 and 48, each with a request at least; where there are fewer, as many as requests."""
@@ -579,3 +610,38 @@ def test_of_several_step_times_in_a_folder_the_first_is_named(tmp_path: Path) ->
         (tmp_path / "step-times" / f"{name}.json").touch()
     with pytest.raises(UsageError, match=rf"name a file in it, such as {tmp_path}/step-times/a\.json\."):
         measured_before({"step_times": str(tmp_path), "mode": "replay"})
+
+
+class TestObjectives:
+    def find(self, slo: str, **options: object) -> list[tuple[tuple[str, ...], int, int]]:
+        spec = make_serve_spec({"slo": slo, "tp": "4", **options}, H200X4)
+        assert isinstance(spec.serve, ServeLoads)
+        found = find_short_slos(spec.serve, spec.settings.slo, spec.settings.trace_path)
+        return [(short.objectives, short.percentile, short.samples) for short in found]
+
+    def test_the_default_load_can_show_p99_of_ttft(self) -> None:
+        """At least 662 completed requests; a tenth of them may fail, and 8, 32 and 48 clients share them evenly."""
+        spec = make_serve_spec({"tp": "4"}, H200X4)
+        assert isinstance(spec.serve, ServeLoads)
+        requests = spec.serve.num_requests
+        assert find_highest_percentile(requests - requests // 10) == 99
+        assert [requests % clients for clients in spec.serve.concurrency] == [0, 0, 0]
+        assert self.find("ttft=500,itl=50,e2el=9000") == []
+
+    def test_fewer_requests_are_judged_at_a_lower_percentile(self) -> None:
+        """p90 needs 64 requests and p95 130; ITL has 12 × 10 gaps."""
+        shape = {"concurrency": "4", "output_tokens": "11"}
+        assert self.find("ttft=500", num_requests=12, **shape) == [(("ttft",), 50, 12)]
+        assert self.find("ttft=500,e2el=900", num_requests=64, **shape) == [(("ttft", "e2el"), 90, 64)]
+        assert self.find("ttft=500", num_requests=661, **shape) == [(("ttft",), 95, 661)]
+        assert self.find("ttft=500", num_requests=least_samples(99), **shape) == []
+        assert self.find("itl=50", num_requests=12, **shape) == [(("itl",), 90, 120)]
+
+    def test_the_warning_says_what_to_type(self) -> None:
+        spec = make_serve_spec({"slo": "ttft=500", "tp": "4", "num_requests": "12"}, H200X4)
+        assert isinstance(spec.serve, ServeLoads)
+        (short,) = find_short_slos(spec.serve, spec.settings.slo, "")
+        assert short.describe() == (
+            "Warning: --slo TTFT: with 12 requests the SLO is judged at p50, not at p99, which needs 662 completed requests. "
+            "For p99 use --num-requests 768."
+        )
