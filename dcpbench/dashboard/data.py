@@ -89,14 +89,35 @@ class DataFiles:
     lines: int
     entries: int
     changes: int
+    skipped: list[str]
+    """A sentence for each run, or page, that was left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Data of a site that do not depend on which runs have a page yet."""
+
+    runs: Sequence[RunData]
+    files: dict[str, str]
+    index: dict[str, object]
+    """Fields of the index, but for its runs and what was left out."""
+    first: str
+    lines: int
+    entries: int
+    changes: int
+
+    def add_index(self, pages: Sequence[str], records: Sequence[str], skipped: Sequence[str]) -> DataFiles:
+        """Return all data files; `pages` are slugs of the runs that have a page, `records` of those with records to download."""
+        files = dict(self.files)
+        index = {"runs": _runs(self.runs, set(pages), set(records)), "skipped": list(skipped), **self.index}
+        return DataFiles(
+            files, _add(files, "index", index), self.first, self.lines, self.entries, self.changes, list(skipped)
+        )
 
 
 @uncollected()
-def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Callable[[str], None]) -> DataFiles:
-    """All data of a site; `pages` are slugs of the runs that have a page, `records` of those with records to download.
-
-    Raises MissingPackageError where change points cannot be looked for.
-    """
+def make(found: Found, tell: Callable[[str], None]) -> Content:
+    """Return the data of a site. Raises MissingPackageError where change points cannot be looked for."""
     histories = _histories(found.runs)
     for number, history in enumerate(histories, 1):
         history.find_changes()
@@ -105,11 +126,9 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
     shards = _shards(histories, files)
     measures = _measures(histories, files)
     index = {
-        "runs": _runs(found.runs, set(pages), set(records)),
-        "skipped": found.skipped,
         **_columns(histories, shards),
         "measures": measures,
-        "latest": _latest(histories, [str(measure["id"]) for measure in measures]),
+        "latest": _latest(histories, [str(measure["id"]) for measure in measures], found.runs),
         "least": changes.MIN_RUNS,
         "backends": BACKENDS,
         "shards": [path for _, path in shards],
@@ -118,7 +137,7 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
     first = str(measures[0]["file"]) if measures else ""
     count = sum(len(steps) for history in histories for steps in history.changes.values())
     entries = sum(len(h.entries) for h in histories)
-    return DataFiles(files, _add(files, "index", index), first, len(histories), entries, count)
+    return Content(found.runs, files, index, first, len(histories), entries, count)
 
 
 def _histories(runs: Sequence[RunData]) -> list[History]:
@@ -223,10 +242,11 @@ class Moved:
         return max(map(_size, self.steps.values()))
 
 
-def _latest(histories: Sequence[History], measures: Sequence[str]) -> dict[str, object]:
-    """What the page opens with: points by the runs between which they changed, and how many such pairs are not told.
+def _latest(histories: Sequence[History], measures: Sequence[str], runs: Sequence[RunData]) -> dict[str, object]:
+    """Return the latest changes, by the two runs between which points changed, and the number of earlier pairs.
 
-    A new driver changes many points at once: those of a layout that changed alike are told together.
+    Points of one layout with changes of similar size are grouped, as a new driver changes many points at once.
+    `same_code` is 1 where both runs have the same commit, so that the code cannot be the cause.
     """
     pairs: dict[tuple[int, int], dict[int, dict[int, Change]]] = {}
     for i, history in enumerate(histories):
@@ -242,6 +262,7 @@ def _latest(histories: Sequence[History], measures: Sequence[str]) -> dict[str, 
             {
                 "before": before,
                 "after": after,
+                "same_code": int(runs[before].commit == runs[after].commit != ""),
                 "points": len(moved),
                 **{verdict: sum(one.verdict == verdict for one in moved) for verdict in ("worse", "better")},
                 "groups": [_group(group, histories) for group in groups[:MOST_TOLD]],

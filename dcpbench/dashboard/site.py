@@ -1,4 +1,4 @@
-"""A whole site in a folder: refused where the folder is somebody else's, changed file by file, the first page last."""
+"""Build a whole site in a folder: data and index first, then the pages of runs. A folder that is not ours is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 from dcpbench import __version__
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.dashboard.data import DataFiles
     from dcpbench.dashboard.finding import Found, RunData, Stamp
 
+INDEX_EVERY_S = 10.0  # how often the index is written anew while pages are made
 FORMAT = 1
 OURS = "dcpbench_dashboard"
 SCRIPTS = ("points.js", "charts.js", "dashboard.js")
@@ -59,34 +61,45 @@ def build(
 ) -> Built:
     """Bring the site up to date with the runs below `root`.
 
-    `force` makes every page again. `tell` hears how far it is. `known` is kept between builds by who builds often.
-    Pages that are not `wanted` now are left as they are; those that were made stay when the build ends early. Unless it
-    may be `emptied`, a site that has pages is left as it is where no run can be read, with RecordsError. Raises
-    UsageError where `root` is no folder, OutputError where `site` is not ours or cannot be written, and, before it does
-    anything, MissingPackageError without ruptures.
+    `force` makes every page again. `tell` is called with the progress. `known` is kept between builds by a caller that
+    builds often. Pages that are not `wanted` now are left as they are; those that were made stay when the build ends
+    early. The index is written before the first page, and again every INDEX_EVERY_S while pages are made.
+
+    Raises RecordsError if no run can be read, unless the site may be `emptied`; then nothing is written. Raises
+    UsageError if `root` is no folder, OutputError if `site` is not ours or cannot be written, and, before anything else,
+    MissingPackageError without ruptures.
     """
     changes.make_detector()
     say = now_and_then(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)
-    if not (found.runs or emptied) and made(site):
-        raise RecordsError(
-            f"{root} holds no run that can be read, so the site in {site} is left as it is; name the folder of your runs, or "
-            "give another folder with -o."
-        )
+    if not (found.runs or emptied):
+        for sentence in found.skipped:
+            tell(f"left out: {sentence}")
+        left = f"the site in {site} is left as it is" if made(site) else f"no site is written into {site}"
+        raise RecordsError(f"{root} holds no run that can be read, so {left}; name the folder of your runs.")
     try:
         _enter(site)
-        here, notes = _pages(site, found, before, wanted, say)
-        records = [run.slug for run in found.runs if (site / pages.FOLDER / run.slug / RECORDS_FILE).is_file()]
-        told = dataclasses.replace(found, skipped=[*found.skipped, *notes])
-        files = data.make(told, sorted(here), records, say)
-        version = _write(site, files, {run.slug: here[run.slug] for run in found.runs if run.slug in here})
-        _tidy(site, files, {run.slug for run in found.runs})
+        publisher = _Publisher(site, found, data.make(found, say), _find_pages(site, found, made(site)))
+        publisher.publish()
+        _make_pages(publisher, before, wanted, say)
+        publisher.publish()
+        _tidy(site, publisher.files, {run.slug for run in found.runs})
     except OSError as e:
         raise OutputError(f"cannot write the site into {site} ({e.strerror}); give another folder with -o.") from e
+    here, files = publisher.here, publisher.files
     new = sum(before.get(slug) != digest for slug, digest in here.items())
-    kept = len(here) - new
-    return Built(site, len(found.runs), files.lines, files.entries, files.changes, new, kept, told.skipped, version)
+    return Built(
+        site,
+        len(found.runs),
+        files.lines,
+        files.entries,
+        files.changes,
+        new,
+        len(here) - new,
+        files.skipped,
+        publisher.version,
+    )
 
 
 def check(site: Path) -> None:
@@ -111,24 +124,56 @@ def _enter(site: Path) -> None:
         (site / name).mkdir(exist_ok=True)
 
 
-def _pages(
-    site: Path, found: Found, before: dict[str, str], wanted: Callable[[RunData], bool], say: Callable[[str], None]
-) -> tuple[dict[str, str], list[str]]:
-    """Slug -> key of the pages that the site holds now, and why others have none."""
-    here, notes = {}, []
-    for number, run in enumerate(found.runs, 1):
-        if pages.is_made(site, run, before):
-            here[run.slug] = pages.key(run)
-        elif wanted(run):
-            say(f"page {number} of {len(found.runs)}: {run.name}")
-            if note := pages.make(site, run):
-                notes.append(note)
-            else:
-                here[run.slug] = pages.key(run)
-                note_page(site, run)  # what ends the build later does not cost this page
-        elif run.slug in before and (site / pages.FOLDER / run.slug / pages.PAGE).is_file():
-            here[run.slug] = before[run.slug]
-    return here, notes
+def _find_pages(site: Path, found: Found, before: dict[str, str]) -> dict[str, str]:
+    """Return slug -> key of the pages that the site holds, of older records too."""
+    slugs = [run.slug for run in found.runs if run.slug in before]
+    return {slug: before[slug] for slug in slugs if (site / pages.FOLDER / slug / pages.PAGE).is_file()}
+
+
+@dataclasses.dataclass
+class _Publisher:
+    """Writes the index of a site with the pages that are there."""
+
+    site: Path
+    found: Found
+    content: data.Content
+    here: dict[str, str]
+    """Slug -> key of the pages that the site holds."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Why other runs have no page."""
+    version: str = ""
+    files: DataFiles = dataclasses.field(init=False)
+    _at: float = dataclasses.field(init=False)
+
+    def publish(self) -> None:
+        """Write data files and the index."""
+        slugs = [run.slug for run in self.found.runs]
+        records = [slug for slug in slugs if (self.site / pages.FOLDER / slug / RECORDS_FILE).is_file()]
+        self.files = self.content.add_index(sorted(self.here), records, [*self.found.skipped, *self.notes])
+        self.version = _write(self.site, self.files, {slug: self.here[slug] for slug in slugs if slug in self.here})
+        self._at = time.monotonic()
+
+    def add(self, run: RunData) -> None:
+        """Make the page of a run, and publish it with others after INDEX_EVERY_S."""
+        if note := pages.make(self.site, run):
+            self.notes.append(note)
+            self.here.pop(run.slug, None)
+            return
+        self.here[run.slug] = pages.key(run)
+        note_page(self.site, run)  # what ends the build later does not cost this page
+        if time.monotonic() - self._at >= INDEX_EVERY_S:
+            self.publish()
+
+
+def _make_pages(
+    publisher: _Publisher, before: dict[str, str], wanted: Callable[[RunData], bool], say: Callable[[str], None]
+) -> None:
+    """Make the pages that are missing or older than their records."""
+    runs = publisher.found.runs
+    for number, run in enumerate(runs, 1):
+        if not pages.is_made(publisher.site, run, before) and wanted(run):
+            say(f"page {number} of {len(runs)}: {run.name}")
+            publisher.add(run)
 
 
 def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:

@@ -270,7 +270,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
 def sides(points: pd.DataFrame) -> pd.Series[str]:
     """What each point is set against others within: its model, and its run where there are several."""
     names: pd.Series[str] = points["model"].astype(str)
-    return names.str.cat(points["run"].astype(str), sep=", ") if len(set(points["run"])) > 1 else names
+    return names.str.cat(points["run"].astype(str), sep=", run ") if len(set(points["run"])) > 1 else names
 
 
 def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
@@ -308,7 +308,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
         panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
-        name = f"{model}, {run}" if several else model
+        name = f"{model}, run {run}" if several else model
         ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_title(textwrap.fill(plain(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), int(12.6 * wide)), fontsize=9)

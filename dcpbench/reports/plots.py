@@ -197,7 +197,9 @@ class Studio:
 def thinned(
     points: pd.DataFrame, along: str = "concurrency", *, rate: str = "output_tok_s"
 ) -> tuple[pd.DataFrame, str]:
-    """The points that a figure shows, and in words how many of what that is; empty where it is all of them."""
+    """Return the points that a figure shows, and how many of what that is in words; empty if it is all of them."""
+    if len(points) <= min(MOST_LENGTHS, MOST_LOADS, MOST_LINES):
+        return points, ""
     said: list[str] = []
     for column, by, most, some in (
         ("rest", ["input_typical", "rest"], MOST_LENGTHS, SOME_LENGTHS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -371,7 +372,7 @@ class TestBuildingAgain:
     def test_pages_that_are_finished_are_kept_when_the_build_ends_early(
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch, ends: type[BaseException]
     ) -> None:
-        """The third of three pages, or the data behind them: two and three pages need not be made again."""
+        """The third of three pages, or the last step of a build: two and three pages need not be made again."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=3, count=1)
 
         def end(*_: object) -> None:
@@ -384,7 +385,7 @@ class TestBuildingAgain:
             site.build(runs, tmp_path / "site")
         monkeypatch.setattr(pages, "_report", report)
         with monkeypatch.context() as patch:
-            patch.setattr(data_files, "make", end)
+            patch.setattr(site, "_tidy", end)
             with pytest.raises((ends, OutputError)):
                 site.build(runs, tmp_path / "site")
         built = site.build(runs, tmp_path / "site")
@@ -397,7 +398,7 @@ class TestBuildingAgain:
         """What is kept is kept for the records that it shows."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         with monkeypatch.context() as patch:
-            patch.setattr(data_files, "make", lambda *_: (tmp_path / "no" / "such").read_bytes())
+            patch.setattr(site, "_tidy", lambda *_: (tmp_path / "no" / "such").read_bytes())
             with pytest.raises(OutputError):
                 site.build(runs, tmp_path / "site")
         with (runs / "run-000" / "records.jsonl").open("ab") as f:
@@ -421,6 +422,38 @@ class TestBuildingAgain:
             name: content for name, content in before.items() if name != finding.STATE_FILE
         }
         assert site.index(tmp_path / "site").encode() in before["index.html"]
+
+    def test_the_index_is_written_before_the_first_page_and_again_while_pages_are_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At 9 s a page and an index every 10 s, the third page begins with the first two in the index."""
+        seen: list[list[int]] = []
+        now = [0.0]
+
+        def report(*_: object) -> str:
+            index = site.index(tmp_path / "site")
+            assert index.encode() in (tmp_path / "site" / "index.html").read_bytes()
+            text = (tmp_path / "site" / index).read_text()
+            seen.append(json.loads(text[text.index("{") : text.rindex("}") + 1])["runs"]["page"])
+            now[0] += 9
+            return ""
+
+        monkeypatch.setattr(pages, "_report", report)
+        monkeypatch.setattr(site.time, "monotonic", lambda: now[0])
+        built = site.build(dashboard_builder.history(tmp_path / "runs", runs=4, count=1), tmp_path / "site")
+        assert seen == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+        assert built.pages_made == 4
+        assert data(tmp_path / "site", "index")["runs"]["page"] == [1, 1, 1, 1]
+
+    def test_a_folder_without_runs_writes_nothing(self, tmp_path: Path) -> None:
+        """The reason why each file was left out comes first."""
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "records.jsonl").write_text("{}\n")
+        said: list[str] = []
+        with pytest.raises(RecordsError, match="so no site is written into"):
+            site.build(tmp_path / "runs", tmp_path / "site", emptied=False, tell=said.append)
+        assert not (tmp_path / "site").exists()
+        assert [text.split(":")[0] for text in said] == ["left out"]
 
     def test_a_run_that_is_deleted_after_it_was_read_costs_only_its_page(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -461,6 +494,7 @@ class TestLatestChanges:
         (step,) = index["latest"]["steps"]
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
+        assert step["same_code"] == 0
         assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
         (group,) = step["groups"]
         told = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
@@ -468,6 +502,14 @@ class TestLatestChanges:
         ratio, low, high = told["step_ms"]
         assert low < ratio < high
         assert ratio == pytest.approx(1 / 0.95, rel=0.005)
+
+    def test_a_change_between_runs_of_one_commit_is_told_from_one_of_the_code(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", count=1, cv=0.001)
+        for path in runs.glob("*/records.jsonl"):
+            path.write_text(re.sub(r'"git_commit":"\d{7}abcdef"', '"git_commit":"0000001abcdef"', path.read_text()))
+        site.build(runs, tmp_path / "site")
+        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        assert step["same_code"] == 1
 
     def test_points_of_a_layout_that_changed_alike_are_one_line(self, tmp_path: Path) -> None:
         """Of 16 points in four layouts one halves its speed and the others lose 10 %: five lines, the largest first."""

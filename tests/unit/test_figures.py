@@ -207,3 +207,10 @@ def test_how_many_figures_there_are_is_told_before_each_is_drawn(
     assert told == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
     assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=told.append)
     assert len(told) == len(pictures) > 1
+
+
+def test_the_side_of_a_figure_says_which_part_is_the_name_of_a_run() -> None:
+    """A run may be called as its model is."""
+    points = pd.DataFrame({"model": ["deepseek-v3", "deepseek-v3"], "run": ["deepseek-v3", "b"]})
+    assert figures.sides(points).tolist() == ["deepseek-v3, run deepseek-v3", "deepseek-v3, run b"]
+    assert figures.sides(points[:1]).tolist() == ["deepseek-v3"]

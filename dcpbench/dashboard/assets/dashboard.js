@@ -32,15 +32,16 @@
     return el("p", {}, el("strong", {}, "No change is marked: "), `${looked}. What single runs measured stands below; dcpbench compare says how two of them differ.`);
   }
 
-  function step({ before, after, points, worse, better, groups, untold }) {
+  function step({ before, after, same_code, points, worse, better, groups, untold }) {
     const { date, commit, driver } = dash.index.runs;
     const about = (i) => [date[i] ? date[i].slice(0, 10) : "", commit[i] && `commit ${commit[i]}`].filter(Boolean).join(", ");
     const run = (i) => [link(i, "report.html", dash.index.runs.name[i]), about(i) ? ` (${about(i)})` : ""];
     const drivers = driver[before] && driver[after] && driver[before] !== driver[after] ? ` The driver changed from ${driver[before]} to ${driver[after]}.` : "";
+    const code = same_code ? " Both runs have the same commit, so the code is not the cause." : "";
     const verdicts = [[worse, "bad", "worse"], [better, "good", "better"]].filter(([count]) => count)
       .flatMap(([count, kind, word], i) => [i ? ", " : ": ", el("strong", { class: kind }, `${dcp.number(count)} ${word}`)]);
     return [
-      el("p", { class: "step" }, "Between ", ...run(before), " and ", ...run(after), ` ${counted(points, "point")} changed`, ...verdicts, `.${drivers}`),
+      el("p", { class: "step" }, "Between ", ...run(before), " and ", ...run(after), ` ${counted(points, "point")} changed`, ...verdicts, `.${code}${drivers}`),
       el("ul", { class: "changed" }, ...groups.map(group), untold ? el("li", { class: "note" }, `${counted(untold, "point")} that changed less`) : ""),
     ];
   }

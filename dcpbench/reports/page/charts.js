@@ -171,7 +171,7 @@ dcp.charts = (() => {
 
   /** Of several runs each has panels of its own: a ratio is to another point of its run. */
   const several = (points) => new Set(points.map((p) => p.run)).size > 1;
-  const panelIn = (of, apart) => (apart ? `${of.panel}, ${of.run}` : of.panel);
+  const panelIn = (of, apart) => (apart ? `${of.panel}, run ${of.run}` : of.panel);
   const byRun = (points) => (several(points) ? points.map((p) => ({ ...p, panel: panelIn(p, true) })) : points);
 
   /** Ratios to 1, where DCP is level with the same layout without it. */
