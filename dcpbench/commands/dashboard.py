@@ -16,7 +16,7 @@ import typer
 
 from dcpbench.commands.command import command
 from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
-from dcpbench.show.terminal import say
+from dcpbench.show.terminal import ProgressLine, say
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def build(
 
     _check_apart(runs, output)
     began = time.monotonic()
-    built = site.build(runs, output, force=force, tell=say, emptied=False)
+    with ProgressLine() as line:
+        built = site.build(runs, output, force=force, tell=line, emptied=False)
     for sentence in built.skipped:
         say(f"left out: {sentence}")
     if as_json:

@@ -18,6 +18,7 @@ from dcpbench.show.text import listed
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
     from dcpbench.recommend.advise import Ask, Known
+    from dcpbench.records.runs import Run
 
 CLIENTS = "1,8,16,32,64"
 """Where nobody types a concurrency."""
@@ -69,7 +70,7 @@ def recommend(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="Runs whose records stand for their layouts (measured, replayed, emulated), or files of step times.",
+            help="Runs, or folders of runs, with records of layouts (measured, replayed, emulated), or files of step times.",
         ),
     ] = None,
     score: Annotated[
@@ -298,12 +299,34 @@ def _rates(typed: str) -> list[float]:
 
 def _known(paths: list[Path]) -> "Known":
     from dcpbench.recommend.advise import Known
-    from dcpbench.records.runs import read_run
     from dcpbench.serving.step_times import read_step_times
 
     files = [path for path in paths if path.suffix == ".json"]
-    runs = [read_run(path) for path in paths if path not in files]
-    return Known(runs=runs, times={str(path): read_step_times(path) for path in files})
+    folders = dict.fromkeys(run for path in paths if path not in files for run in _find_runs(path))
+    return Known(runs=[_read(run) for run in folders], times={str(path): read_step_times(path) for path in files})
+
+
+def _find_runs(path: Path) -> list[Path]:
+    """Return the run, or all runs directly below a folder. Raises RecordsError if there are none."""
+    from dcpbench.errors import RecordsError
+    from dcpbench.records.folder import RECORDS_FILE, find_runs
+
+    found = find_runs(path)
+    if not found:
+        raise RecordsError(
+            f"{path} holds no {RECORDS_FILE}, nor do the folders in it; name a run such as those in runs/, or a folder of runs."
+        )
+    return found
+
+
+def _read(path: Path) -> "Run":
+    from dcpbench.errors import RecordsError
+    from dcpbench.records.runs import read_run
+
+    run = read_run(path)
+    if not run.records:
+        raise RecordsError(f"{path} holds no record yet; wait for its run, or leave it out.")
+    return run
 
 
 def _score(run: Path, wanted: Wanted, *, as_json: bool) -> int:

@@ -29,6 +29,7 @@ from dcpbench.plan.typed import typed_command
 from dcpbench.points.layout import MOST_RANKS, Layout
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile, check_point
+from dcpbench.records.folder import record_file
 from dcpbench.records.metrics import SWEPT
 from dcpbench.records.record import functional
 from dcpbench.records.runs import last_records, read_run
@@ -344,14 +345,20 @@ def progress_of(points: Sequence[Point]) -> ProgressBar:
 
 @contextlib.contextmanager
 def stoppable(work: launcher.Work) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end the workers first; the records stay valid."""
+    """End the workers first on Ctrl-C, SIGTERM and a lost terminal (SIGHUP), then print what to type next."""
     folder = shlex.quote(str(work.folder))
     again = f"go on, repeat the command with: -o {folder} --resume"
     if work.kind == "verify":
         again = f"check again, repeat the command with: -o {folder} --force"
     ended = "" if work.settings.step_times else "the workers have ended and "
-    said = "" if is_part() else f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"
-    with said_when_stopped(said):
+
+    def explain() -> str:
+        records = record_file(work.folder)
+        there = records.is_file() and records.stat().st_size > 0
+        report = f"\nFor a report of what was measured: dcpbench report {folder}" if there else ""
+        return f"Interrupted; {ended}what was measured is in {work.folder}. To {again}{report}"
+
+    with said_when_stopped("" if is_part() else explain):
         yield
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
-from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.folder import RECORDS_FILE, find_runs
 from dcpbench.records.record import forecast
 from dcpbench.records.runs import measurement, read_run
 from dcpbench.show.text import natural
@@ -144,12 +144,10 @@ def measured(record: Record) -> bool:
 
 
 def _runs(path: Path) -> list[Path]:
-    if not path.is_dir() or (path / RECORDS_FILE).exists():
-        return [path]
-    inside = sorted((p.parent for p in path.glob(f"*/{RECORDS_FILE}")), key=lambda folder: natural(folder.name))
+    inside = find_runs(path)
     if not inside:
         raise RecordsError(f"{path} holds no {RECORDS_FILE}; name the folder of a run, or one that holds several runs.")
-    return inside
+    return sorted(inside, key=lambda folder: natural(folder.name))
 
 
 def _key(point: Point, across: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.dashboard.finding import Found, RunData, Stamp
 
 INDEX_EVERY_S = 10.0  # how often the index is written anew while pages are made
+MAX_REASONS = 10  # runs that were left out, named by an error
 FORMAT = 1
 OURS = "dcpbench_dashboard"
 SCRIPTS = ("points.js", "charts.js", "dashboard.js")
@@ -74,10 +75,11 @@ def build(
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)
     if not (found.runs or emptied):
-        for sentence in found.skipped:
-            tell(f"left out: {sentence}")
         left = f"the site in {site} is left as it is" if made(site) else f"no site is written into {site}"
-        raise RecordsError(f"{root} holds no run that can be read, so {left}; name the folder of your runs.")
+        reasons = [f"left out: {sentence}" for sentence in found.skipped[:MAX_REASONS]]
+        raise RecordsError(
+            "\n".join([f"{root} holds no run that can be read, so {left}; name the folder of your runs.", *reasons])
+        )
     try:
         _enter(site)
         publisher = _Publisher(site, found, data.make(found, say), _find_pages(site, found, made(site)))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 INTERRUPTED = 130
 """Exit code of a command after Ctrl-C."""
 
 
 @contextlib.contextmanager
-def said_when_stopped(text: str) -> Iterator[None]:
-    """End the command with this sentence, if any, where it is stopped in this block."""
+def said_when_stopped(text: str | Callable[[], str]) -> Iterator[None]:
+    """End the command with this text, unless it is empty, if it is stopped in this block; a function is called then."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
@@ -27,8 +27,8 @@ def said_when_stopped(text: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit) as e:
         with contextlib.suppress(OSError):  # the terminal may be gone
-            if text:
-                say(f"\n{text}")
+            if words := text if isinstance(text, str) else text():
+                say(f"\n{words}")
         sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
     finally:
         for number, handler in before.items():

@@ -154,7 +154,8 @@ class Running(Ranks):
             self._agent.wait()
         asks = self.logs.glob(hung.ASK.format("*"))
         beats = self.logs.glob(hung.BEATS.format("*")) if self._agent.poll() == 0 else ()
-        for path in (*self.files("rank-{}.pid"), self.logs / RENDEZVOUS, self.job.port_path(), *asks, *beats):
+        unused = [path for path in self.files("stacks-{}.txt") if not path.stat().st_size]
+        for path in (*self.files("rank-{}.pid"), self.logs / RENDEZVOUS, self.job.port_path(), *asks, *beats, *unused):
             path.unlink(missing_ok=True)
 
 

@@ -40,6 +40,13 @@ def record_file(run: Path) -> Path:
     return run / RECORDS_FILE if run.is_dir() else run
 
 
+def find_runs(path: Path) -> list[Path]:
+    """Return the run itself, or the runs directly below a folder that is none; empty if there are none."""
+    if not path.is_dir() or (path / RECORDS_FILE).exists():
+        return [path]
+    return sorted(found.parent for found in path.glob(f"*/{RECORDS_FILE}"))
+
+
 def run_folder(run: Path) -> Path:
     """The folder of a run that is named by it, or by its file of records."""
     return run if run.is_dir() else run.parent

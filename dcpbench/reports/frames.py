@@ -240,6 +240,10 @@ def _read(folder: Path, name: str) -> Run:
     run = read_run(folder, name, keep=_Clipper(), most=MAX_POINTS, skip_bad_lines=True)
     if run.truncated and not run.records:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
+    if not run.records and not run.bad_lines:
+        raise RecordsError(
+            f"{path} holds no record yet; wait for its run, repeat its command with -o {folder} --resume, or name another run."
+        )
     return run
 
 

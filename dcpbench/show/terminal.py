@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import time
@@ -21,6 +22,8 @@ PLAIN_WIDTH = 160
 """Columns where nobody's terminal says how many there are: room for the widest table."""
 QUIET_SECONDS = 2.0
 """Progress is shown no more often than this where nothing can be overwritten."""
+SLOWER = 2.0  # factor by which the pause between lines of progress grows outside a terminal
+MAX_QUIET_SECONDS = 60.0
 
 
 def console(*, error: bool = False) -> Console:
@@ -52,26 +55,37 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def now_and_then(tell: Callable[P, None], seconds: float = QUIET_SECONDS) -> Callable[P, None]:
-    """`tell`, but no more often than this, and not before so long: what is quick says nothing."""
-    last = time.monotonic()
+def now_and_then(tell: Callable[P, None], seconds: float = QUIET_SECONDS, *, slower: float = 1.0) -> Callable[P, None]:
+    """Return `tell` limited to one call in `seconds`, which also pass before the first; a quick command prints nothing.
+
+    After each call the pause is `slower` times as long, up to MAX_QUIET_SECONDS.
+    """
+    last, pause = time.monotonic(), seconds
 
     def sometimes(*args: P.args, **kwargs: P.kwargs) -> None:
-        nonlocal last
-        if time.monotonic() - last >= seconds:
-            last = time.monotonic()
+        nonlocal last, pause
+        if time.monotonic() - last >= pause:
+            last, pause = time.monotonic(), min(pause * slower, max(MAX_QUIET_SECONDS, seconds))
             tell(*args, **kwargs)
 
     return sometimes
 
 
+def _count_columns() -> int:
+    """Return the width of the terminal of stderr; stdout may be a pipe or another terminal."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or shutil.get_terminal_size().columns
+    except (OSError, ValueError):
+        return shutil.get_terminal_size().columns
+
+
 class ProgressLine:
-    """What is at work, on stderr: one line that is overwritten on a terminal, a line now and then elsewhere."""
+    """Shows progress on stderr: one line that is overwritten on a terminal, else lines that come ever more rarely."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._shown = False
-        self._line = now_and_then(say)
+        self._line = now_and_then(say, slower=SLOWER)
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +100,6 @@ class ProgressLine:
         if not self._terminal:
             self._line(printable(message))
             return
-        sys.stderr.write("\r\x1b[K" + printable(redact(message))[: shutil.get_terminal_size().columns - 1])
+        sys.stderr.write("\r\x1b[K" + printable(redact(message))[: _count_columns() - 1])
         sys.stderr.flush()
         self._shown = True

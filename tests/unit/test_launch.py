@@ -199,6 +199,16 @@ def test_a_new_job_forgets_process_ids_and_errors_of_the_last_one(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["logs", "rank-2.pid"]
 
 
+def test_a_job_that_ended_leaves_no_file_of_stacks_that_is_empty(tmp_path: Path) -> None:
+    """Only a rank that was asked writes its stacks."""
+    running = Sleeper(tmp_path)
+    running._agent = SimpleNamespace(poll=lambda: 0, wait=lambda _: 0)  # type: ignore[assignment]
+    for rank, text in ((0, ""), (1, "Thread 1\n")):
+        (tmp_path / f"stacks-{rank}.txt").write_text(text)
+    running.kill()
+    assert [p.name for p in tmp_path.glob("stacks-*")] == ["stacks-1.txt"]
+
+
 def test_torchrun_knows_of_one_machine_and_meets_in_a_file(tmp_path: Path) -> None:
     """By TCP it would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
     machines = Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500", rdzv_id="night")

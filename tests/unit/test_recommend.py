@@ -18,6 +18,7 @@ import pytest
 
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
+from dcpbench.errors import RecordsError
 from dcpbench.plan.judge import shortage
 from dcpbench.plan.serve_spec import serve_defaults
 from dcpbench.plan.spec import planned
@@ -39,7 +40,7 @@ from dcpbench.servers.presets import PRESETS
 from dcpbench.serving.load_words import ANSWERS, in_step
 from dcpbench.serving.loads import extent
 from dcpbench.show import terminal
-from tests.unit import serve_record_builder, step_times_builder
+from tests.unit import record_builder, serve_record_builder, step_times_builder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -1048,3 +1049,17 @@ def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> Non
     assert advise.margin(seen, expected) == pytest.approx(0.21)
     exact = dataclasses.replace(seen, low=100.0, high=100.0)
     assert advise.margin(exact, exact) == REPEATS_AGREE_WITHIN
+
+
+def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
+    """As `compare` reads it; a folder without any run, and an empty run, are errors with what to type."""
+    for name in ("a", "b"):
+        record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
+    found = command._known([tmp_path / "runs", tmp_path / "runs" / "b"])
+    assert [run.folder.name for run in found.runs] == ["a", "b"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RecordsError, match=r"holds no records\.jsonl, nor do the folders in it; name a run"):
+        command._known([tmp_path / "empty"])
+    (tmp_path / "empty" / "records.jsonl").touch()
+    with pytest.raises(RecordsError, match="holds no record yet; wait for its run, or leave it out"):
+        command._known([tmp_path / "empty"])

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from dcpbench import cli
 from dcpbench.errors import RecordsError
 from dcpbench.points.layout import Layout
 from dcpbench.records.file import cut_short, read_records
@@ -365,3 +366,18 @@ def test_lengths_and_loads_are_thinned_where_there_are_more_than_a_figure_takes(
     table = table.assign(rest=table["input_typical"].astype(str), run="r", label="tp4", output_tok_s=1.0)
     few, said = plots.thinned(table)
     assert ((few["rest"].nunique(), few["concurrency"].nunique()), said) == (shown, note)
+
+
+@pytest.mark.parametrize("command", ["report", "show"])
+def test_a_record_file_without_a_record_is_an_error_with_what_to_type(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "records.jsonl").touch()
+    with pytest.raises(SystemExit) as e:
+        cli.main([command, str(tmp_path)])
+    assert e.value.code == 2
+    assert (
+        f"holds no record yet; wait for its run, repeat its command with -o {tmp_path} --resume"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "report").exists()

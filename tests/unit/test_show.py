@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -267,6 +268,29 @@ def test_a_line_of_progress_is_wiped_off_a_terminal_if_there_was_any(
         for message in messages:
             line(message)
     assert err.getvalue() == written
+
+
+def test_a_line_of_progress_is_cut_to_the_terminal_of_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9 columns 8 are used, whatever stdout is: a line that wraps cannot be overwritten."""
+    monkeypatch.setattr("sys.stderr", err := Tty())
+    monkeypatch.setattr(err, "fileno", lambda: 2)
+    monkeypatch.setattr(
+        terminal.os, "get_terminal_size", lambda number: os.terminal_size((9 if number == 2 else 200, 24))
+    )
+    with terminal.ProgressLine() as line:
+        line("load 1 of 5")
+    assert err.getvalue() == "\r\x1b[Kload 1 o\r\x1b[K"
+
+
+def test_lines_of_progress_come_ever_more_rarely_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 2 s, then 4, 8, 16 and 32 s later, then each minute: 8 lines in 5 minutes."""
+    now, shown = [0.0], []
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    tell = terminal.now_and_then(shown.append, 2.0, slower=2.0)
+    for second in range(301):
+        now[0] = float(second)
+        tell(second)
+    assert shown == [2, 6, 14, 30, 62, 122, 182, 242]
 
 
 @pytest.mark.parametrize(

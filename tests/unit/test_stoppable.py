@@ -1,0 +1,32 @@
+"""What a command prints when it is stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcpbench.commands import runs
+from dcpbench.launch import launcher
+from dcpbench.points.settings import Settings
+from tests.unit import record_builder
+
+
+def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    work = launcher.Work(folder=folder, settings=Settings(), device="cpu", hardware="CPU", worker="w")
+    with pytest.raises(SystemExit) as e, runs.stoppable(work):
+        raise KeyboardInterrupt
+    assert e.value.code == 130
+    return capsys.readouterr().err
+
+
+def test_after_an_interrupt_the_command_for_a_report_is_named_if_there_are_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "dcpbench report" not in stop(tmp_path, capsys)
+    (tmp_path / "records.jsonl").touch()
+    assert "dcpbench report" not in stop(tmp_path, capsys)
+    record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])
+    said = stop(tmp_path, capsys)
+    assert f"To go on, repeat the command with: -o {tmp_path} --resume\n" in said
+    assert f"For a report of what was measured: dcpbench report {tmp_path}\n" in said
