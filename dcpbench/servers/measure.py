@@ -65,6 +65,7 @@ NEAR = 0.05
 WARM_UP, WARM_UP_OUTPUT = 8, 16
 NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
 """Names of facts: why the server was not profiled, and how its counters are turned on."""
+INTERRUPTED = "interrupted after all requests had ended"
 HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
 PROFILED = 8
 """Requests that a server serves while it is profiled."""
@@ -201,7 +202,9 @@ class _Sent:
     waits: tuple[float, list[SyncSite]] | None = None
     """Host-blocking calls of a step of the server, and where they are."""
     unprofiled: str = ""
-    """Why nobody knows, where that was asked for."""
+    """Why the server was not profiled, if that was asked for."""
+    complete: bool = False
+    """Whether all requests have ended, so that an interruption costs only what comes after them."""
 
 
 def measure(
@@ -215,8 +218,9 @@ def measure(
 ) -> tuple[Record, BaseException | None]:
     """Send a point's load; leaves its samples below `folder`, and returns its record.
 
-    An interruption ends the run: what has finished is in the record, which says so, and the interruption is returned
-    beside it. `tell` gets the last numbers about once a second.
+    An interruption ends the run and is returned with the record, which keeps the requests that have finished. The point
+    has failed then, unless all requests had ended and only the client's check or the server's profile were cut short.
+    `tell` gets the last numbers about once a second.
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
     sent = _Sent(_requests(point, settings, manner.vocab))
@@ -228,7 +232,11 @@ def measure(
         stopped = e
     except (WorkerError, UsageError) as e:
         failed = str(e)
-    record = _record(point, asked, info, manner, settings, folder, sent, failed=failed, stopped=stopped is not None)
+    cut_short = stopped is not None and not sent.complete
+    if stopped is not None and sent.complete and asked.traces is not None and sent.waits is None:
+        sent.unprofiled = INTERRUPTED
+        say(f"{asked.target.url} was not profiled: {INTERRUPTED}. The point is kept, without its profile.")
+    record = _record(point, asked, info, manner, settings, folder, sent, failed=failed, stopped=cut_short)
     record = msgspec.structs.replace(
         record, started_at=started.isoformat(timespec="seconds"), seconds=round(time.perf_counter() - begin, 3)
     )
@@ -268,6 +276,7 @@ async def _send(
                 told = asyncio.get_running_loop().create_task(_tell(run, tell))
                 try:
                     await run.run()
+                    sent.complete = True
                 finally:
                     told.cancel()
             sent.after = await server_info.counters(client) if info.answers_metrics else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,7 @@ import pytest
 from dcpbench import cli
 from dcpbench.errors import WorkerError
 from dcpbench.records.runs import read_run
+from dcpbench.servers import measure
 from dcpbench.servers.profile import waits_in
 from tests.unit.program_traces import Program
 from tools.client_accuracy import served
@@ -183,6 +187,41 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
     assert record.host_syncs_per_step is None
     assert record.server
     assert "It does not profile; start vLLM with" in record.server.facts["not_profiled"]
+
+
+@pytest.mark.parametrize("during", ["traced", "overhead"])
+def test_an_interrupt_after_the_last_request_keeps_the_point(
+    during: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the server is profiled, or while the client is checked, ends the command and costs no request."""
+
+    async def interrupt(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(measure, during, interrupt)
+    load = [
+        "--device",
+        "cpu",
+        "--num-requests",
+        "4",
+        "--concurrency",
+        "2",
+        "--input-tokens",
+        "20",
+        "--output-tokens",
+        "4",
+    ]
+    with served(f"--trace {TRACE}", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+        cli.main(["serve", "--url", url, *load, "--traces", str(tmp_path / "t"), "-o", str(tmp_path / "run")])
+    assert end.value.code == 130
+    assert "The point is kept, without its profile." in capsys.readouterr().err
+    (record,) = read_run(tmp_path / "run").records
+    assert (record.outcome, record.reason) == ("ok", None)
+    assert record.serve is not None
+    assert record.serve.finished == 4
+    assert record.server is not None
+    assert record.server.facts["not_profiled"] == "interrupted after all requests had ended"
 
 
 def test_traces_without_a_gpu_are_no_count_of_waits(tmp_path: Path) -> None:
