@@ -29,7 +29,7 @@ from dcpbench.commands.show import show
 from dcpbench.commands.sweep import sweep
 from dcpbench.commands.top import top
 from dcpbench.commands.verify import verify
-from dcpbench.errors import DcpbenchError, DiskError, OutputError
+from dcpbench.errors import EXIT_CODES, DcpbenchError, DiskError, ExitCode, OutputError
 from dcpbench.points import redaction
 from dcpbench.show import streams
 
@@ -41,9 +41,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure how to serve long-context MLA models: tensor (tp), decode-context (dcp) and attention-data (dp) "
-    "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\nExit codes: 0 all well · 1 wrong result · 2 options "
-    "that cannot work · 3 not enough GPUs, memory or disk · 4 a rank or some points failed · 5 a package is missing · "
-    "130 interrupted · 141 whoever read the output went away, as in `dcpbench show RUN | head -1`.",
+    "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\n"
+    f"Exit codes: {' · '.join(f'{code:d} {meaning}' for code, meaning in EXIT_CODES.items())}.",
 )
 REFUSED = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 MEASURE, READ, CHECK = "Measure", "Read results", "Check"
@@ -101,7 +100,7 @@ def main(args: list[str] | None = None) -> None:
         if isinstance(
             getattr(e.__context__, "__cause__", None), KeyboardInterrupt
         ):  # which Typer made a code, in silence
-            _end("\nInterrupted. To begin anew, type the same again.", 130)
+            _end("\nInterrupted. To begin anew, type the same again.", ExitCode.INTERRUPTED)
         raise
     except OSError as e:
         error = _named(e)

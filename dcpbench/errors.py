@@ -14,8 +14,35 @@
     ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
 
-Exit code 130 stands for Ctrl-C, and 141 for a reader of the output that went away (streams.py), as in any shell.
+`ExitCode` declares the exit codes of all commands, and EXIT_CODES what they mean.
 """
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a command ends; a signal other than Ctrl-C adds its number to 128, as in a shell."""
+
+    OK = 0
+    WRONG = 1
+    USAGE = 2
+    NO_ANSWER = 3
+    FAILED = 4
+    MISSING_PACKAGE = 5
+    INTERRUPTED = 130
+    OUTPUT_CLOSED = 141
+
+
+EXIT_CODES = {
+    ExitCode.OK: "all well",
+    ExitCode.WRONG: "wrong result, or a finding of a gate (verify, compare, syncs, doctor, records)",
+    ExitCode.USAGE: "options or input that cannot be used",
+    ExitCode.NO_ANSWER: "no answer: not enough GPUs, memory or disk, or undecided (verify, compare, syncs, recommend)",
+    ExitCode.FAILED: "a rank, a server, a program or some points failed, or doctor could not read something",
+    ExitCode.MISSING_PACKAGE: "a package is missing",
+    ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.OUTPUT_CLOSED: "the reader of the output went away, as in `dcpbench show RUN | head -1`",
+}
 
 
 def how_to_install(extra: str) -> str:
@@ -26,13 +53,13 @@ def how_to_install(extra: str) -> str:
 class DcpbenchError(Exception):
     """Base of all errors that end a command with a sentence instead of a traceback."""
 
-    exit_code = 1
+    exit_code = ExitCode.WRONG
 
 
 class UsageError(DcpbenchError):
     """Options or input that cannot work; the message says what would."""
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 class LayoutError(UsageError):
@@ -58,7 +85,7 @@ class TraceError(UsageError):
 class CapacityError(DcpbenchError):
     """More GPUs or more memory needed than there are; the message says how much is missing."""
 
-    exit_code = 3
+    exit_code = ExitCode.NO_ANSWER
 
 
 class NoRoomError(CapacityError):
@@ -68,7 +95,7 @@ class NoRoomError(CapacityError):
 class DiskError(DcpbenchError):
     """A disk that is full, read-only or broken; the message says how to go on once it can be written."""
 
-    exit_code = 3
+    exit_code = ExitCode.NO_ANSWER
 
     def __init__(self, message: str, number: int | None = None) -> None:
         """Keep the error number of the operating system, for the process that started this one."""
@@ -79,7 +106,7 @@ class DiskError(DcpbenchError):
 class WorkerError(DcpbenchError):
     """A torchrun job failed or hung; the message names the log to read."""
 
-    exit_code = 4
+    exit_code = ExitCode.FAILED
 
 
 class SyncError(DcpbenchError):
@@ -89,4 +116,4 @@ class SyncError(DcpbenchError):
 class MissingPackageError(DcpbenchError):
     """An optional package is missing; the message says how to install it."""
 
-    exit_code = 5
+    exit_code = ExitCode.MISSING_PACKAGE

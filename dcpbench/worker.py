@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
-from dcpbench.errors import WorkerError
+from dcpbench.errors import ExitCode, WorkerError
 from dcpbench.exchange import collectives, registered_memory, signals
 from dcpbench.hangs import beats
 from dcpbench.hangs.evidence import Device
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Rates, Record
     from dcpbench.workloads.session import Session
 
-INTERRUPTED = 130
+INTERRUPTED = ExitCode.INTERRUPTED
 """Exit code of a rank whose run was ended from outside, once it has left its record."""
 
 

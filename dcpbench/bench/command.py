@@ -14,7 +14,7 @@ import msgspec
 
 from dcpbench.bench.cases import CASES, Asked
 from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event, Result
-from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
+from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError, WorkerError
 from dcpbench.launch import folders, launcher, package
 from dcpbench.launch.jobs import Exit, Progress, code_words
 from dcpbench.launch.progress import ProgressBar
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WORKER = "dcpbench.bench.worker"
 LONGEST_BACKLOG_US = 100_000
-WRONG, SOME_FAILED = 1, 4
+WRONG, SOME_FAILED = ExitCode.WRONG, ExitCode.FAILED
 CPU_RANKS = 2
 CPU_NOTE = (
     "CPU: correctness and synchronisations (dry run) only; a time taken here would say nothing about performance."

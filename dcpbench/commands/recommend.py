@@ -89,6 +89,7 @@ def recommend(
     """Say which layout to take, how sure that is, what it costs, and how SGLang and vLLM are started in it.
 
     Layouts without a record are estimated: floors of their steps, by the shares of them that published steps reached.
+    Exit codes: 0 · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:
 
@@ -97,7 +98,7 @@ def recommend(
       dcpbench recommend --machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000 runs/measured
     """
     from dcpbench.commands.runs import print_json
-    from dcpbench.errors import OutputError
+    from dcpbench.errors import ExitCode, OutputError
     from dcpbench.recommend import answer
     from dcpbench.recommend.advise import advise
     from dcpbench.recommend.estimate import published
@@ -135,7 +136,7 @@ def recommend(
         answer.show(ask, choices, notes, steps, launched, console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
-    return 0 if any(choice.best for choice in choices) else 3
+    return ExitCode.OK if any(choice.best for choice in choices) else ExitCode.NO_ANSWER
 
 
 def _ask(wanted: Wanted) -> "Ask":

@@ -10,7 +10,7 @@ import msgspec
 
 from dcpbench.compare import ci, gate, markdown, table
 from dcpbench.compare.judging import Options, judge
-from dcpbench.errors import OutputError, UsageError
+from dcpbench.errors import ExitCode, OutputError, UsageError
 from dcpbench.records import metrics
 from dcpbench.show.ci import step_summary
 from dcpbench.show.streams import write_json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 MIN_ALPHA, MAX_SHARE = 1e-6, 0.5
-NOT_JUDGED = 3  # exit code if a rule had nothing that could have failed it
+NOT_JUDGED = ExitCode.NO_ANSWER  # exit code if a rule had nothing that could have failed it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> 
         step_summary(markdown.render(found))
     for path in paths:
         (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
-    return 1 if found.fails else NOT_JUDGED if found.unjudged else 0
+    return ExitCode.WRONG if found.fails else NOT_JUDGED if found.unjudged else 0
 
 
 def write(found: Comparison, out: Out) -> list[Path]:

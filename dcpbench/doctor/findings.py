@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from dcpbench.errors import ExitCode
 from dcpbench.records.checks import MAX_ENTRIES
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 where something is bad, 4 where something could not be read, else 0."""
+        """WRONG if something is bad, else FAILED if something could not be read, else OK."""
         levels = {finding.level for finding in self.findings}
-        return 1 if BAD in levels else 4 if UNREAD in levels or not levels else 0
+        if BAD in levels:
+            return ExitCode.WRONG
+        return ExitCode.FAILED if UNREAD in levels or not levels else ExitCode.OK
 
 
 def said(error: Exception) -> str:

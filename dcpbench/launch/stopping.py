@@ -7,12 +7,13 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import ExitCode
 from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-INTERRUPTED = 130
+INTERRUPTED = ExitCode.INTERRUPTED
 """Exit code of a command after Ctrl-C."""
 
 

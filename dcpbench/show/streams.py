@@ -10,12 +10,13 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dcpbench.errors import ExitCode
 from dcpbench.points.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-CLOSED = 141
+CLOSED = ExitCode.OUTPUT_CLOSED
 """Exit code of a command whose reader went away, as of `… | head -1`: 128 + SIGPIPE, as a shell says of any other."""
 FORMS = {
     "·": ".",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch.jobs import SECRET
 from dcpbench.records.lines import Tail
 from dcpbench.submit.asked import SUBMIT_FOLDER, TERM_CODE, Asked, Submitted, keep, write_script
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TEMPLATE, SCRIPT = "slurm.sh.j2", "job.sh"
-INTERRUPTED = 130
+INTERRUPTED = ExitCode.INTERRUPTED
 WAITING, UNKNOWN = "PENDING", "Invalid job id"
 HOW_IT_ENDED = {
     "COMPLETED": "",

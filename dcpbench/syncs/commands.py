@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import OutputError, UsageError
+from dcpbench.errors import ExitCode, OutputError, UsageError
 from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.show.text import counted, printable
@@ -131,7 +131,7 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     report.verdict = judge(report, gate)
     if report.verdict.reasons:
         sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in report.verdict.reasons)
-        return 3
+        return ExitCode.NO_ANSWER
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
     made = baselines.make(filter(counts, report.sites))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show.text import printable
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
-CANNOT_ANSWER, INTERRUPTED = 3, 130
+CANNOT_ANSWER, INTERRUPTED = ExitCode.NO_ANSWER, ExitCode.INTERRUPTED
 MAIN = "dcpbench.syncs.dry_run.main"
 RECORDER = Path(__file__).parent / "recorder"
 CHILDREN = "DCPBENCH_SYNCS_CHILDREN"  # environment variable: folder in which child processes leave notes, as JSON

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import counted, printable
 from dcpbench.syncs.dry_run_program import RECORDER, instead_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
@@ -40,7 +40,7 @@ NOBODY = (
     "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
     "start others with a new environment): nothing was recorded."
 )
-PROGRAM_FAILED, INTERRUPTED = 4, 130
+PROGRAM_FAILED, INTERRUPTED = ExitCode.FAILED, ExitCode.INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

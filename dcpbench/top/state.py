@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import WorkerError
+from dcpbench.errors import ExitCode
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.plan.grid import point_name
 from dcpbench.show.text import one_line
@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 """--timeout, where the command does not say."""
 SLACK_S = 2.0
 """How far a record's times may be off, which are written in whole seconds."""
-WRONG, SOME_FAILED, INTERRUPTED = 1, WorkerError.exit_code, 130
+WRONG, SOME_FAILED, INTERRUPTED = ExitCode.WRONG, ExitCode.FAILED, ExitCode.INTERRUPTED
 """Exit codes of commands that measure."""
 LEAST = 3
 """Finished points from which on a range is said."""

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import dcpbench
-from dcpbench import errors
+from dcpbench import cli, errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dcpbench"
@@ -125,10 +125,34 @@ class TestSources:
         found = {
             name: (value.exit_code, len(value.__mro__))
             for name, value in vars(errors).items()
-            if isinstance(value, type)
+            if isinstance(value, type) and issubclass(value, Exception)
         }
         depth = len(errors.DcpbenchError.__mro__)
         assert {name: (int(code), depth + len(stem) // 4) for stem, name, code in drawn} == found
+
+    def test_exit_codes_are_declared_once(self) -> None:
+        """The help and docs/runs.md say what the declaration says, and each code has a meaning."""
+        assert list(errors.EXIT_CODES) == list(errors.ExitCode)
+        told = cli.app.info.help
+        assert isinstance(told, str)
+        assert f"3 {errors.EXIT_CODES[errors.ExitCode.NO_ANSWER]} · 4 " in told
+        table = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "runs.md").read_text(), re.MULTILINE)
+        assert {int(code): meaning.replace("\\|", "|") for code, meaning in table} == {
+            int(c): text for c, text in errors.EXIT_CODES.items()
+        }
+
+    def test_no_module_writes_an_exit_code_of_its_own(self) -> None:
+        """Names of codes come from `ExitCode`, and no command returns a bare number but 0."""
+        wrong = [
+            f"{path.relative_to(PACKAGE)}: {line.strip()}"
+            for path in SOURCES
+            for line in path.read_text().splitlines()
+            if re.search(
+                r"\b(INTERRUPTED|WRONG|SOME_FAILED|UNANSWERED|CANNOT_ANSWER|PROGRAM_FAILED|NOT_JUDGED)\b.* = .*\d", line
+            )
+            or re.search(r"exit_code = \d", line)
+        ]
+        assert wrong == ["errors.py: WRONG = 1", "errors.py: INTERRUPTED = 130"]
 
 
 class TestDocuments:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import dcpbench
+from dcpbench.errors import ExitCode
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.dry_run_program import Answer, Job
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-INTERRUPTED = 130
+INTERRUPTED = ExitCode.INTERRUPTED
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import shlex
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show import text
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.comments import Comments
@@ -88,9 +88,9 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     allowed = {s.fingerprint: s.allowed for s in report.sites if s.allowed}
     verdict = Verdict(findings=findings, allowed=allowed, stale=stale, reasons=list(dict.fromkeys(reasons)))
     if findings:
-        verdict.status, verdict.exit_code = "findings", 1
+        verdict.status, verdict.exit_code = "findings", ExitCode.WRONG
     elif reasons:
-        verdict.status, verdict.exit_code = "cannot answer", 3
+        verdict.status, verdict.exit_code = "cannot answer", ExitCode.NO_ANSWER
     return verdict
 
 
