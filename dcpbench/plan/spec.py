@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive, check_seconds, did_you_mean
+from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import HOPPER, Probe
@@ -306,26 +307,9 @@ def _parse_yaml(path: Path, text: str) -> object:
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--config {path}: give a file that ends in .toml, .yaml or .yml.")
     try:
-        import yaml
+        return load_yaml(text, str(path), "options")
     except ImportError as e:
         raise MissingPackageError("YAML files need PyYAML: pip install pyyaml, or write the file as TOML.") from e
-
-    class Loader(yaml.SafeLoader):
-        """Without aliases, with which a few lines stand for more than fits in memory."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
-            if self.check_event(yaml.AliasEvent):
-                found: Any = self.peek_event()  # type: ignore[no-untyped-call]
-                raise UsageError(
-                    f"{path}, line {found.start_mark.line + 1}: options are read without aliases, and "
-                    f"*{read.shown(found.anchor)} is one; write out what it stands for."
-                )
-            return super().compose_node(parent, index)
-
-    try:
-        return yaml.load(text, Loader)  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, ArithmeticError, ValueError, RecursionError) as e:
-        raise UsageError(f"{path} is not valid YAML: {_why(e)}.") from e
 
 
 def _why(error: Exception) -> str:

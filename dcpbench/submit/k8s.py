@@ -26,6 +26,7 @@ import msgspec
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch import child
 from dcpbench.launch.jobs import SECRET
+from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.show.terminal import say
 from dcpbench.show.text import LINES, one_line, printable
 from dcpbench.submit.asked import Asked, Submitted, keep, write_script
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "job.yaml"
+MAX_POD = 1 << 18  # characters of a file for --pod; Kubernetes takes a whole object of 1.5 MiB
 LABEL, INDEX = "app.kubernetes.io/instance", "batch.kubernetes.io/job-completion-index"
 CONTAINER, PORT = "dcpbench", 29500
 RUNS, FETCHED = "/runs", "/tmp/dcpbench-fetched"  # noqa: S108 -- in the pod
@@ -339,27 +341,27 @@ def merged(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_pod(path: Path) -> dict[str, Any]:
-    """What --pod adds to the pod's spec. Raises UsageError where it is no mapping in YAML."""
-    import yaml
-
+    """Return what --pod adds to the pod's spec. Raises UsageError unless it is a mapping in YAML without aliases."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_POD + 1)
+    except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--pod {path} cannot be read: {one_line(str(e))}") from e
+    if len(text) > MAX_POD:
+        raise UsageError(f"--pod {path} has more than {MAX_POD:,} characters; name a file with fields of a pod's spec.")
+    found = load_yaml(text, f"--pod {path}", "fields of a pod")
     if not isinstance(found, dict) or {"kind", "spec"} & found.keys():
         raise UsageError(
             f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."
         )
-    if wrong := _not_json(found, "", ()):
+    if wrong := _not_json(found, ""):
         raise UsageError(f"--pod {path}: {wrong}, which Kubernetes cannot take.")
     return found
 
 
-def _not_json(value: object, place: str, above: tuple[int, ...]) -> str:
+def _not_json(value: object, place: str) -> str:
     """Return what in a YAML document has no form in JSON, such as a date; empty if all of it has one."""
     where = place or "the file"
-    if id(value) in above:
-        return f"{where} holds itself"
     if isinstance(value, dict):
         if odd := next((key for key in value if not isinstance(key, str)), None):
             return f"{where} has the key {odd!r}; write it in quotes"
@@ -373,7 +375,7 @@ def _not_json(value: object, place: str, above: tuple[int, ...]) -> str:
     else:
         kind = type(value).__name__
         return f"{where} is read as {kind}; {'leave it out' if isinstance(value, bytes) else 'write it in quotes'}"
-    found = (_not_json(item, name, (*above, id(value))) for name, item in items)
+    found = (_not_json(item, name) for name, item in items)
     return next(filter(None, found), "")
 
 

@@ -298,6 +298,25 @@ class TestManifest:
         assert container["env"][0]["name"] == "JOB"
         assert container["env"][-1] == {"name": "NCCL_DEBUG", "value": "INFO"}
 
+    def test_aliases_in_a_part_of_a_pod_are_refused_before_they_are_followed(self, tmp_path: Path) -> None:
+        """Nine anchors, each of nine aliases of the one before, stand for 9⁹ items; a list can also hold itself."""
+        names = "abcdefghi"
+        lines = [
+            f"{one}: &{one} [{', '.join([f'*{names[i - 1]}'] * 9 if i else ['x'] * 9)}]" for i, one in enumerate(names)
+        ]
+        for text, line in (("\n".join(lines), 2), ("x: &x [*x]", 1)):
+            (tmp_path / "pod.yaml").write_text(text)
+            with pytest.raises(
+                UsageError, match=rf"--pod .*pod\.yaml, line {line}: fields of a pod are read without aliases"
+            ):
+                k8s.read_pod(tmp_path / "pod.yaml")
+
+    @pytest.mark.parametrize("text", ["x" * (1 << 18), "[" * 20_000], ids=["long", "deep"])
+    def test_a_part_of_a_pod_that_is_too_long_or_deep_is_refused(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "pod.yaml").write_text(f"a: {text}")
+        with pytest.raises(UsageError, match=r"--pod .*(more than 262,144 characters|nested too deep)"):
+            k8s.read_pod(tmp_path / "pod.yaml")
+
     @pytest.mark.parametrize("text", ["- a", "kind: Pod", "spec: {}", "a: [", ""])
     def test_a_file_that_is_no_part_of_a_pod_is_refused(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "pod.yaml").write_text(text)

@@ -88,9 +88,9 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     allowed = {s.fingerprint: s.allowed for s in report.sites if s.allowed}
     verdict = Verdict(findings=findings, allowed=allowed, stale=stale, reasons=list(dict.fromkeys(reasons)))
     if findings:
-        verdict.status, verdict.exit_code = "findings", ExitCode.WRONG
+        verdict.status, verdict.exit_code = "findings", ExitCode.WRONG.value
     elif reasons:
-        verdict.status, verdict.exit_code = "cannot answer", ExitCode.NO_ANSWER
+        verdict.status, verdict.exit_code = "cannot answer", ExitCode.NO_ANSWER.value
     return verdict
 
 
