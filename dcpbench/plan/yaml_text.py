@@ -1,4 +1,4 @@
-"""Read YAML that a user wrote, without aliases: with them a few lines can stand for more than fits in memory. No torch."""
+"""Read YAML that a user wrote, with bounded aliases: a few lines of them can stand for more than fits in memory. No torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,43 @@ from dcpbench.plan.options import shown
 from dcpbench.show.text import one_line
 
 
-def load_yaml(text: str, name: str, what: str) -> object:
-    """Return what `text` holds. Raises UsageError, which names the file `name` and the contents `what`, for an alias or
-    for text that is no YAML; ImportError without PyYAML.
+def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object:
+    """Return what `text` holds, with aliases only if all of it then has at most `max_values` values; 0: none.
+
+    Raises UsageError, which names the file `name` and the contents `what`, for other aliases and for text that is no
+    YAML; ImportError without PyYAML.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses aliases."""
+        """Counts values with aliases written out, before any is constructed."""
+
+        def __init__(self, stream: str) -> None:
+            super().__init__(stream)
+            self._values = 0
+            self._sizes: dict[int, int] = {}
+            """Values of each whole node by its id."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
-            if self.check_event(yaml.AliasEvent):
-                found: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            alias: Any = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
+            if alias is not None and not max_values:
                 raise UsageError(
-                    f"{name}, line {found.start_mark.line + 1}: {what} are read without aliases, and "
-                    f"*{shown(found.anchor)} is one; write out what it stands for."
+                    f"{name}, line {alias.start_mark.line + 1}: {what} are read without aliases, and "
+                    f"*{shown(alias.anchor)} is one; write out what it stands for."
                 )
-            return super().compose_node(parent, index)
+            before = self._values
+            node = super().compose_node(parent, index)
+            if alias is None:
+                self._values += 1
+                self._sizes[id(node)] = self._values - before
+                return node
+            where = f"{name}, line {alias.start_mark.line + 1}: *{shown(alias.anchor)}"
+            if id(node) not in self._sizes:
+                raise UsageError(f"{where} holds itself; write out what it stands for.")
+            self._values += self._sizes[id(node)]
+            if self._values > max_values:
+                raise UsageError(f"{where} makes more than {max_values:,} values; write out what is needed.")
+            return node
 
     try:
         return yaml.load(text, Loader)  # noqa: S506 - a safe loader

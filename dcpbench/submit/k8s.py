@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "job.yaml"
+MAX_VALUES = 10_000  # of a file for --pod with its aliases written out
 MAX_POD = 1 << 18  # characters of a file for --pod; Kubernetes takes a whole object of 1.5 MiB
 LABEL, INDEX = "app.kubernetes.io/instance", "batch.kubernetes.io/job-completion-index"
 CONTAINER, PORT = "dcpbench", 29500
@@ -341,7 +342,7 @@ def merged(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_pod(path: Path) -> dict[str, Any]:
-    """Return what --pod adds to the pod's spec. Raises UsageError unless it is a mapping in YAML without aliases."""
+    """Return what --pod adds to the pod's spec. Raises UsageError unless it is a mapping in YAML of moderate size."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_POD + 1)
@@ -349,7 +350,7 @@ def read_pod(path: Path) -> dict[str, Any]:
         raise UsageError(f"--pod {path} cannot be read: {one_line(str(e))}") from e
     if len(text) > MAX_POD:
         raise UsageError(f"--pod {path} has more than {MAX_POD:,} characters; name a file with fields of a pod's spec.")
-    found = load_yaml(text, f"--pod {path}", "fields of a pod")
+    found = load_yaml(text, f"--pod {path}", "fields of a pod", max_values=MAX_VALUES)
     if not isinstance(found, dict) or {"kind", "spec"} & found.keys():
         raise UsageError(
             f"--pod {path}: write fields of a pod's spec alone, such as `nodeSelector: {{gpu: h200}}`, in YAML."

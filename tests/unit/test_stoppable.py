@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +10,9 @@ from dcpbench.commands import runs
 from dcpbench.launch import launcher
 from dcpbench.points.settings import Settings
 from tests.unit import record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -298,18 +298,23 @@ class TestManifest:
         assert container["env"][0]["name"] == "JOB"
         assert container["env"][-1] == {"name": "NCCL_DEBUG", "value": "INFO"}
 
-    def test_aliases_in_a_part_of_a_pod_are_refused_before_they_are_followed(self, tmp_path: Path) -> None:
-        """Nine anchors, each of nine aliases of the one before, stand for 9⁹ items; a list can also hold itself."""
+    def test_aliases_in_a_part_of_a_pod_are_counted_before_they_are_followed(self, tmp_path: Path) -> None:
+        """Nine anchors, each of nine aliases of the one before, stand for 9⁹ items; the fifth passes 10,000. A list can hold itself."""
         names = "abcdefghi"
-        lines = [
-            f"{one}: &{one} [{', '.join([f'*{names[i - 1]}'] * 9 if i else ['x'] * 9)}]" for i, one in enumerate(names)
-        ]
-        for text, line in (("\n".join(lines), 2), ("x: &x [*x]", 1)):
+        lists = [", ".join(["x" if one == "a" else f"*{chr(ord(one) - 1)}"] * 9) for one in names]
+        laughs = "\n".join(f"{one}: &{one} [{items}]" for one, items in zip(names, lists, strict=True))
+        for text, said in ((laughs, r"5: \*d makes more than 10,000 values"), ("x: &x [*x]", r"1: \*x holds itself")):
             (tmp_path / "pod.yaml").write_text(text)
-            with pytest.raises(
-                UsageError, match=rf"--pod .*pod\.yaml, line {line}: fields of a pod are read without aliases"
-            ):
+            with pytest.raises(UsageError, match=rf"--pod .*pod\.yaml, line {said}"):
                 k8s.read_pod(tmp_path / "pod.yaml")
+
+    def test_an_alias_that_is_merged_many_times_is_refused_before_it_is_constructed(self, tmp_path: Path) -> None:
+        """A merge key copies the pairs of a mapping, or of all mappings of a list."""
+        lines = ["a: &a {" + ", ".join(f"k{n}: 1" for n in range(50)) + "}"]
+        lines += [f"{y}: &{y}\n  <<: [{', '.join([f'*{x}'] * 9)}]" for x, y in zip("abcdefg", "bcdefgh", strict=True)]
+        (tmp_path / "pod.yaml").write_text("\n".join(lines))
+        with pytest.raises(UsageError, match="makes more than 10,000 values"):
+            k8s.read_pod(tmp_path / "pod.yaml")
 
     @pytest.mark.parametrize("text", ["x" * (1 << 18), "[" * 20_000], ids=["long", "deep"])
     def test_a_part_of_a_pod_that_is_too_long_or_deep_is_refused(self, tmp_path: Path, text: str) -> None:
