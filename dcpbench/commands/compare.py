@@ -105,12 +105,14 @@ def compare(
     """
     from dcpbench.commands.runs import say_left_out
     from dcpbench.compare import outputs
-    from dcpbench.compare.sides import read_side
+    from dcpbench.compare.sides import check_sizes, read_side
 
     options = judged.options(paired=matched.paired, across=matched.across)
     out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check(options, out)
-    first, second = read_side([a, *(matched.with_a or [])]), read_side([b, *(matched.with_b or [])])
+    sides = [a, *(matched.with_a or [])], [b, *(matched.with_b or [])]
+    check_sizes(*sides, options.across)
+    first, second = map(read_side, sides)
     say_left_out([*first, *second])
     return outputs.conclude(first, second, options, out)
 

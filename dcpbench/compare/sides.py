@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
-from dcpbench.records.folder import RECORDS_FILE, find_runs
+from dcpbench.records.file import read_points
+from dcpbench.records.folder import RECORDS_FILE, find_runs, record_file
 from dcpbench.records.record import forecast
 from dcpbench.records.runs import measurement, read_run
 from dcpbench.show.text import natural
@@ -90,13 +92,48 @@ def read_side(paths: Sequence[Path]) -> list[Run]:
     return launches
 
 
+def check_sizes(a: Sequence[Path], b: Sequence[Path], across: Sequence[str] = ()) -> None:
+    """Raise UsageError for what `match` refuses, if it can be known without reading whole records."""
+    _check_fields(across)
+    sides = [[record_file(run) for path in side for run in find_runs(path)] for side in (a, b)]
+    if all(sum(map(_count_lines, side)) > MOST_POINTS for side in sides):
+        first, second = (set().union(*(_find_measured(path, across) for path in side)) for side in sides)
+        _check_count(len(first & second))
+
+
+def _find_measured(path: Path, across: Sequence[str]) -> set[str]:
+    """Return what each point of a file is whose last record has figures."""
+    last = {(point.repeat, _key(point, across)): outcome for point, outcome in read_points(path)}
+    return {key for (_, key), outcome in last.items() if outcome == "ok"}
+
+
+def _check_fields(across: Sequence[str]) -> None:
+    if unknown := [name for name in across if name not in FIELDS]:
+        raise UsageError(f"--across {unknown[0]}: no point has that; give some of {', '.join(FIELDS)}.")
+
+
+def _check_count(points: int) -> None:
+    if points > MOST_POINTS:
+        raise UsageError(
+            f"{points:,} points are in both, more than the {MOST_POINTS:,} that are compared at once; "
+            "compare folders that hold fewer."
+        )
+
+
+def _count_lines(path: Path) -> int:
+    """Return the number of lines of a file; 0 for anything that is no regular file, about which reading it says more."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(piece.count(b"\n") for piece in iter(functools.partial(file.read, 1 << 20), b""))
+
+
 def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
     """Points of A with the same points of B; without the fields in `across` they may be several of one name.
 
     Raises UsageError for fields that no point has, where a point could be compared with several, and for too many.
     """
-    if unknown := [name for name in across if name not in FIELDS]:
-        raise UsageError(f"--across {unknown[0]}: no point has that; give some of {', '.join(FIELDS)}.")
+    _check_fields(across)
     sides = [_by_point(launches, across) for launches in (a, b)]
     if across:
         _check_one_each(sides, across)
@@ -115,11 +152,7 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
             found.pairs.append(Pair(*ran))
         elif any(ran):
             (found.broken_b if ran[0] else found.broken_a).append((right if ran[0] else left)[0][1][0])
-    if len(found.pairs) > MOST_POINTS:
-        raise UsageError(
-            f"{len(found.pairs):,} points are in both, more than the {MOST_POINTS:,} that are compared at once; "
-            "compare folders that hold fewer."
-        )
+    _check_count(len(found.pairs))
     return found
 
 

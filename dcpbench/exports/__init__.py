@@ -83,9 +83,12 @@ def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool
     from dcpbench.exports import measured
     from dcpbench.reports import frames
 
+    module = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}")
+    if folders and (name := getattr(module, "FILE", "")):  # before records are read, which can take minutes
+        _check_free(_places({name: b""}, output, folders[0], to), force=force)
     runs = frames.read_runs(folders)
     points = measured.of_runs(runs)
-    rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(points)
+    rendered = module.render(points)
     note = _left_out(rendered.left_out, len(points))
     if not rendered.files:
         why = note or "the runs hold no point."
@@ -119,15 +122,20 @@ def _places(files: Mapping[str, bytes], output: Path | None, run: Path, folder: 
     return {output / name: data for name, data in files.items()}
 
 
+def _check_free(files: Iterable[Path], *, force: bool) -> None:
+    """Raise OutputError if a file is there already, unless `force`."""
+    there = [path for path in files if path.exists()]
+    if there and not force:
+        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+        raise OutputError(f"{there[0]}{more} would be written over; add --force, or give another place with -o.")
+
+
 def _write(files: Mapping[Path, bytes], *, force: bool) -> list[Path]:
     """Write all of them, each at once and in place of an older one; returns their paths.
 
     Raises OutputError where one cannot be written, or is there already and `force` does not say what to do.
     """
-    there = [path for path in files if path.exists()]
-    if there and not force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise OutputError(f"{there[0]}{more} would be written over; add --force, or give another place with -o.")
+    _check_free(files, force=force)
     for path, data in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

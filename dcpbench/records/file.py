@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import fnmatch
@@ -14,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import older, redaction
+from dcpbench.points.point import Point
 from dcpbench.records import acceptance, checks, checksums, disks
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
 from dcpbench.records.lines import UNREADABLE
@@ -22,8 +24,6 @@ from dcpbench.records.record import SCHEMA_VERSION, Record
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
-
-    from dcpbench.points.point import Point
 
 
 class _Version(msgspec.Struct):
@@ -116,6 +116,21 @@ def read_records(folder: Path) -> list[Record]:
     version.
     """
     return [record for _, record in placed_records(folder)]
+
+
+class _Measured(msgspec.Struct, frozen=True):
+    point: Point
+    outcome: str
+
+
+def read_points(path: Path) -> Iterator[tuple[Point, str]]:
+    """Yield point and outcome of each record without the rest, which is much quicker; unreadable lines are left out."""
+    decoder = msgspec.json.Decoder(_Measured)
+    with path.open("rb", buffering=READ_BYTES) as lines:
+        for line in lines:
+            with contextlib.suppress(*UNREADABLE):
+                found = decoder.decode(line)
+                yield found.point, found.outcome
 
 
 def placed_records(

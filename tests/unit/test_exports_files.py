@@ -262,3 +262,24 @@ def test_a_request_that_starts_as_another_ends_is_not_beside_it(spans: list[tupl
         errors=[""] * count,
     )
     assert found.most_at_once() == most
+
+
+@pytest.mark.parametrize("to", ["csv", "bmf", "hud", "inferencex", "parquet", "prometheus", "sglang"])
+def test_a_file_that_is_there_is_refused_before_records_are_read(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named by -o, the file itself, and the place below the run that is the default."""
+    from dcpbench.reports import frames
+
+    run = record_builder.write(tmp_path / "run", [record_builder.ok(record_builder.point())])
+    name = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").FILE
+    monkeypatch.setattr(frames, "read_runs", lambda _: pytest.fail("records were read"))
+    for folder, output in (
+        (tmp_path / "out", tmp_path / "out"),
+        (tmp_path / "o", tmp_path / "o" / name),
+        (run / "exports", None),
+    ):
+        folder.mkdir()
+        (folder / name).touch()
+        with pytest.raises(OutputError, match="would be written over; add --force"):
+            export([run], to, output)
