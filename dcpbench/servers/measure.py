@@ -341,7 +341,7 @@ def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> 
     generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
     calls = []
     for request in requests:
-        prompt = generator.integers(0, manner.vocab, len(request.prompt), dtype=np.int32)
+        prompt = generator.integers(0, manner.vocab, request.prompt_tokens, dtype=np.int32)
         output = min(request.output_tokens, WARM_UP_OUTPUT)
         changed = dataclasses.replace(request, prompt=prompt, output_tokens=output)
         data = manner.request(client, changed)
@@ -481,7 +481,7 @@ def _sample(outcome: Outcome, sent: _Sent) -> Sample:
     sample.token_s = [t - start for t in formulas.token_times(answer.chunk_s, counts)]
     sample.tokens = answer.tokens if len(answer.tokens) == len(sample.token_s) else []
     sample.chunk_tokens = counts if max(counts) > 1 else []
-    length = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else len(request.prompt)
+    length = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else request.prompt_tokens
     finished = outcome.ended and outcome.error is None
     sample.request = ServeRequest(
         number=request.number,
@@ -558,7 +558,7 @@ def _not_as_asked(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -
     asked = [requests[s.request.number] for s in done]
     for came, wanted in (
         (sum(len(s.token_s) for s in done), sum(r.output_tokens for r in asked)),
-        (sum(len(s.request.prompt) for s in done), sum(len(r.prompt) for r in asked)),
+        (sum(s.request.prompt_tokens for s in done), sum(r.prompt_tokens for r in asked)),
     ):
         if abs(came - wanted) > NEAR * wanted:
             return True

@@ -36,7 +36,7 @@ class Session:
     def next_call(self, answer: Streamed) -> Call:
         """Return the next turn, after this answer to the turn before it."""
         request, *later = self.left
-        new = request.prompt[len(self.before.prompt) + self.before.output_tokens :]
+        new = request.prompt[self.before.prompt_tokens + self.before.output_tokens :]
         prompt = self.manner.prolonged(self.prompt, answer, self.before.answer, new)
         session = dataclasses.replace(self, before=request, prompt=prompt, left=tuple(later)) if later else None
         return _call(self.target, self.manner, request, prompt, session)
@@ -62,7 +62,7 @@ def _call(target: Target, manner: Manner, request: ServeRequest, prompt: Prompt,
         request.output_tokens,
         request.arrival_s,
         session,
-        prompt_tokens=max(len(prompt) if manner.text is None else 0, len(request.prompt)),
+        prompt_tokens=max(len(prompt) if manner.text is None else 0, request.prompt_tokens),
     )
 
 

@@ -11,17 +11,19 @@ import functools
 import itertools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import CLOSED, TRACE
+from dcpbench.points.names import CLOSED, REPLAY, TRACE
 from dcpbench.serving.load_words import LOGNORMAL, UNIFORM, parse_lengths
 from dcpbench.serving.request_files import BLOCK, read_requests
-from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.requests import LazyPrompt, ServeRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
     from dcpbench.serving.request_files import Row
@@ -38,7 +40,7 @@ _MASK = (1 << 64) - 1
 
 
 def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[ServeRequest]:
-    """The requests of a load by arrival, prompts of int32 ids below `vocab`.
+    """Return the requests of a load by arrival, prompts of int32 ids below `vocab`; those of a replay are made when read.
 
     `trace` is the file that load.trace names. Raises UsageError where it cannot be read or is no longer what it was.
     """
@@ -51,13 +53,20 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
         rows = found.rows[: load.requests]
         answers = [row.output_tokens for row in rows]
         times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
-        prompts = [_row_prompt(load, vocab, i, row) for i, row in enumerate(rows)]
+        prompts = [
+            _row_prompt(load, vocab, i, row)
+            if row.prompt is not None
+            else _later(load, row.input_tokens, _row_prompt, load, vocab, i, row)
+            for i, row in enumerate(rows)
+        ]
     else:
         inputs, outputs = draw_lengths(load)
         if load.sessions:
             return _turns(load, vocab, inputs, outputs)
         answers, times = outputs.tolist(), arrival_times(load)
-        prompts = [_prompt(load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs)]
+        prompts = [
+            _later(load, int(n), _prompt, load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs)
+        ]
     return [
         ServeRequest(number=i, prompt=prompt, output_tokens=count, arrival_s=at)
         for i, (prompt, count, at) in enumerate(zip(prompts, answers, times, strict=True))
@@ -182,6 +191,11 @@ def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
         drawn: np.ndarray = lengths.low * np.exp(lengths.sigma * generator.standard_normal(count))
         return drawn.round().clip(min=1).astype(np.int64)
     return np.full(count, lengths.low, dtype=np.int64)
+
+
+def _later(load: Load, tokens: int, make: Callable[..., np.ndarray], *given: Any) -> np.ndarray | LazyPrompt:  # noqa: ANN401
+    """Return a prompt that a replay makes when it reads it, as it may have millions; a live run would lose time by that."""
+    return LazyPrompt(tokens, functools.partial(make, *given)) if load.mode == REPLAY else make(*given)
 
 
 def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:

@@ -106,7 +106,7 @@ def rows(samples: Iterable[Sample]) -> list[Row]:
                 submitted_s=s.submitted_s,
                 first_token_s=s.token_s[0] if s.token_s else None,
                 end_s=s.token_s[-1] if s.finished and not s.rejected else None,
-                input_tokens=len(s.request.prompt),
+                input_tokens=s.request.prompt_tokens,
                 output_tokens=len(s.token_s),
                 cached_tokens=s.cached,
                 preemptions=s.sequence.preemptions if s.sequence else None,
@@ -162,7 +162,7 @@ def serve_metrics(
     if concurrency is not None:
         waiting = [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
         window = formulas.steady_window(times, concurrency, waiting)
-    input_tokens, output_tokens = (sum(len(s.request.prompt) for s in served), sum(len(s.token_s) for s in served))
+    input_tokens, output_tokens = (sum(s.request.prompt_tokens for s in served), sum(len(s.token_s) for s in served))
     done = [t for t in times if t.finished]
     itl_ms = formulas.latencies(np.concatenate([np.empty(0), *map(formulas.itl_ms, done)]))
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
@@ -216,7 +216,7 @@ def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
             TurnMetrics(
                 turn=turn + 1,
                 requests=len(samples),
-                input_tokens=sum(len(s.request.prompt) for s in samples),
+                input_tokens=sum(s.request.prompt_tokens for s in samples),
                 cached_tokens=None if None in cached else sum(c for c in cached if c is not None),
                 ttft_ms=formulas.latencies([formulas.ttft_ms(times) for times in done]),
             )

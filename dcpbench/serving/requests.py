@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Callable
 
     from dcpbench.serving.allocator import Allocation
     from dcpbench.serving.radix import Node
+
+
+CACHED_PROMPTS = 256  # prompts that were read last, as a request that waits is looked at in each step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LazyPrompt:
+    """A prompt that is made when it is read, so that a million of them take no memory."""
+
+    tokens: int
+    make: Callable[[], np.ndarray]
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+@functools.lru_cache(maxsize=CACHED_PROMPTS)
+def _read(prompt: LazyPrompt) -> np.ndarray:
+    return prompt.make()
+
+
+class _Prompt:
+    """The field `ServeRequest.prompt`: takes an array or a LazyPrompt, and gives an array."""
+
+    def __get__(self, request: ServeRequest | None, owner: type) -> np.ndarray:
+        if request is None:
+            raise AttributeError("a request has no prompt by default")  # how a dataclass learns that
+        return request.source if isinstance(request.source, np.ndarray) else _read(request.source)
+
+    def __set__(self, request: ServeRequest, prompt: np.ndarray | LazyPrompt) -> None:
+        object.__setattr__(request, "source", prompt)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,8 +52,8 @@ class ServeRequest:
 
     number: int
     """Its place in the load, from 0."""
-    prompt: np.ndarray
-    """int32 token ids."""
+    prompt: _Prompt = _Prompt()
+    """int32 token ids; given as an array or as a LazyPrompt."""
     output_tokens: int
     """Tokens that are sampled for it; the end-of-sequence token does not end it."""
     arrival_s: float | None = None
@@ -35,6 +69,14 @@ class ServeRequest:
     said: np.ndarray | None = None
     """`prompt` with the answers that were really sampled, on ranks that sampled them."""
 
+    source: ClassVar[np.ndarray | LazyPrompt]
+    """What `prompt` was given as."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, which is not made for it."""
+        return len(self.source)
+
     @property
     def ids(self) -> np.ndarray:
         """Token ids that a model reads; `prompt` is what prefixes are found by, and the same on every rank."""
@@ -43,7 +85,7 @@ class ServeRequest:
     @property
     def kv_tokens(self) -> int:
         """KV rows it needs at most: the last sampled token is never read."""
-        return len(self.prompt) + self.output_tokens - 1
+        return self.prompt_tokens + self.output_tokens - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +133,7 @@ class Sequence:
     @property
     def target(self) -> int:
         """Tokens that prefill has to store before the next token can be sampled: all that are known."""
-        return len(self.request.prompt) + self.generated
+        return self.request.prompt_tokens + self.generated
 
     @property
     def finished(self) -> bool:

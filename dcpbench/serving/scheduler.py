@@ -143,7 +143,7 @@ class Scheduler:
 
     def submit(self, request: ServeRequest) -> str:
         """Queue a request; or say why it can never be served. Raises ValueError for one without tokens."""
-        if len(request.prompt) < 1 or request.output_tokens < 1:
+        if request.prompt_tokens < 1 or request.output_tokens < 1:
             raise ValueError(f"request {request.number} has no prompt or no output")
         if reason := self._why_not(request):
             return reason
@@ -178,7 +178,7 @@ class Scheduler:
 
     def _why_not(self, request: ServeRequest) -> str:
         config, one = self.config, self.replicas[0].allocator
-        size = f"{len(request.prompt):,} prompt and {request.output_tokens:,} output tokens"
+        size = f"{request.prompt_tokens:,} prompt and {request.output_tokens:,} output tokens"
         most = (one.pages - 1) * one.virtual_page
         if request.kv_tokens > most:
             return (
@@ -291,7 +291,7 @@ class Scheduler:
         """What the prefix cache has of its prompt, so that at least one token is left to compute."""
         if not self.config.prefix_cache:
             return NO_PAGES, replica.cache.root
-        most = min(len(sequence.request.prompt), sequence.target - 1)
+        most = min(sequence.request.prompt_tokens, sequence.target - 1)
         return replica.cache.match(sequence.request.prompt[:most])
 
     def _admit(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:

@@ -176,7 +176,7 @@ class Traffic:
         before = self.sample_of[request.number - 1]
         if len(before.tokens) != before.request.output_tokens:
             return request
-        own = request.prompt[len(before.request.prompt) + before.request.output_tokens :]
+        own = request.prompt[before.request.prompt_tokens + before.request.output_tokens :]
         said = np.concatenate((before.request.ids, np.array(before.tokens, dtype=np.int32), own))
         return dataclasses.replace(request, said=said)
 

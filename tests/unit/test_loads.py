@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE
 from dcpbench.points.point import Load
-from dcpbench.serving import loads
+from dcpbench.serving import loads, requests
 from dcpbench.serving.load_words import Lengths, load_name, parse_lengths, parse_limit, parse_slo
 from dcpbench.serving.loads import OWN, arrival_times, draw_lengths, extent, make_requests, token_ids
 from dcpbench.serving.request_files import BLOCK, Row, read_requests
@@ -344,3 +344,25 @@ def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
     assert begins(0) == begins(3) == begins(1, 0)
     assert begins(1) == begins(4) == begins(0, 1)
     assert begins(2) not in (begins(0), begins(1))
+
+
+class TestPromptsOfReplays:
+    """A replay may have millions of requests, whose prompts do not fit in memory together."""
+
+    def test_no_prompt_is_made_before_it_is_read_and_few_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """1,000 requests of 10 tokens: lengths are known without a prompt; reading all keeps no more than 256."""
+        made: list[int] = []
+        plain = loads.token_ids
+        monkeypatch.setattr(loads, "token_ids", lambda *given: made.append(1) or plain(*given))
+        found = make_requests(load(requests=1000, mode=REPLAY), VOCAB)
+        assert (sum(r.prompt_tokens for r in found), sum(r.kv_tokens for r in found)) == (10_000, 12_000)
+        assert made == []
+        assert all(len(r.prompt) == 10 for r in found)
+        assert len(made) == 1000
+        assert requests._read.cache_info().currsize == requests.CACHED_PROMPTS == 256
+
+    @pytest.mark.parametrize("more", [{}, {"prefix_share": 0.5, "prefix_groups": 2}, {"input_tokens": "uniform:1-9"}])
+    def test_they_are_those_of_a_live_run(self, more: dict[str, object]) -> None:
+        live, replayed = (make_requests(load(mode=mode, **more), VOCAB) for mode in (LIVE, REPLAY))
+        assert [r.prompt.tolist() for r in live] == [r.prompt.tolist() for r in replayed]
+        assert all(isinstance(r.source, np.ndarray) for r in live), "making one would take time from a step"
