@@ -242,6 +242,7 @@ class TestMake:
 
 
 FILLED = {
+    "dashboard.site": "_Publisher",
     "bench.operators.attention": "Pools",
     "bench.operators.padded_slots": "Scene",
     "bench.record": "BenchRecord",
