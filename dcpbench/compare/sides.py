@@ -102,7 +102,7 @@ def check_sizes(a: Sequence[Path], b: Sequence[Path], across: Sequence[str] = ()
 
 
 def _find_measured(path: Path, across: Sequence[str]) -> set[str]:
-    """Return what each point of a file is whose last record has figures."""
+    """Return the key of each point of a file that has figures in its last record."""
     last = {(point.repeat, _key(point, across)): outcome for point, outcome in read_points(path)}
     return {key for (_, key), outcome in last.items() if outcome == "ok"}
 

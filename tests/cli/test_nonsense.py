@@ -54,12 +54,18 @@ def typed(*words: str) -> int:
         ("serve --requests empty", "--requests empty is not a file, and every rank reads it again; name a file"),
         ("import list.json --from vllm", "holds an empty list, and no result. Run the benchmark again"),
         ("recommend --machine H200 -o file", "file is no folder; name another one with -o."),
-        ("dashboard build empty -o site", "empty holds no run that can be read, so no site is written into site; name the folder"),
+        (
+            "dashboard build empty -o site",
+            "empty holds no run that can be read, so no site is written into site; name the folder",
+        ),
         ("dashboard build foreign -o site", "foreign holds no run that can be read, so no site is written into site"),
         ("bench collectives --ranks 7", "--width 64 cannot be divided among 7 ranks; try --width 70."),
         ("bench attention --context 9999999999", "'9999999999' is above 999,999,999; write for example"),
         ("sweep --dry-run --kv-memory 999TiB", "write for example --kv-memory 100GiB"),
-        ("dashboard build empty -o site --json", "empty holds no run that can be read, so no site is written into site"),
+        (
+            "dashboard build empty -o site --json",
+            "empty holds no run that can be read, so no site is written into site",
+        ),
     ],
 )
 def test_it_is_refused_with_what_to_type_instead(

@@ -484,7 +484,7 @@ class TestSizes:
     def test_too_many_shared_points_are_refused_from_their_names(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Three points on each side, two of them shared, at a limit of 1; at a limit of 2 nothing is said."""
+        """Two of three points on each side are shared, which is too many at a limit of 1 and not at a limit of 2."""
         for side, loads in (("a", (1, 2, 3)), ("b", (2, 3, 4))):
             found = [build.ok(build.point(concurrency=load)) for load in loads]
             build.write(tmp_path / side, found)

@@ -133,9 +133,9 @@ class TestSources:
     def test_exit_codes_are_declared_once(self) -> None:
         """The help and docs/runs.md say what the declaration says, and each code has a meaning."""
         assert list(errors.EXIT_CODES) == list(errors.ExitCode)
-        told = cli.app.info.help
-        assert isinstance(told, str)
-        assert f"3 {errors.EXIT_CODES[errors.ExitCode.NO_ANSWER]} · 4 " in told
+        text = cli.app.info.help
+        assert isinstance(text, str)
+        assert f"3 {errors.EXIT_CODES[errors.ExitCode.NO_ANSWER]} · 4 " in text
         table = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "runs.md").read_text(), re.MULTILINE)
         assert {int(code): meaning.replace("\\|", "|") for code, meaning in table} == {
             int(c): text for c, text in errors.EXIT_CODES.items()

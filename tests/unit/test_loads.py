@@ -347,7 +347,7 @@ def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
 
 
 class TestPromptsOfReplays:
-    """A replay may have millions of requests, whose prompts do not fit in memory together."""
+    """The prompts of a replay, which may have millions of requests, do not fit in memory together."""
 
     def test_no_prompt_is_made_before_it_is_read_and_few_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """1,000 requests of 10 tokens: lengths are known without a prompt; reading all keeps no more than 256."""
