@@ -17,7 +17,7 @@ from dcpbench.engine.checkpoint import SCALE
 from dcpbench.errors import MissingPackageError, how_to_install
 from dcpbench.points.shapes import INDEX_FILE
 from dcpbench.workloads.rounding import dequantise_blocks, round_weight
-from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, ROUNDED_INPUTS, TeacherForcing, attend
+from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, attend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ def _names(file: Path) -> list[str]:
 
 def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
     """Return fp8 weights, and with `fp8` those that the engine rounds to fp8, as fp32 numbers; others as they are."""
-    quantised = tuple(f".{name}.weight" for name in ROUNDED_INPUTS)
+    quantised = tuple(f".{name}.weight" for name in QUANTISED)
     found = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALE):

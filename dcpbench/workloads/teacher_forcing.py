@@ -249,7 +249,9 @@ class TeacherForcing:
 
 
 ROUNDED_INPUTS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers that DeepSeek publishes in fp8, whose inputs are rounded, too. The engine keeps kv_b_proj in its dtype."""
+"""Linear layers with e4m3 weights whose inputs are rounded to e4m3."""
+QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
+"""Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""
 
 
 def relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
