@@ -27,12 +27,13 @@ def engine_point(
     precision: Mapping[str, str],
     settings: Mapping[str, str] | None = None,
     repeat: int = 0,
+    disaggregate: str = "",
+    prefill_gpus: int = 0,
 ) -> Point:
-    """A served point of the engine `backend`; `layout` has 0 for each degree where nobody knows it.
+    """Return a served point of the engine `backend`. `layout` has 0 for each degree that is unknown; pp and pcp may be absent.
 
-    `precision`: of what is computed with, of weights and of the KV cache, by the name of their fields, as far as
-    somebody says; without the last two they are as it is computed.
-    `settings`: what was varied of the server and no other field says.
+    `precision`: precisions by the names of a point's fields. Without those of weights and KV cache, both have the dtype.
+    `settings`: parameters of the server that have no field of their own.
     """
     return Point(
         model=redact(model),
@@ -55,6 +56,10 @@ def engine_point(
         load=load,
         settings=setting_text(settings or {}),
         repeat=repeat,
+        disaggregate=disaggregate,
+        pp=layout.get("pp", 1),
+        pcp=layout.get("pcp", 1),
+        prefill_gpus=prefill_gpus,
     )
 
 

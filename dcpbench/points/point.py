@@ -11,7 +11,7 @@ from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
-from dcpbench.points.instances import Instances, parse
+from dcpbench.points.instances import Instances, count_gpus, parse
 from dcpbench.points.layout import GroupWide, Layout, experts_placed
 from dcpbench.points.older import GONE
 
@@ -167,11 +167,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def gpus(self) -> int:
         """Number of GPUs of all instances; 0 if the layout is unknown."""
-        each = self.tp * self.pp * self.pcp
-        if not self.disaggregate:
-            return each
-        found = self.instances
-        return each * found.serving + (self.prefill_gpus or each) * found.prefill
+        return count_gpus(self.tp * self.pp * self.pcp, self.disaggregate, self.prefill_gpus)
 
     @property
     def world(self) -> int:

@@ -110,7 +110,7 @@ MARKS = {
     "cut_off": "the run ended before all of its requests did.",
     "rejections": "some requests can never fit and were rejected; all figures are of the others.",
     "summary_only": "another tool's own means and percentiles, without our floors: no times of requests are known.",
-    "chunk_gaps": "tokens came several at a time: ITL is that of stream chunks, and there is no tok/s/user.",
+    "chunk_gaps": "stream chunks hold several tokens: ITL is the gap between chunks, and tok/s/user is 1000 / median TPOT.",
     "nominal_lengths": "requests were on average more than 5 % shorter or longer than the lengths asked for, by which they are "
     "shown: answers ended early, or lengths were drawn.",
     "requests_failed": "some requests failed; all figures are of the others.",

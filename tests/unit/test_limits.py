@@ -13,7 +13,7 @@ from dcpbench.compare.judging import Options
 from dcpbench.compare.outputs import Out, check
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.hangs import beats
-from dcpbench.imports import Told, _check_told, result
+from dcpbench.imports import Overrides, check_overrides, result
 from dcpbench.plan import options
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import planned
@@ -97,7 +97,7 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "--model": (lambda n: options.name_of("model", "m" * n), [1, 1_000], [0, 1_001]),
     "--input-tokens": (lambda n: load_words._tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),
     "sigma": (lambda x: load_words._sigma("--input-tokens", "", str(x)), [0.001, 3], [0, 3.001, "x"]),
-    "--input-len": (lambda n: _check_told(Told(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),
+    "--input-len": (lambda n: check_overrides(Overrides(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),
     "prompt": (lambda n: row(prompt=[n]), [0, 2**31 - 1], [-1, 2**31, True]),
     "input_tokens": (lambda n: row(input_tokens=n), [1, 10**9], [0, 10**9 + 1, 1.5, True]),
     "arrival_s": (lambda x: row(arrival_s=x), [-1e15, 0, 1e15], [-1.1e15, 1.1e15, True, "1", math.nan]),
