@@ -59,11 +59,11 @@ MAX_FOLDERS = 2  # folders of a file's path that are read for what its name does
 _START, _END = r"(?:^|[^A-Za-z0-9])", r"(?=$|[^A-Za-z0-9])"
 _DEGREE = {name: re.compile(rf"{_START}{name}[=_-]?(\d{{1,4}}){_END}", re.IGNORECASE) for name in (*DEGREES, "ep")}
 _ALL_EXPERTS = re.compile(rf"{_START}(dep|tep)(\d{{1,4}}){_END}", re.IGNORECASE)
-"""`dep8`, `tep8`: all experts over 8 GPUs, with attention data parallel or tensor parallel (InferenceX, RECIPES.md)."""
+"""`dep8`, `tep8`: experts over 8 GPUs, attention data parallel or tensor parallel (InferenceX, srt-slurm-recipes/RECIPES.md)."""
 _ATTENTION_DP = re.compile(rf"{_START}dpa[=_-]?(true|false){_END}", re.IGNORECASE)
-"""`dpatrue`: attention data parallel over the tp GPUs, as InferenceX names its result files."""
-_INSTANCES = re.compile(rf"{_START}\d{{1,3}}p\d{{1,3}}d{_END}", re.IGNORECASE)
-"""`1p2d`: prefill and decode instances, each on GPUs of its own."""
+"""`dpatrue`: attention data parallel over the tp GPUs (InferenceX, RESULT_FILENAME_BASE in benchmark-tmpl.yml)."""
+_INSTANCES = re.compile(rf"{_START}(?:\d{{1,3}}p\d{{1,3}}d|disagg(?:regated)?(?![=_-]?false)){_END}", re.IGNORECASE)
+"""`1p2d`, `disagg-true`: prefill and decode instances, each on GPUs of its own."""
 _ASKED = [
     re.compile(rf"{_START}(?:{words})[=_-]?(\d{{1,7}})(k?){_END}", re.IGNORECASE)
     for words in ("isl|input[_-]?len", "osl|output[_-]?len")

@@ -1,7 +1,9 @@
 """Which server a result was measured on: settings that distinguish servers, and results that repeat each other.
 
 A file rarely identifies its server. Labels, metadata and the names of files and folders often do, but they may also name
-the load, or number repeats. A hint distinguishes servers if one load has several of its values, or several loads share one.
+the load, or number repeats. Therefore most hints distinguish servers only if one load has several of their values, or
+several loads share one. A degree always does. The name of a file does only for results of one load, because it may hold
+anything, such as the machine that happened to run the load.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.imports.field_names import shorten_label
+from dcpbench.imports.field_names import LAYOUT, parse_name, shorten_label
 from dcpbench.points.names import UNKNOWN
 
 if TYPE_CHECKING:
@@ -60,16 +62,17 @@ def identify_load(result: Result) -> tuple[object, ...]:
 def name_hints(files: Sequence[str], results: Sequence[Result]) -> list[Result]:
     """Return the results with hints from the names of their files and folders.
 
-    A sweep names its parameters itself, so that its results get none. Parts that all files have in common are left out of
-    the name of a file.
+    A sweep names its parameters itself, so that its results get none. Degrees are hints if the layout is unknown. Parts
+    that all files have in common are left out of the name of a file.
     """
     folders = [Path(file).parent for file in files]
     several = len(set(folders)) > 1
     words = [_split(_SERIAL.sub(" ", strip_load(Path(file).stem, r))) for file, r in zip(files, results, strict=True)]
     common = set.intersection(*map(set, words)) if words else set()
     found = []
-    for result, folder, own in zip(results, folders, words, strict=True):
-        hints = dict(result.hints)
+    for result, file, folder, own in zip(results, files, folders, words, strict=True):
+        degrees = {} if result.layout else parse_name(file).degrees
+        hints = {**result.hints, **{name: str(degree) for name, degree in degrees.items() if name != "ep"}}
         if several and folder.name and not NUMBERED.fullmatch(folder.name):
             hints[FOLDER] = shorten_label(folder.name)
         hints[FILE] = shorten_label("-".join(word for word in own if word not in common))
@@ -102,7 +105,7 @@ def distinguish(results: Sequence[Result], shapes: Sequence[Shape]) -> list[Resu
         found = [_add_setting(result, "gpu", result.device or UNKNOWN) for result in found]
     for hint in dict.fromkeys(name for result in results for name in result.hints):
         values = [strip_load(result.hints.get(hint, ""), result) for result in found]
-        if _distinguishes(values, found, shapes):
+        if _distinguishes(hint, values, found, shapes):
             found = [
                 _add_setting(result, hint, value) if hint in result.hints else result
                 for result, value in zip(found, values, strict=True)
@@ -114,17 +117,23 @@ def _add_setting(result: Result, name: str, value: str) -> Result:
     return dataclasses.replace(result, settings={**result.settings, name: value}) if value else result
 
 
-def _distinguishes(values: Sequence[str], results: Sequence[Result], shapes: Sequence[Shape]) -> bool:
+def _distinguishes(hint: str, values: Sequence[str], results: Sequence[Result], shapes: Sequence[Shape]) -> bool:
     """Return whether a hint distinguishes servers, rather than naming the load of each result."""
     lines: dict[object, set[tuple[object, str]]] = {}
     for value, result, shape in zip(values, results, shapes, strict=True):
         line = (identify_server(result), shape.prompts, shape.answers)
         lines.setdefault(line, set()).add((identify_load(result), value))
-    return any(not _is_one_to_one(pairs) for pairs in lines.values() if len({value for _, value in pairs}) > 1)
+    return any(_differs(hint, pairs) for pairs in lines.values())
 
 
-def _is_one_to_one(pairs: set[tuple[object, str]]) -> bool:
-    return len(pairs) == len({load for load, _ in pairs}) == len({value for _, value in pairs})
+def _differs(hint: str, pairs: set[tuple[object, str]]) -> bool:
+    """Return whether a hint distinguishes servers among the loads and values of one line."""
+    loads, values = ({pair[side] for pair in pairs} for side in (0, 1))
+    if len(values) == 1 or hint.replace("-", "_") in LAYOUT:
+        return len(values) > 1
+    if hint == FILE:
+        return len(loads) < len(pairs)
+    return not len(pairs) == len(loads) == len(values)
 
 
 def number_repeats(points: Iterable[Point]) -> list[Point]:

@@ -50,8 +50,12 @@ def describe_records(records: Sequence[Record], engine: str) -> list[str]:
 
 
 def describe_repeats(records: Sequence[Record], results: Sequence[Result]) -> list[str]:
-    """Return which results count as repeats of one point, because nothing distinguishes their servers and loads."""
-    repeats = identity.list_repeats([r.point for r in records], [result.where for result in results])
+    """Return which results count as repeats of one point, because nothing distinguishes their servers and loads.
+
+    The runs of a sweep are repeats by their own fields, and are not named.
+    """
+    pairs = [(r.point, result.where) for r, result in zip(records, results, strict=True) if not result.swept]
+    repeats = identity.list_repeats([point for point, _ in pairs], [where for _, where in pairs])
     if not repeats:
         return []
     count = counted(sum(len(places) for places in repeats), "result")

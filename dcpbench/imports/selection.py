@@ -40,8 +40,10 @@ def select_measurements(documents: Sequence[Document], engine: str) -> tuple[lis
     for document in documents:
         kind = _classify(document, engine, alone)
         (others.setdefault(kind, []) if kind else kept).append(document)
+    partly = {document.file for document in kept}  # files of which other entries are kept
     left_out = [
-        f"Left out, {kind}: {name_first(dict.fromkeys(d.file for d in those))}." for kind, those in others.items()
+        f"Left out, {kind}: {name_first(dict.fromkeys(d.where if d.file in partly else d.file for d in those))}."
+        for kind, those in others.items()
     ]
     if not kept:
         for document in others.get(_describe_other(engine), [])[:1]:

@@ -107,13 +107,14 @@ class TestWithDetails:
         assert (found.submitted, found.finished) == (4, 3)
         assert found.output_tok_s == pytest.approx(10)
 
-    def test_chunks_of_several_tokens_are_marked_and_have_no_rate_per_user(self, tmp_path: Path) -> None:
-        """Four tokens in two chunks: one gap of 100 ms, which is that of no token."""
+    def test_the_rate_per_user_of_chunks_of_several_tokens_comes_from_tpot(self, tmp_path: Path) -> None:
+        """Four tokens in two chunks: one gap of 100 ms is that of 3 tokens. Median of TPOT 33.3 and 50 ms: 41.7 ms."""
         result = files.vllm(itls=[[0.1], [0.05], []])
         record, found = one(tmp_path, "vllm", result)
         assert "chunk_gaps" in record.marks
-        assert found.itl_ms.samples == 2, "the gaps there are"
-        assert found.tok_s_per_user is None
+        assert found.itl_ms.samples == 2, "the gaps of chunks"
+        assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
+        assert (found.tok_s_per_user_from, found.tokens_per_chunk) == ("tpot", 2.0)
         assert found.tpot_ms.mean == pytest.approx((100 / 3 + 50) / 2), "TPOT knows how many tokens came"
         assert found.samples_file == "", "the moments of tokens are not known"
 
@@ -122,7 +123,8 @@ class TestWithDetails:
         result = files.sglang(itls=[[0.1 / 3] * 3, [0.05], []])
         record, found = one(tmp_path, "sglang", result)
         assert "chunk_gaps" in record.marks
-        assert found.tok_s_per_user is None
+        assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
+        assert (found.tok_s_per_user_from, found.tokens_per_chunk) == ("tpot", msgspec.UNSET)
         (plain,) = imported(tmp_path, "sglang", files.sglang())
         assert "chunk_gaps" not in plain.marks
 
@@ -176,7 +178,7 @@ class TestWithoutDetails:
         spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
         record, found = one(tmp_path, "vllm", spec)
         assert record.marks == ["summary_only", "chunk_gaps"]
-        assert found.tok_s_per_user is None
+        assert found.tok_s_per_user == pytest.approx(1000 / 41.7)
         (again,) = imported(tmp_path, "sglang", files.without_details(files.sglang(accept_length=2.4)))
         assert "chunk_gaps" in again.marks
 
@@ -862,7 +864,7 @@ class TestInferenceX:
         }
         assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "8"), (8, "8")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
-        assert rates == [None, None], "a chunk brings several tokens"
+        assert rates == [50.0, 50.0], "1000 / median TPOT, as a chunk holds several tokens"
 
     def test_rows_of_the_site_have_their_numbers_in_metrics(self, tmp_path: Path) -> None:
         row = files.inferencex()
@@ -872,11 +874,12 @@ class TestInferenceX:
         (plain,) = imported(tmp_path, "inferencex", files.inferencex())
         assert (record.point, record.serve, record.environment) == (plain.point, plain.serve, plain.environment)
 
-    def test_rows_that_no_layout_says_are_left_out_and_named(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.inferencex(), files.inferencex(disagg=True), files.inferencex(pp=2))
+    def test_rows_that_a_point_cannot_hold_are_left_out_and_named(self, tmp_path: Path) -> None:
+        agents = files.inferencex(scenario_type="agentic-coding")
+        path = files.file(tmp_path, files.inferencex(), files.inferencex(disagg=True), agents)
         said = " ".join(import_files([path], "inferencex", tmp_path / "run", Overrides()).notes)
         assert "Left out, prefill and decode on GPUs of their own" in said
-        assert "Left out, pipeline or prefill context parallel" in said
+        assert f"Left out, replays of agents, which have no lengths: {path}, line 3." in said
         assert len(read_records(tmp_path / "run")) == 1
 
     @pytest.mark.parametrize(
