@@ -323,6 +323,8 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
 def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, overrides: Overrides) -> Record:
     result, serve = reading.result, reading.serve
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
+    if metrics.CHUNK_GAPS in reading.marks and (tokens := metrics.count_chunk_tokens(result)):
+        detail["tokens_per_chunk"] = f"{tokens:.3g}"
     environment = Environment(device=result.device, device_count=point.gpus) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
     if serve is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.imports.result import MIN_CHUNK_TOKENS, PER_TOKEN
+from dcpbench.imports.result import MIN_CHUNK_TOKENS
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
@@ -34,18 +34,15 @@ def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]
     TPOT. Raises RecordsError if no time passed.
     """
     details = result.details
-    chunk_tokens = _count_chunk_tokens(result)
-    chunked = result.several_tokens or (chunk_tokens or 1.0) >= MIN_CHUNK_TOKENS
+    chunked = result.several_tokens or (count_chunk_tokens(result) or 1.0) >= MIN_CHUNK_TOKENS
     if details is not None:
         chunked |= details.in_chunks()
     found = _fill_metrics(result if details is None else _summarise(result, details), gpus, chunked=chunked)
-    if chunked and (chunk_tokens or 1.0) > 1 / PER_TOKEN:
-        found = msgspec.structs.replace(found, tokens_per_chunk=chunk_tokens)
     holds = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
     return found, [*(mark for mark, is_set in holds.items() if is_set), *(marks(found) if details else ())]
 
 
-def _count_chunk_tokens(result: Result) -> float | None:
+def count_chunk_tokens(result: Result) -> float | None:
     """Return the mean tokens per chunk after the first token: counted in details, else estimated from the summary.
 
     Gaps that the tool divided among the tokens of a chunk have no count.

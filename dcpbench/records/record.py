@@ -443,8 +443,6 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
     """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because the stream chunks of an import hold several tokens. Not in
     the lines of other records, in which it is 1000 / median ITL."""
-    tokens_per_chunk: Number | msgspec.UnsetType = msgspec.UNSET
-    """Mean tokens of such a chunk: counted, or estimated as mean ITL / mean TPOT. Not in the lines of other records."""
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,7 +113,7 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "tp of a record": (ranks, [1, 65_536], [65_537]),
     "ranks of a job": (members, [0, 65_535], [65_536]),
     "text of a result": (lambda n: result._check("m" * n, "it"), [0, 1_000], [1_001]),
-    "number of a result": (lambda x: result._check(x, "it", most=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
+    "number of a result": (lambda x: result._check(x, "it", limit=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
 }
 TAKEN = [(name, value) for name, (_, taken, _) in LIMITS.items() for value in taken]
 REFUSED = [(name, value) for name, (_, _, refused) in LIMITS.items() for value in refused]
