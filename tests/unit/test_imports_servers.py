@@ -270,7 +270,9 @@ class TestChunks:
         """
         times = {"mean_e2e_latency_ms": 600.0, "median_e2e_latency_ms": 600.0}
         times |= {"mean_itl_ms": 20.0, "median_itl_ms": 20.0, "mean_tpot_ms": 20.0, "median_tpot_ms": 11.0}
-        plain = files.without_details(files.sglang(total_output_tokens=33, p90_e2e_latency_ms=600.0, p99_e2e_latency_ms=600.0, **times))
+        plain = files.without_details(
+            files.sglang(total_output_tokens=33, p90_e2e_latency_ms=600.0, p99_e2e_latency_ms=600.0, **times)
+        )
         record, found = one(tmp_path, "sglang", plain)
         assert "chunk_gaps" in record.marks
         assert record.detail["tokens_per_chunk"] == "2"
@@ -289,6 +291,13 @@ class TestChunks:
         one(tmp_path, "inferencex", row)
         text = str(sections.report(frames.load([tmp_path / "run"]), []))
         assert "tok/s/user is 1000 / median TPOT" in text
+        assert "1000 / median ITL in ms; 1000 / median TPOT in ms for points marked chunk_gaps" in text
+
+    @pytest.mark.parametrize(("pp", "named"), [(1, False), (2, True)])
+    def test_a_report_defines_the_gpus_of_imports(self, pp: int, named: bool, tmp_path: Path) -> None:
+        one(tmp_path, "vllm", summary(), tp=4, pp=pp)
+        text = str(sections.report(frames.load([tmp_path / "run"]), []))
+        assert ("of an import / all GPUs: tp × pp × pcp" in text) is named
 
 
 class TestLensAlone:
