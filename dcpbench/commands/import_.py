@@ -17,7 +17,7 @@ class Engine(Group):
     model: str | None = LAYOUT("Name of the model. Default: as the file says.", metavar="NAME")
     tp: int | None = LAYOUT(
         "GPUs that shared one copy of the model: of vLLM tensor-parallel-size × data-parallel-size, of SGLang tp-size. "
-        "Default: unknown, and nothing is said per GPU.",
+        "Default: as the file or its name says, else unknown, with no figures per GPU.",
         metavar="N",
     )
     dp: int | None = LAYOUT(

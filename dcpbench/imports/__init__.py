@@ -259,7 +259,7 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     if overrides.tp is None and not result.layout:
         return {}
     typed = {name: n for name in ALL_DEGREES if (n := getattr(overrides, name)) is not None}
-    if any(_contradicts(name, n, result.layout) for name, n in typed.items()):
+    if any(_contradicts(name, n, result) for name, n in typed.items()):
         listed = ", ".join(f"{name} {n}" for name, n in result.layout.items() if n > 1 or name in DEGREES)
         options = ", ".join(f"--{name}" for name in typed)
         raise UsageError(f"{result.where} says {listed}; leave {options} out, or import it by itself.")
@@ -274,12 +274,16 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     return layout
 
 
-def _contradicts(name: str, typed: int, layout: Mapping[str, int]) -> bool:
+def _contradicts(name: str, typed: int, result: Result) -> bool:
     """Return whether an option contradicts the degree of a file.
 
-    A file without dcp, pp or pcp may be of a version that has none, or of a server that got them by other means.
+    A file without dcp, pp or pcp may be of a version that has none, or of a server that got them by other means. Rates per
+    GPU are those of the GPUs in the file.
     """
-    return bool(layout) and typed != layout[name] and (name in ("tp", "dp") or layout[name] > 1)
+    if not result.layout or typed == result.layout[name]:
+        return False
+    fixed = ("tp", "dp", *(OUTER_DEGREES if result.rates else ()))
+    return name in fixed or result.layout[name] > 1
 
 
 def _format_experts(result: Result) -> str:

@@ -253,8 +253,8 @@ def _sides(result: Result) -> tuple[_Side, _Side]:
         strict=True,
     ):
         theirs = [lens[i] for i in done]
-        alike = str(theirs[0]) if len(set(theirs)) == 1 else None
-        found.append(_Side(fixed or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed or 0))
+        equal = str(theirs[0]) if len(set(theirs)) == 1 else None
+        found.append(_Side(fixed or equal, nominal, sum(theirs) or tokens, len(theirs) or result.completed or 0))
     return found[0], found[1]
 
 

@@ -14,6 +14,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.imports import field_names, result
 from dcpbench.imports.result import Result
 from dcpbench.imports.vllm import read_experts, read_summary
+from dcpbench.points.instances import MOST as MAX_INSTANCES
 from dcpbench.points.instances import Instances
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, SGLANG, TOOLS, TRACE
@@ -147,6 +148,8 @@ def _read_deployment(document: Document) -> Deployment:
 
 def _read_instances(where: str, prefill: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -> Deployment:
     """Read the servers of both kinds, each on GPUs of its own."""
+    if len(prefill) + len(decode) > MAX_INSTANCES:
+        raise RecordsError(f"{where}: {len(prefill) + len(decode):,} servers; a point has at most {MAX_INSTANCES}.")
     first, main = (_read_shared_layout(where, kind, own) for kind, own in ((PREFILL, prefill), (DECODE, decode)))
     split = str(Instances(prefill=len(prefill), decode=len(decode)))
     if not (first and main):

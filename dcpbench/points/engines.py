@@ -1,4 +1,4 @@
-"""Points that another engine serves: what nobody tells of them is unknown. No torch."""
+"""Points that another engine serves. Fields that its files and options do not give are unknown. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dcpbench.points.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-UNTOLD: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache": None, "prefill": UNKNOWN}
-"""Fields of a load that the engine alone knows: how it shares steps among requests."""
+UNKNOWN_FIELDS: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache": None, "prefill": UNKNOWN}
+"""Values of fields of a load that only the engine knows, such as how requests share steps."""
 
 
 def engine_point(
@@ -68,6 +68,6 @@ def setting_text(settings: Mapping[str, str]) -> str:
     return redact(SETTING.join(f"{name}={value}" for name, value in settings.items()))
 
 
-def engine_load(**said: Any) -> Load:  # noqa: ANN401 -- fields of several types
-    """A load that another engine serves."""
-    return Load(**UNTOLD, **said)
+def engine_load(**fields: Any) -> Load:  # noqa: ANN401 -- fields of several types
+    """Return a load that another engine serves."""
+    return Load(**UNKNOWN_FIELDS, **fields)

@@ -110,6 +110,10 @@ class TestGpus:
         with pytest.raises(UsageError, match=r"says tp 4, dp 1, dcp 1, pp 2; leave --tp, --pp out"):
             one(tmp_path, "vllm", result, tp=4, pp=4)
 
+    def test_rates_per_gpu_of_a_row_are_those_of_its_own_gpus(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"says tp 8, dp 1, dcp 1; leave --tp, --pp out"):
+            one(tmp_path, "inferencex", files.inferencex(), tp=8, pp=2)
+
     @pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 4, "pp": 0}, {"tp": 4, "pcp": 1 << 20}], ids=str)
     def test_options_that_cannot_work_are_refused(self, options: dict[str, int], tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--p"):
@@ -356,6 +360,10 @@ class TestRouter:
     def test_servers_of_one_kind_have_one_layout(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="the decode servers have different layouts"):
             one(tmp_path, "sglang", self.info([PREFILL], [DECODE, DECODE | {"tp_size": 8}]))
+
+    def test_more_servers_than_a_point_can_hold_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match="257 servers; a point has at most 256"):
+            one(tmp_path, "sglang", self.info([PREFILL], [DECODE] * 256))
 
     @pytest.mark.parametrize("server", [DECODE, {"decode": [DECODE]}, {"prefill": [], "decode": [DECODE]}], ids=str)
     def test_one_of_several_servers_does_not_have_the_number_of_gpus(
