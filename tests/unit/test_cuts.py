@@ -117,7 +117,8 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     "a rate of a tool": (
         f"file: request_rate is {LONG[:40]}; vllm bench serve writes a number above 0, or inf.",
         lambda: raised(
-            RecordsError, lambda: result.read_rate(Document("file", {"request_rate": LONG}), "vllm bench serve", ["inf"])
+            RecordsError,
+            lambda: result.read_rate(Document("file", {"request_rate": LONG}), "vllm bench serve", ["inf"]),
         ),
     ),
     "a mode of a comparison": (

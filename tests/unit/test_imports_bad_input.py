@@ -275,3 +275,24 @@ def test_any_value_in_any_field_gives_a_record_or_a_sentence(
         told = str(path)
         assert len(read_records(tmp_path / "run")) == 1
     assert str(path) in told
+
+
+SERVER_FIELDS = ("model_path", "tp_size", "pp_size", "dp_size", "dcp_size", "ep_size", "enable_dp_attention", "version")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(SERVER_FIELDS), value=JSON, kind=st.sampled_from(["prefill", "decode"]))
+def test_any_value_of_a_server_behind_a_router_gives_a_record_or_a_sentence(
+    name: str, value: Any, kind: str, tmp_path: Path
+) -> None:
+    server = {"model_path": "m", "tp_size": 4}
+    result = SGLANG | {"server_info": {"prefill": [server], "decode": [server]} | {kind: [server | {name: value}]}}
+    path = files.file(tmp_path, result)
+    try:
+        import_files([path], "sglang", tmp_path / "run", Overrides(), force=True)
+    except DcpbenchError as e:
+        sentence = str(e)
+    else:
+        sentence = str(path)
+        assert len(read_records(tmp_path / "run")) == 1
+    assert str(path) in sentence

@@ -364,7 +364,9 @@ class TestImports:
         assert text.endswith("nothing here says which to take.")
 
     def test_points_of_ours_beside_them_are_told_apart(self, tmp_path: Path) -> None:
-        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False)
+        import_files(
+            [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
+        )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
         text = overview.sentence(frames.load([tmp_path / "theirs", ours]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
@@ -372,7 +374,9 @@ class TestImports:
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
 
     def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
-        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False)
+        import_files(
+            [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
+        )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
         assert overview.title(frames.load([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
         assert overview.title(frames.load([tmp_path / "theirs", ours])).endswith(" · some imported from InferenceX")
