@@ -440,6 +440,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Null where there is one."""
     samples_file: str = ""
     """Parquet file beside the records: a row per request."""
+    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because the stream chunks of an import hold several tokens. Not in
+    the lines of other records, in which it is 1000 / median ITL."""
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):

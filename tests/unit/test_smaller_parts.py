@@ -26,10 +26,10 @@ from dcpbench.hangs import dumps, finding, said
 from dcpbench.hangs.beats import INSIDE, RAISED, Met
 from dcpbench.hangs.dumps import Frame
 from dcpbench.hangs.evidence import Rank
-from dcpbench.imports import documents, vllm
+from dcpbench.imports import documents, selection, vllm
 from dcpbench.imports.documents import Document
+from dcpbench.imports.field_names import parse_name as read_name
 from dcpbench.imports.result import Result
-from dcpbench.imports.said import of_name as read_name
 from dcpbench.launch import hung, nodes, processes, progress, ranks
 from dcpbench.launch.jobs import Progress
 from dcpbench.launch.launcher import _End
@@ -215,10 +215,10 @@ def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> No
     object.__setattr__(document, "fields", {"t": value})
     object.__setattr__(document, "where", "file.json")
     if not wrong:
-        assert vllm.number(document, "t") == value
+        assert vllm.read_time(document, "t") == value
         return
     with pytest.raises(RecordsError) as error:
-        vllm.number(document, "t")
+        vllm.read_time(document, "t")
     assert str(error.value) == f"file.json: t is {str(value)[:40]}, which is no time in ms. Run it again."
 
 
@@ -626,22 +626,22 @@ def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_onc
     ],
 )
 def test_the_first_five_are_named(names: list[str], shown: str) -> None:
-    assert imports._few(names) == shown
+    assert selection.name_first(names) == shown
 
 
 @pytest.mark.parametrize(
     ("name", "engine", "layout"),
     [
-        ("tp4", "vllm", {"tp": 4, "dp": 1, "dcp": 1}),
-        ("tp8_dcp4", "vllm", {"tp": 8, "dp": 1, "dcp": 4}),
+        ("tp4", "vllm", {"tp": 4, "dp": 1, "dcp": 1, "pp": 1, "pcp": 1}),
+        ("tp8_dcp4", "vllm", {"tp": 8, "dp": 1, "dcp": 4, "pp": 1, "pcp": 1}),
         ("tp4_dcp3", "vllm", {}),
-        ("tp4_dp2", "vllm", {"tp": 8, "dp": 2, "dcp": 1}),
+        ("tp4_dp2", "vllm", {"tp": 8, "dp": 2, "dcp": 1, "pp": 1, "pcp": 1}),
         ("tp4_dp2", "sglang", {}),
-        ("tp4_dp1", "sglang", {"tp": 4, "dp": 1, "dcp": 1}),
+        ("tp4_dp1", "sglang", {"tp": 4, "dp": 1, "dcp": 1, "pp": 1, "pcp": 1}),
     ],
 )
 def test_a_layout_of_a_name_is_one_that_can_be(name: str, engine: str, layout: dict[str, int]) -> None:
-    assert imports._named_layout(read_name(name), engine) == layout
+    assert imports.read_named_layout(read_name(name), engine) == layout
 
 
 class TestEnd:
@@ -863,7 +863,7 @@ def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], p
 
 def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said_by = "".join(map(chr, range(0x4E00, 0x4E00 + 150)))
-    assert documents._wrong(ValueError(said_by)) == f"is no JSON ({said_by[:100]})."
+    assert documents._describe(ValueError(said_by)) == f"is no JSON ({said_by[:100]})."
 
     def refuse(_: str) -> None:
         raise ValueError(said_by)
