@@ -15,6 +15,7 @@ from dcpbench.recommend.advise import break_even, dollars, margin, measuring, pe
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.serving.load_words import in_step, in_step_words, lengths_apart
 from dcpbench.show import numbers
+from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
 from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
 
@@ -41,13 +42,14 @@ COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\n
 
 
 def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
-    """What to take, from which load on, on what machine, and how sure that is."""
+    """Return what to take, from which load on, on what machine, and how sure that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
         who, reason = next(iter(choices[0].refused.items()))
         instead = choices[0].instead if who in choices[0].without_room else []
         give = f"; give {listed(instead, 'or')}" if instead else ""
-        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {who}: {reason.rstrip('.')}{give}."
+        why = f", as the {NO_FIT}" if all(choice.no_whole_model.issuperset(choice.refused) for choice in choices) else ""
+        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended{why}: {who}: {reason.rstrip('.')}{give}."
     runs = []
     for said, group in itertools.groupby(able, key=_taken):
         loads = list(group)
@@ -59,7 +61,7 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
         else:
             names = f"{first} to {last}"
         runs.append(f"{said} at {names}")
-    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}{_by_waves(ask, able)}"
+    return f"{capital(_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}{_by_waves(ask, able)}"
 
 
 def _unjudged(choices: Sequence[Choice]) -> str:
@@ -69,6 +71,19 @@ def _unjudged(choices: Sequence[Choice]) -> str:
         return ""
     who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
     return f" Not judged at every load: {who}; why, see below."
+
+
+def _format_layers_held(choices: Sequence[Choice]) -> str:
+    """Return that the whole model does not fit, with the layers held, and by which layouts if the others hold all of them."""
+    forecasts = [f for choice in choices for f in choice.forecasts]
+    cut = [f for f in forecasts if f.layers_held]
+    if not cut:
+        return ""
+    held, (_, layers) = [f.layers_held[0] for f in cut if f.layers_held], cut[0].layers_held or (0, 0)
+    names = list(dict.fromkeys(f.point.layout_name for f in cut))
+    who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
+    some = "" if len(cut) == len(forecasts) else f" in {who}"
+    return f" ({format_no_fit(format_range(held), str(layers))}{some})"
 
 
 def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:

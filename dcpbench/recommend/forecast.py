@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Honesty, Record
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import StepTimes
 
@@ -77,6 +77,7 @@ class Forecast:
     joules_per_token: float | None = None
     """Of a record that has energy."""
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
+    layers_held: tuple[int, int] | None = None  # (layers in memory, layers of the model) if the whole model does not fit
 
     @property
     def band(self) -> tuple[float, float]:
@@ -132,6 +133,7 @@ def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGRE
             itl_ms=metrics.itl_ms,
             joules_per_token=joules,
             launch_band=launch_band,
+            layers_held=_find_layers_held(record.honesty),
         )
     if serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
@@ -147,7 +149,15 @@ def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGRE
         preemptions=serve.preemptions,
         launch_band=launch_band,
         joules_per_token=joules,
+        layers_held=_find_layers_held(record.honesty),
     )
+
+
+def _find_layers_held(conditions: Honesty | None) -> tuple[int, int] | None:
+    """Return (layers in memory, layers of the model) of what was measured; None if all were held, or if unknown."""
+    if conditions is None or conditions.layers_held >= conditions.layers:
+        return None
+    return conditions.layers_held, conditions.layers
 
 
 def _percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
@@ -172,11 +182,12 @@ def estimated(
     of = Estimator(point, machine, fitted)
     error = steps.band + _scaled(machine, steps)
     whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
+    held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     if point.load is None:
         rows = of.decode_rows(point.concurrency, point.context)
         ms = of.ms(rows)
         own = of.wire_errors(rows)
-        return _banded(point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms))
+        return _banded(point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms), layers_held=held)
     times = Watched(EstimatedTimes(of, point, plan), watch)
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
@@ -192,6 +203,7 @@ def estimated(
         steps,
         **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},
         preemptions=serve.preemptions,
+        layers_held=held,
     )
 
 
@@ -230,6 +242,7 @@ def replayed(
         high=tok_s,
         **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
+        layers_held=_find_layers_held(times.honesty),
     )
 
 
