@@ -242,7 +242,9 @@ def main() -> int:
     """Measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--live", type=Path, nargs="+", default=[], help="runs of all ranks; of a point in several the last counts")
+    parser.add_argument(
+        "--live", type=Path, nargs="+", default=[], help="runs of all ranks; of a point in several the last counts"
+    )
     parser.add_argument("--emulated", type=Path, nargs="+", default=[], help="runs of one rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="deepseek-v3")

@@ -76,7 +76,9 @@ def layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     for side, records in sides:
         for r in records:
             if r.honesty and r.honesty.layers_held < r.honesty.layers:
-                counts.setdefault((side, short(r.point.model, LONGEST), r.honesty.layers), []).append(r.honesty.layers_held)
+                counts.setdefault((side, short(r.point.model, LONGEST), r.honesty.layers), []).append(
+                    r.honesty.layers_held
+                )
     return [
         LayersHeld(side=side, model=model, fewest=min(held), most=max(held), layers=layers)
         for (side, model, layers), held in counts.items()

@@ -186,4 +186,6 @@ def _entry(records: Sequence[Record]) -> Entry:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
     marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
     values = {v.metric.shown_name: v.shown() for v in metrics.values(ok, metrics.DASHBOARD, derived=True)}
-    return Entry(clip(outcome), values, len(ok), clip(marks), clip(reason, LONGEST_REASON), words.describe_layers_held(ok))
+    return Entry(
+        clip(outcome), values, len(ok), clip(marks), clip(reason, LONGEST_REASON), words.describe_layers_held(ok)
+    )

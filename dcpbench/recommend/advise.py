@@ -261,7 +261,7 @@ def _choice(
             best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps, more)
         except UsageError as e:
             refused[str(layout)] = short.pop(str(layout), str(e))
-    best = {who: _without_layers_held(ask, f) for who, f in _anchored(ask, best, steps).items()}
+    best = {who: _drop_layers_held(ask, f) for who, f in _anchored(ask, best, steps).items()}
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
     return Choice(
@@ -382,7 +382,7 @@ def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
     return NoRoom(whole_model=False, reason=reason.removeprefix(f"{point.layout}: ")) if reason else None
 
 
-def _without_layers_held(ask: Ask, found: Forecast) -> Forecast:
+def _drop_layers_held(ask: Ask, found: Forecast) -> Forecast:
     """Return the forecast without its layers held if the whole model fits for what is asked: its run had less room."""
     if found.layers_held is None:
         return found

@@ -83,8 +83,12 @@ def test_published_forecasts_of_steps_are_as_the_readme_says(
     plain = [row for row in found if row.live.point.dcp == row.live.point.dp == 1]
     others = [row for row in found if row not in plain]
     assert (len(plain), len(others)) == (8, 24)
-    assert (min(row.error for row in others), max(row.error for row in others)) == pytest.approx((-0.013, 0.016), abs=5e-4)
-    assert (min(row.error for row in plain), max(row.error for row in plain)) == pytest.approx((-0.059, -0.023), abs=5e-4)
+    assert (min(row.error for row in others), max(row.error for row in others)) == pytest.approx(
+        (-0.013, 0.016), abs=5e-4
+    )
+    assert (min(row.error for row in plain), max(row.error for row in plain)) == pytest.approx(
+        (-0.059, -0.023), abs=5e-4
+    )
     gaps = [row.gap_share for row in plain]
     assert (min(gaps), max(gaps)) == pytest.approx((-0.027, -0.010), abs=5e-4)
     words = ["--live", *map(str, live), "--emulated", *map(str, forecasts)]

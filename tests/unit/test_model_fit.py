@@ -81,7 +81,9 @@ def test_compare_names_the_side_that_does_not_fit(tmp_path: Path) -> None:
 class TestRecommend:
     """DeepSeek-V3 in fp8 takes 157.8 GiB of each of four H200, which have 131.8."""
 
-    def test_the_first_sentence_says_that_the_whole_model_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_first_sentence_says_that_the_whole_model_does_not_fit(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8"
         code, (first, *_) = run(capsys, command)
         assert code == 3
@@ -118,11 +120,12 @@ class TestRecommend:
         """Its layers held are left out for tp8, where the whole model fits, and stay for tp4."""
         of = dataclasses.replace(choice(100.0).forecasts[0], layers_held=(25, 61))
         fits, cut = (
-            dataclasses.replace(of, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000)) for tp in (8, 4)
+            dataclasses.replace(of, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
+            for tp in (8, 4)
         )
         wanted = dataclasses.replace(ask("H200"), cycled=True)
-        assert advise._without_layers_held(wanted, fits).layers_held is None
-        assert advise._without_layers_held(wanted, cut).layers_held == (25, 61)
+        assert advise._drop_layers_held(wanted, fits).layers_held is None
+        assert advise._drop_layers_held(wanted, cut).layers_held == (25, 61)
 
 
 def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
@@ -140,4 +143,3 @@ def test_a_plan_says_it_first(capsys: pytest.CaptureFixture[str]) -> None:
     command = "sweep --model deepseek-v3 --tp 4 --dcp 1 --weights-dtype fp8 --kv-dtype fp8 --kv-memory 100GiB --dry-run"
     code, (first, *_) = run(capsys, f"{command} --gpu H200 --gpus 4 --context 4000 --concurrency 8")
     assert (code, first) == (0, f"W{HELD[1:]}.")
-

@@ -178,13 +178,19 @@ class TestWhichLayoutToTake:
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = said(tmp_path, *four, *eight)
         assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
-        assert "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
+        assert (
+            "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests"
+            in text
+        )
 
     @pytest.mark.parametrize(
         ("held", "words"),
         [
             ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and cycled"),
-            ((7, 4), "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled"),
+            (
+                (7, 4),
+                "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled",
+            ),
             ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and cycled"),
         ],
     )
