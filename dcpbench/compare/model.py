@@ -91,7 +91,7 @@ class Difference(msgspec.Struct, kw_only=True):
 
 
 class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that did not fit on a side: the layers whose weights were in memory, and were cycled through."""
+    """A model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
 
     side: Literal["a", "b"]
     model: str

@@ -136,7 +136,7 @@ class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
-    """Return the memory of a point whose layers are all held, whether it fits or not."""
+    """Return the memory that a point takes if all its layers are held, also if that is more than a GPU has."""
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
     pages = least_pages(point)
     if settings.kv_memory_bytes is not None:

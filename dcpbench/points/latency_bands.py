@@ -32,7 +32,7 @@ EMULATED: Kind = "emulated"  # one rank stands for all, without `prompts` in the
 TOGETHER: Kind = "emulated, prompts together"  # the same with `prompts`: what steps with prompts take GPUs together
 KINDS: tuple[Kind, ...] = (ESTIMATED, EMULATED, TOGETHER)
 Metric = Literal["ttft", "itl"]
-MIN_MACHINES = 2  # whose cases make the band of an arrival
+MIN_MACHINES = 2  # that the band of one kind of arrivals needs; with fewer, cases of all arrivals count
 HALF = 0.5  # share of gaps past which the median is a step with prompts
 
 
@@ -105,13 +105,13 @@ def find_band(
         if mixed_share is None or mixed_share >= limit:
             return None
         of_kind = [case for case in of_kind if case.mixed_share is not None and case.mixed_share < limit]
-    alike = [case for case in of_kind if case.arrival == arrival]
-    if len({case.machine for case in alike}) < MIN_MACHINES:
-        alike = of_kind
-    if not alike:
+    chosen = [case for case in of_kind if case.arrival == arrival]
+    if len({case.machine for case in chosen}) < MIN_MACHINES:
+        chosen = of_kind
+    if not chosen:
         return None
-    ratios = [getattr(case, metric) for case in alike]
-    return Band(low=min(ratios), high=max(ratios), cases=len(alike), machines=len({case.machine for case in alike}))
+    ratios = [getattr(case, metric) for case in chosen]
+    return Band(low=min(ratios), high=max(ratios), cases=len(chosen), machines=len({case.machine for case in chosen}))
 
 
 def max_sure_share(cases: Iterable[Case]) -> float:

@@ -217,8 +217,8 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     count = sum(band.cases for band in bands if band)
     said = [
         (
-            f"The ends of TTFT and ITL p50 are the largest errors of estimates of {count} published loads, of a model whose steps the "
-            "estimate had not seen. Other percentiles, TPOT and E2EL have no ends, also where objectives are held against them."
+            f"The ends of TTFT and ITL p50 are the largest errors of estimates of {count} published loads, by steps of "
+            "another model. Other percentiles, TPOT and E2EL have no ends, also where objectives are held against them."
         )
     ]
     if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):

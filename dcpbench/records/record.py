@@ -224,7 +224,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_ms_high: Number | None = None
     itl_p50_ms_low: Number | None = None
     itl_p50_ms_high: Number | None = None
-    """The least and the most of three replays of a load, whose steps are as forecast, as much shorter as these errors make the
+    """The least and the most of three replays of a load: with steps as forecast, as much shorter as these errors make the
     largest decode step, and as much longer; steps with prompts by `chunks_low` and `chunks_high` if that is more. Ends of TTFT
     and ITL are at least as far apart as published forecasts were off (points/latency_bands.py), but for records before that.
     """
