@@ -73,8 +73,8 @@ def _metadata(p: Served) -> dict[str, str]:
         found[EP] = str(point.ep_degree == point.tp)
     if goodput := _goodput(p):
         found["goodput"] = goodput
-    if cycled := words.cycled([p.m.record]):
-        found["layers"] = cycled
+    if held := words.describe_layers_held([p.m.record]):
+        found["layers"] = held
     if marks := p.m.record.marks:
         found["marks"] = ",".join(marks)
     return found

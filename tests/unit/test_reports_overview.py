@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 TP, DCP2, DCP, DP = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
-HELD = "On 4 × H200 (19 of 61 layers held and cycled), "
+HELD = "On 4 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), "
 AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
 IMPORTED = "These figures are what the imported files measured: "
 
@@ -178,14 +178,20 @@ class TestWhichLayoutToTake:
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = said(tmp_path, *four, *eight)
         assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
-        assert "; on 8 × H200 (19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
+        assert (
+            "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests"
+            in text
+        )
 
     @pytest.mark.parametrize(
         ("held", "words"),
         [
-            ((19, 19), "19 of 61 layers held and cycled"),
-            ((7, 4), "7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled"),
-            ((61, 60), "60 of Kimi-K2's 61 layers held and cycled"),
+            ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and cycled"),
+            (
+                (7, 4),
+                "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled",
+            ),
+            ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and cycled"),
         ],
     )
     def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
@@ -205,7 +211,7 @@ class TestWhichLayoutToTake:
     def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
         assert said(tmp_path, *records, itl=60).startswith(
-            "On 4 × H200 (replayed, not served live; 19 of 61 layers held and cycled), take tp4"
+            "On 4 × H200 (replayed, not served live; whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp4"
         )
 
 

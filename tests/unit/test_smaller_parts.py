@@ -35,6 +35,7 @@ from dcpbench.launch.jobs import Progress
 from dcpbench.launch.launcher import _End
 from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.bounds import MAX_NUMBER
+from dcpbench.points.budget import WholeModel
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import anchored
@@ -234,29 +235,42 @@ class TestAdvice:
     @pytest.mark.parametrize(
         ("weights", "kv", "buffers", "said"),
         [
-            (200, 1, 3, "its weights take 200.0 GiB of each GPU, which has 100.0 for weights and KV"),
-            (100, 7, 0, "its weights take 100.0 GiB and its KV 7.0 GiB of each GPU, which has 100.0 for both"),
+            (200, 1, 3, "its weights take 200.0 GiB of each GPU, 100.0 GiB more than the 100.0 GiB for weights and KV"),
+            (
+                100,
+                7,
+                0,
+                "its weights take 100.0 GiB and its KV 7.0 GiB of each GPU, 7.0 GiB more than the 100.0 GiB for both",
+            ),
             (
                 98,
                 1,
                 3,
-                "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, which has 97.0 for both beside 3.0 for the buffers of a step",
+                (
+                    "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, 2.0 GiB more than the 97.0 GiB for both beside 3.0 GiB "
+                    "for the buffers of a step"
+                ),
             ),
         ],
     )
-    def test_what_does_not_fit_is_the_weights_or_what_comes_beside_them(
+    def test_the_shortage_is_that_of_the_whole_model(
         self, weights: int, kv: int, buffers: int, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of 100 GiB, some of which the buffers of a step take."""
+        """A GPU has 100 GiB, some of which the buffers of a step take."""
         gib = 1 << 30
-        plan = SimpleNamespace(layers_held=3, layers=61, full_weight_bytes=weights * gib, kv_bytes=kv * gib)
-        monkeypatch.setattr(advise, "plan_engine", lambda *_: plan)
-        monkeypatch.setattr(advise, "room_of", lambda *_: ((100 - buffers) * gib, buffers * gib))
+        whole = WholeModel(
+            weight_bytes=weights * gib,
+            kv_bytes=kv * gib,
+            available_bytes=(100 - buffers) * gib,
+            buffer_bytes=buffers * gib,
+        )
+        monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
         ask = advised.ask("H200")
-        assert advise._no_room(ask, advised.point()) == said
-        assert advise._no_room(dataclasses.replace(ask, cycled=True), advised.point()) == ""
-        plan.layers_held = 61
-        assert advise._no_room(ask, advised.point()) == ""
+        assert advise.find_no_room(ask, advised.point()) == advise.NoRoom(whole_model=True, reason=said)
+        assert advise.find_no_room(dataclasses.replace(ask, cycled=True), advised.point()) is None
+        fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
+        monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
+        assert advise.find_no_room(ask, advised.point()) is None
 
 
 def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
