@@ -37,10 +37,10 @@ TESTS = (
     "tests/unit/test_report_page.py",
     "tests/unit/test_reports.py",
     "tests/unit/test_reports_[!h]*.py",  # hostile records take as long as all others
-    # msgspec and PyArrow: records and the files of other programs
+    # msgspec and PyArrow: files that are written for other programs and read from them
     "tests/unit/test_exports.py",
     "tests/unit/test_exports_files.py",
-    "tests/unit/test_imports*.py",
+    "tests/unit/test_imports_bad_input.py",
     # Typer and Rich: arguments, help pages, terminals
     "tests/cli/test_bench_help.py",
     "tests/cli/test_dashboard.py",
