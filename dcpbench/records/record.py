@@ -224,9 +224,9 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_ms_high: Number | None = None
     itl_p50_ms_low: Number | None = None
     itl_p50_ms_high: Number | None = None
-    """Of requests that were replayed: least and most of three replays, whose steps are as they were forecast, as much shorter
-    as these errors make the largest decode step, and as much longer, those with prompts by `chunks_low` and `chunks_high` where
-    that is more.
+    """The least and the most of three replays of a load: with steps as forecast, as much shorter as these errors make the
+    largest decode step, and as much longer; steps with prompts by `chunks_low` and `chunks_high` if that is more. Ends of TTFT
+    and ITL are at least as far apart as published forecasts were off (points/latency_bands.py), but for records before that.
     """
 
 
@@ -440,6 +440,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Null where there is one."""
     samples_file: str = ""
     """Parquet file beside the records: a row per request."""
+    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because the stream chunks of an import hold several tokens. Not in
+    the lines of other records, in which it is 1000 / median ITL."""
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
