@@ -1,0 +1,36 @@
+"""Operators of which it was measured on a GPU whether they wait; the other ones are named in the report."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "measured_operators.txt"
+ALLOCATIONS = frozenset(
+    {"aten::empty_strided", "aten::empty_permuted"}
+)  # allocate as aten::empty does, without a kernel
+
+
+def is_measured(func: Any) -> bool:
+    """Return whether it is known if an operator waits.
+
+    An operator is measured if one of its overloads is, in place or not. A view of a tensor never reaches the GPU.
+    """
+    name = func._schema.name
+    forms = {name, name.removesuffix("_"), f"{name}_"}
+    return not forms.isdisjoint(_read()) or name in ALLOCATIONS or _is_view(func)
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an `aten` operator returns its arguments' memory and writes nothing."""
+    returns = func._schema.returns
+    return (
+        func.namespace == "aten" and bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+    )
+
+
+@functools.cache
+def _read() -> frozenset[str]:
+    lines = FILE.read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
