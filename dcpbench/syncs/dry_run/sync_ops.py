@@ -121,7 +121,10 @@ def _compares(args: Sequence[Any]) -> int:
 
 
 def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
-    """Yield a count for each mask on the device and a copy for each index on the host; masks go through pinned memory."""
+    """Yield a count for each mask on the device and a copy for each index on the host.
+
+    A mask on the host goes through pinned memory unless values are accumulated, as in a backward pass.
+    """
     target, indices = args[0], args[1] if len(args) > 1 else kwargs["indices"]
     if not isinstance(target, DeviceTensor):
         return
@@ -137,7 +140,7 @@ def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
     for index in given:
         if _is_device_mask(index):
             yield wait(rules.SHAPE, op, COUNT, direction="DtoH")
-        elif not isinstance(index, DeviceTensor) and index.dtype not in MASKS and index.numel():
+        elif not isinstance(index, DeviceTensor) and index.numel() and (accumulate or index.dtype not in MASKS):
             yield _host_copy(op, index)
 
 
