@@ -164,8 +164,7 @@ def write_baseline(
     write(output, encode(made), force=force)
     _print(f"{counted(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
     if made.unmeasured:
-        accepted = f"{counted(len(made.unmeasured), 'operator')} may be used although their waits were never measured"
-        _print(f"{accepted}: {printable(', '.join(made.unmeasured))}.\n")
+        _print(f"Operators accepted without a measurement of their waits: {printable(', '.join(made.unmeasured))}.\n")
     _print(f"Wrote {printable(str(output))}\n")
     return 0
 

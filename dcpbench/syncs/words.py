@@ -142,7 +142,8 @@ def format_exception(report: Report) -> str:
     names = sorted({name for trace in report.traces for name in trace.coverage.unmeasured})
     if not names:
         return ""
-    return f", apart from {counted(len(names), 'operator')} that were never measured ({format_names(names)})"
+    were = "was" if len(names) == 1 else "were"
+    return f", apart from {counted(len(names), 'operator')} that {were} never measured ({format_names(names)})"
 
 
 def place(site: Site) -> str:
