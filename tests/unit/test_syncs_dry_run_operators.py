@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcpbench.syncs.dry_run import DryRun, dry_run
-from dcpbench.syncs.dry_run.measured import FILE, is_measured
+from dcpbench.syncs.dry_run.measured import EQUIVALENT, FILE, is_measured
 from dcpbench.syncs.formats import render
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.gate import Gate, judge
@@ -265,3 +265,7 @@ class TestUnmeasured:
         assert is_measured(torch.ops.aten.add_.Tensor)
         assert is_measured(torch.ops.aten.unsqueeze.default)
         assert not is_measured(torch.ops.aten.binomial.default)
+
+    def test_operators_made_of_measured_ones_are_known(self) -> None:
+        assert set(EQUIVALENT.values()) <= set(FILE.read_text(encoding="utf-8").splitlines())
+        assert is_measured(torch.ops.aten.rand_like.default)

@@ -26,7 +26,14 @@ from dcpbench.syncs.dry_run import device_tensor
 from dcpbench.syncs.dry_run.backward import find_backward_waits
 from dcpbench.syncs.dry_run.children import Children, install_children
 from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned, mark_pinned, set_data, to_device
+from dcpbench.syncs.dry_run.device_tensor import (
+    DeviceTensor,
+    is_pinned,
+    mark_device_memory,
+    mark_pinned,
+    set_data,
+    to_device,
+)
 from dcpbench.syncs.dry_run.measured import is_measured
 from dcpbench.syncs.dry_run.operators import device_tensors, on_host, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
@@ -173,6 +180,9 @@ class DryRun:
         for sync in waits_of(func, args, kwargs):
             self._note(sync)
         gpu.touched = True
+        if func.namespace == "c10d":  # the result of a collective's Work refers to its tensors
+            for tensor in device_tensors((*args, *kwargs.values())):
+                mark_device_memory(tensor)
         result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):

@@ -10,6 +10,18 @@ FILE = Path(__file__).parent / "measured_operators.txt"
 ALLOCATIONS = frozenset(
     {"aten::empty_strided", "aten::empty_permuted"}
 )  # allocate as aten::empty does, without a kernel
+EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> a measured one that stands for them
+    "aten::_index_put_impl_": "aten::index_put",
+    "aten::_native_batch_norm_legit_no_training": "aten::native_batch_norm",
+    "aten::_unsafe_index": "aten::index",
+    "aten::_unsafe_index_put": "aten::index_put",
+    "aten::bartlett_window": "aten::arange",
+    "aten::blackman_window": "aten::cos",
+    "aten::hamming_window": "aten::cos",
+    "aten::hann_window": "aten::cos",
+    "aten::rand_like": "aten::uniform_",
+    "aten::range": "aten::arange",
+}
 
 
 def is_measured(func: Any) -> bool:
@@ -17,7 +29,7 @@ def is_measured(func: Any) -> bool:
 
     An operator is measured if one of its overloads is, in place or not. A view of a tensor never reaches the GPU.
     """
-    name = func._schema.name
+    name = EQUIVALENT.get(func._schema.name, func._schema.name)
     forms = {name, name.removesuffix("_"), f"{name}_"}
     return not forms.isdisjoint(_read()) or name in ALLOCATIONS or _is_view(func)
 

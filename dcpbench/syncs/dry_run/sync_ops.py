@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_device_memory, is_pinned
 from dcpbench.syncs.dry_run.linear_algebra import find_waits
 from dcpbench.syncs.dry_run.operators import device_tensors
 from dcpbench.syncs.dry_run.waits import COPY, COUNT, READ, copy_from_host, copy_to_host, read_value, wait
@@ -101,7 +101,7 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str
 def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
     """Yield the wait of a copy between host and device that blocks, or that CUDA has to stage."""
     copy = copy_of(op, args, kwargs, None, is_pinned=is_pinned)
-    if copy is None or not copy.bytes:
+    if copy is None or not copy.bytes or any(isinstance(a, torch.Tensor) and is_device_memory(a) for a in args):
         return
     if not copy.non_blocking:
         rule = rules.TO_HOST if copy.way == "DtoH" else rules.FROM_HOST
