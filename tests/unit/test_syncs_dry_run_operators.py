@@ -197,6 +197,27 @@ class TestOtherOperators:
         assert waits(run, forward) == {TO_HOST: 4, FROM_HOST: 3}
         assert waits(run, losses[0].backward) == {FROM_HOST: 3}
 
+    @pytest.mark.usefixtures("run")
+    def test_a_hermitian_transform_has_its_gradient(self) -> None:
+        """Its backward pass takes the real part of a tensor that is conjugated lazily."""
+        values = torch.arange(5.0, device="cpu")
+        there, here = values.to("cuda").requires_grad_(), values.clone().requires_grad_()
+        torch.fft.hfft(there).square().sum().backward()
+        torch.fft.hfft(here).square().sum().backward()
+        assert there.grad is not None
+        assert here.grad is not None
+        torch.testing.assert_close(there.grad.cpu(), here.grad)
+
+    def test_data_parallel_gradients_are_copied_on_the_gpu(self, run: DryRun, tmp_path: Path) -> None:
+        """Measured: the backward pass of a group of one rank does not wait."""
+        torch.distributed.init_process_group("nccl", rank=0, world_size=1, init_method=(tmp_path / "store").as_uri())
+        try:
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).to("cuda"))
+            loss = model(torch.ones(2, 4, device="cuda")).sum()
+            assert waits(run, loss.backward) == {}
+        finally:
+            torch.distributed.destroy_process_group()
+
 
 class TestAgainstTheMeasurement:
     def test_the_list_of_operators_is_made_of_the_record(self) -> None:
