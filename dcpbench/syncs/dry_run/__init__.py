@@ -193,7 +193,7 @@ class DryRun:
 
     def _note_node(self, args: Sequence[Any]) -> None:
         """Note the waits of the node of autograd that runs; `args` are those of its first operator."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
         if node is not None and node is not self.local.node:
             for sync in find_backward_waits(node, args):
                 self._note(sync)

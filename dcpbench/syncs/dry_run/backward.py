@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def find_backward_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
-    """Return the waits of a node of autograd whose first operator has these arguments."""
+    """Return the waits of a node of autograd; `args` are the arguments of its first operator."""
     name = node.name()
     if name == "ProdBackward0" and _input_dim(node):
         return [wait(rules.SHAPE, "aten::prod_backward", COUNT, direction="DtoH")]
