@@ -146,7 +146,9 @@ class TestDryRun:
     def test_a_test_with_operators_that_were_never_measured_is_named(self, dry: Ran) -> None:
         """It passes, and whether the operator waits is unknown."""
         assert dry.outcomes("test_operator_that_was_never_measured") == ["passed"]
-        _, _, after = dry.stdout.partition("These tests use operators of which it was never measured whether they wait.")
+        _, _, after = dry.stdout.partition(
+            "These tests use operators of which it was never measured whether they wait."
+        )
         listed = [line.partition("::")[2] for line in after.splitlines() if line.startswith("  ")]
         assert listed == ["test_operator_that_was_never_measured: aten::poisson"]
 
