@@ -57,8 +57,10 @@ class Out:
     force: bool = False
 
 
-def settle(options: GateOptions, out: Out) -> Gate:
+def settle(options: GateOptions, out: Out, detector: baselines.Detector = "scan") -> Gate:
     """Read what the gate needs, before anything takes long.
+
+    The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there.
 
     Raises UsageError for limits, globs, a pyproject.toml, a baseline, a format or an output file that cannot be used.
     """
@@ -66,10 +68,10 @@ def settle(options: GateOptions, out: Out) -> Gate:
     check_output(out.output, force=out.force)
     check_limits(options.max_per_step, options.max_bubble_us)
     gate, config = _unlimited(options)
-    path = options.baseline or config.baseline
+    path = options.baseline or (config.dry_run_baseline if detector == "dry-run" else None) or config.baseline
     return dataclasses.replace(
         gate,
-        baseline=baselines.read(path) if path else None,
+        baseline=baselines.read(path, detector) if path else None,
         max_per_step=config.max_per_step if options.max_per_step is None else options.max_per_step,
         max_bubble_us=config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us,
     )
@@ -127,16 +129,42 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     gate, config = _unlimited(options)
     output = output or config.baseline or Path(BASELINE)
     check_output(output, force=force)
-    report = _scan(traces, gate)
-    report.verdict = judge(report, gate)
-    if report.verdict.reasons:
-        sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in report.verdict.reasons)
+    return write_baseline(_scan(traces, gate), gate, output, force=force)
+
+
+def settle_baseline(options: GateOptions, out: Out, path: Path) -> Gate:
+    """Return the gate for a baseline that a dry run writes, before anything takes long.
+
+    Raises UsageError for options that limit or format a report, which is not written then, and for an unusable file.
+    """
+    limits = {"--baseline": options.baseline, "--max-per-step": options.max_per_step, "-o": out.output}
+    given = [name for name, value in limits.items() if value is not None] + ["--format"] * (out.form != "table")
+    if given:
+        raise UsageError(f"--write-baseline writes no report, so {given[0]} has no meaning: leave one of them out.")
+    check_output(path, force=out.force)
+    return _unlimited(options)[0]
+
+
+def write_baseline(
+    report: Report, gate: Gate, output: Path, *, force: bool, detector: baselines.Detector = "scan"
+) -> int:
+    """Write the baseline of a report and return 0; return 3 and write nothing if the report cannot answer.
+
+    Operators that were never measured are accepted by the baseline, and named.
+    """
+    judge(report, gate)  # finds what is allowed
+    unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
+    made = baselines.make(filter(counts, report.sites), detector, unmeasured)
+    reasons = judge(report, dataclasses.replace(gate, baseline=made)).reasons
+    if reasons:
+        sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in reasons)
         return 3
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
-    made = baselines.make(filter(counts, report.sites))
     write(output, encode(made), force=force)
-    _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")
+    _print(f"{counted(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
+    if made.unmeasured:
+        _print(f"Operators accepted without a measurement of their waits: {printable(', '.join(made.unmeasured))}.\n")
     _print(f"Wrote {printable(str(output))}\n")
     return 0
 
