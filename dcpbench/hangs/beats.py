@@ -1,15 +1,15 @@
-"""Beats: what a rank is at, in a file that others read while it hangs, and after it is gone.
+"""Heartbeats of a rank: a memory-mapped file that other processes read while the rank hangs and after it has ended.
 
     phase(name), layer(n)       where the host is in a step
-    step(what)                  a step is handed to the device: `replay` of a graph, or `launch` kernel by kernel
-    collective(op, x, group)    a collective begins; its context is left when it has returned
+    step(what)                  a step is launched on the device: `replay` of a graph, or `launch` kernel by kernel
+    collective(op, x, group)    a collective begins; its context exits when the collective has returned
 
-Nothing is done before `begin` was called. After it each of them writes some bytes into mapped memory: no system call, no
-lock, nothing that the device sees. The kernel keeps what was written when the process is killed.
+These functions do nothing before `begin` is called. After that, each one writes a few bytes to the mapped memory,
+without a system call, a lock or any work on the device. The kernel keeps the written bytes when the process is killed.
 
-The file, little endian: a head; the names of phases; what collectives there were, each text once; a ring of the last
-collectives, which name their text by its number. A text whose place has been used anew since is not known any more, and
-said to be so.
+The file is little endian. It holds a header, the names of phases, a table of collective descriptions (each stored
+once), and a ring of the most recent collectives, which refer to a description by its number. When the table slot of a
+description has been reused since, the call is reported as unknown.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     group: str
-    """Its name among all of torch.distributed's."""
+    """Name of the process group, unique within torch.distributed."""
     ranks: str
     """`0-3,6`: its members; empty where they are too many to be written down."""
     at: str
-    """`file.py:12 in function`: who asked for it."""
+    """`file.py:12 in function`: the line that called the collective."""
     above: str = ""
-    """Who called that."""
+    """The caller of that function, in the same form."""
 
     @property
     def said(self) -> str:
@@ -77,7 +77,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def what(self) -> tuple[str, str, tuple[int, ...]]:
-        """What all ranks of the group must agree on."""
+        """Return what all ranks of the group must agree on: (op, dtype, shape)."""
         return self.op, self.dtype, self.shape
 
 
@@ -87,30 +87,31 @@ class Met:
 
     order: int
     number: int
-    """In its group, from 1 on."""
+    """Number of the collective within its group, from 1."""
     call: Call | None
-    """None where the file says no more what it was."""
+    """Description of the collective; None if the file no longer holds it."""
     phase: str
     layer: int | None
     state: int
     """INSIDE, RETURNED, or RAISED: it was left with an exception."""
     began_ns: int
     ended_ns: int = 0
-    """0 where it has not, or where nobody asks."""
+    """Unix time in ns at which the collective returned; 0 if it has not returned or the source does not record it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBeats:
-    """What a rank's file says."""
+    """Heartbeats read from the file of one rank."""
 
     rank: int
     ranks: int
     pid: int
     waits: bool
-    """Whether a collective that has returned is done. Else it was only handed to the device."""
+    """True if the host waits in each collective until it is done; otherwise a return only means that it was launched.
+    """
     steps: int
     step: str
-    """How the last step was handed to the device; empty where none was."""
+    """How the last step was launched on the device (`replay` or `launch`); empty if no step was launched."""
     phase: str
     """The last that the host entered."""
     layer: int | None
@@ -141,7 +142,11 @@ class Beats:
         members: Callable[[Any], tuple[str, Iterable[int]]],
         through: Iterable[str] = (),
     ) -> None:
-        """`members`: the name and the ranks of a process group. `through`: files whose callers ask for collectives."""
+        """Create the file at `path` and map it.
+
+        `members` returns the name and the ranks of a process group. `through` lists source files that are skipped when
+        the caller of a collective is looked up.
+        """
         with path.open("wb+") as file:
             file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
@@ -213,7 +218,7 @@ class Beats:
         dtype, shape = ("", ()) if x is None else (str(x.dtype).removeprefix("torch."), tuple(x.shape))
         most = TEXT_BYTES - TEXT.size
         members, short = spans(ranks), (name[:40], at[0][-100:])
-        for call in (  # of members all are told or none: half a number is another rank's
+        for call in (  # the list of members is stored whole or not at all: a truncated number would name another rank
             Call(op, dtype, shape, name, members, *at),
             Call(op, dtype, shape, short[0], members, short[1]),
             Call(op, dtype, shape, short[0], "", short[1]),
@@ -249,7 +254,7 @@ def begin(
 
 
 def end() -> None:
-    """Beat no more; what was written stays."""
+    """Stop writing heartbeats; keep the file as it is."""
     global _here  # noqa: PLW0603 -- as above
     _here = None
 
@@ -278,7 +283,9 @@ def collective(op: str, x: Any, group: Any) -> AbstractContextManager[object]:  
 
 
 def read(path: Path) -> RankBeats:
-    """What a rank's file says. Raises RecordsError for what is none."""
+    """Return the heartbeats in a rank's file. Raise RecordsError if the file is unreadable, damaged or of another
+    version.
+    """
     try:
         data = path.read_bytes()
     except OSError as e:

@@ -1,15 +1,17 @@
-"""Who kept the others waiting: a finding with its reasons, or `unknown` with what was read.
+"""Find which ranks kept the others waiting: a finding with its reasons, or `unknown` with what was read.
 
-Ranks of a group must begin the same collectives in the same order. The n-th that each began in the group tells, in turn:
+All ranks of a group must begin the same collectives in the same order. The n-th collective that each rank began in the
+group is compared, and the first of these cases that applies is the finding:
 
-1. two ranks began different ones as their n-th: another order, shape or dtype, and who differs
-2. a rank waits in a kernel for a peer's signal, by the counters in its memory: the peer has passed that place and its
-   signal was lost, or it has not come there
-3. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
-4. a rank waits in the kernel, where no signal reaches it: for a disk or a driver that does not answer
-5. all are in the same one: none is behind, and what carries it stands still
-6. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
-   own place is all there is
+1. Two ranks began different collectives as their n-th: the order, shape or dtype differs.
+2. A rank waits in a GPU kernel for a peer's signal, by the counters in its memory: either the peer has passed that
+place and its signal was lost, or the peer has not reached it.
+3. Some ranks wait in the n-th collective, which another rank has not begun: that rank is behind, and its position is
+the place of the hang.
+4. A rank waits in the operating system's kernel, uninterruptible: for a disk or a driver that does not answer.
+5. All ranks are in the same collective: none is behind, and the transport or the device does not progress.
+6. No rank is in a known collective: the position of the devices in a step, by their norm markers; otherwise only each
+rank's own position is reported.
 """
 
 from __future__ import annotations
@@ -81,21 +83,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     wait for each other · `device`: steps were handed over, and devices stand in them · `kernel`: it waits in
     the kernel for a disk or a driver · `outside`: none is in a collective · `unknown`."""
     said: str
-    """In one sentence."""
+    """The finding in one sentence."""
     ranks: list[int] = []
-    """Who differs or is behind."""
+    """Ranks that differ or are behind."""
     waiting: list[int] = []
     phase: str = ""
-    """Where the culprit is; of a collective of which it is not known, where the others wait."""
+    """Phase of the responsible rank; the phase in which the others wait if the collective of that rank is unknown."""
     layer: int | None = None
     collective: str = ""
-    """In which the others wait, or should be."""
+    """Collective in which the other ranks wait, or should be."""
     number: int | None = None
-    """Of that collective in its group."""
+    """Number of that collective within its group."""
     line: str = ""
-    """Where the culprit is."""
+    """Source line of the responsible rank."""
     waiting_at: str = ""
-    """Where the others are."""
+    """Source line at which the other ranks wait."""
     why: list[str] = []
     read: list[str] = []
     unread: list[str] = []
@@ -103,7 +105,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """What one rank began in one group, by number."""
+    """Collectives that one rank began in one group, by number."""
 
     by_number: Mapping[int, Met]
 
@@ -113,7 +115,7 @@ class _Line:
 
 
 def find(evidence: Evidence) -> Finding:
-    """What the evidence says, and no more."""
+    """Return the finding that the evidence supports."""
     groups = _groups(evidence)
     found = _mismatch(evidence, groups) or _at_meetings(evidence, groups) or _behind(evidence, groups)
     found = _held(evidence, found) or found or _together(evidence, groups)
@@ -126,12 +128,18 @@ def find(evidence: Evidence) -> Finding:
 
 
 def differs(evidence: Evidence) -> Finding | None:
-    """The same where two ranks began different collectives, else None: what of a job that broke explains it."""
+    """Return a finding if two ranks began different collectives, else None; it explains a job that broke before it
+    hung.
+    """
     return _mismatch(evidence, _groups(evidence))
 
 
 def met(rank: Rank) -> list[Met]:
-    """Its last collectives: as its host waited in them, else as the flight recorder has them, with the places of beats."""
+    """Return the rank's last collectives.
+
+    They come from the heartbeats if the host waited in collectives, otherwise from the flight recorder with the source
+    lines of the heartbeats.
+    """
     if rank.beats is not None and (rank.beats.waits or rank.flight is None):
         return rank.beats.met
     if rank.flight is None:
@@ -154,10 +162,10 @@ def _placed(one: Met, own: Sequence[Met]) -> Met:
 
 
 def inside(rank: Rank) -> Met | None:
-    """The collective that it waits in, as far as somebody says."""
+    """Return the collective that the rank waits in, or None if it waits in none or this is unknown."""
     known = met(rank)
     if rank.beats is not None and not rank.beats.waits and rank.flight is None:
-        return None  # handed to the device, and nobody knows how far that is
+        return None  # collectives were only launched on the device, and its progress is unknown
     return next((m for m in known if m.state == INSIDE), None)
 
 
@@ -167,7 +175,7 @@ def at_meetings(evidence: Evidence) -> list[Wait]:
 
 
 def _groups(evidence: Evidence) -> dict[str, dict[int, _Line]]:
-    """Of each group, what each rank began in it."""
+    """Return the collectives that each rank began, by group and rank."""
     lines: dict[str, dict[int, dict[int, Met]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for rank in evidence.ranks:
         for one in met(rank):
@@ -201,21 +209,25 @@ def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
 
 
 def _agree(of: Mapping[int, Met]) -> bool:
-    """Whether all ranks began the same."""
+    """Return True if all ranks began the same collective."""
     return len({_what(one) for one in of.values()}) <= 1
 
 
 def _passed(of: Mapping[int, Met], following: Mapping[int, Met] | None) -> bool:
-    """Whether a difference did no harm: all came back from it, and went on alike.
+    """Return True if a difference did no harm: every rank returned from it, and the following collectives agree.
 
-    Of our own never: its ranks agree in everything, and NCCL may let one that gave less go on.
+    Collectives of dcpbench never pass: its ranks agree in every argument, and NCCL may return on a rank that gave fewer
+    bytes.
     """
     back = all(one.state == RETURNED and one.call is not None and not one.call.at for one in of.values())
     return back and following is not None and following.keys() == of.keys() and _agree(following)
 
 
 def _what(one: Met) -> tuple[str, str, tuple[int, ...]]:
-    """What must agree; of collectives of other programs whose ranks may give parts of several sizes, not the shape."""
+    """Return the part of a collective that must agree: (op, dtype, shape).
+
+    The shape is left empty for collectives of other programs that accept parts of different sizes.
+    """
     assert one.call is not None
     op, dtype, shape = one.call.what
     return op, dtype, () if op in UNEVEN and not one.call.at else shape
@@ -264,7 +276,10 @@ def _differing(
 
 
 def _odd(lines: Mapping[int, _Line], at: Mapping[int, Met], number: int) -> tuple[set[int], bool, list[str]]:
-    """Who differs; whether that is known; why. The few against the many, else who left what all did before."""
+    """Return (ranks that differ, True if that is certain, reasons).
+
+    The minority differs from the majority; in a tie, the ranks that left the order of earlier steps differ.
+    """
     sides: dict[object, set[int]] = collections.defaultdict(set)
     for rank, one in at.items():
         sides[_place(one)].add(rank)
@@ -278,13 +293,13 @@ def _odd(lines: Mapping[int, _Line], at: Mapping[int, Met], number: int) -> tupl
 
 
 def _followed(lines: Mapping[int, _Line], at: Mapping[int, Met], rank: int, number: int) -> bool:
-    """Whether what the rank began came behind the one before it in an earlier step, too."""
+    """Return True if the collective that the rank began followed the one before it in an earlier step, too."""
     before = lines[rank].by_number.get(number - 1)
     return before is not None and _place(at[rank]) in _behind_it(lines, before, number)
 
 
 def _behind_it(lines: Mapping[int, _Line], one: Met, number: int) -> list[tuple[object, ...]]:
-    """What came behind a collective whenever it was begun at the same place before, on any rank."""
+    """Return the collectives that followed `one` each time any rank began it at the same place before."""
     return [
         _place(line.by_number[n + 1])
         for line in lines.values()
@@ -294,7 +309,7 @@ def _behind_it(lines: Mapping[int, _Line], one: Met, number: int) -> list[tuple[
 
 
 def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], number: int) -> list[str]:
-    """What else is known of an order that differs."""
+    """Return further facts about an order that differs: swapped, additional or missing collectives."""
     one, other = min(odd), min(set(at) - odd)
     mine, theirs = lines[one].by_number, lines[other].by_number
     places = {
@@ -328,7 +343,7 @@ def _at_meetings(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) 
 
 
 def _late(groups: Mapping[str, Mapping[int, _Line]], one: Met) -> set[int]:
-    """Who has not begun a collective."""
+    """Return the ranks that have not begun a collective."""
     assert one.call is not None
     lines = groups[one.call.group]
     expected = set(members(one.call.ranks)) or set(lines)
@@ -409,7 +424,7 @@ def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Fin
 
 
 def _by_host(rank: Rank) -> bool:
-    """Whether its place is its host's: nothing says where its device is."""
+    """Return True if the position of the rank is that of its host because the position of its device is unknown."""
     return rank.device is None or not rank.device.norm or rank.beats is None or rank.beats.waits
 
 
@@ -480,12 +495,12 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
 
 
 def _tells(rank: Rank) -> bool:
-    """Whether it is known which collectives it began, or that it has ended."""
+    """Return True if it is known which collectives the rank began, or that the rank has ended."""
     return rank.beats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
 
 
 def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
-    """Some wait for ranks of which nothing says whether they have come."""
+    """Return the finding for ranks that wait for ranks without any evidence of their collectives."""
     rank, one = next(iter(waits.items()))
     assert one.call is not None
     return Finding(
@@ -622,7 +637,7 @@ def _by_stacks(evidence: Evidence) -> Finding | None:
 
 
 def _numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
-    """Of those that have one."""
+    """Return the numbers of those ranks that have one."""
     return [ranks[r].rank for r in some if ranks[r].rank != NOBODY]
 
 
@@ -650,7 +665,7 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
 
 
 def _outside(evidence: Evidence) -> Finding:
-    """Case 6, and whatever is not known."""
+    """Return the finding for ranks outside collectives (case 6), or `unknown`."""
     placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
     parts = [f"{rank.name} {_doing(rank)}{_at(*spot(rank))}" for rank in placed[:8]]
     if placed and all(rank.beats is not None for rank in placed) and not any(inside(rank) for rank in placed):
