@@ -1,13 +1,13 @@
 """Evidence about the ranks of a hanging job, read from a folder or from dump files of any program.
 
-    beats-R.bin                 see beats.py
-    flight-R.json               torch's flight recorder
-    stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
-    ranks.json                  state of each process, one Seen per process
-    device-R.json               last norm that the rank's device began, a Device
-    signals-R.json              signal counters in the rank's memory, a Signals
-    log-R.txt                   last lines of the rank's log
-    gpus.txt, nccl-ras.txt      reports of nvidia-smi and NCCL about the machine
+beats-R.bin                 see beats.py
+flight-R.json               torch's flight recorder
+stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
+ranks.json                  state of each process, one Seen per process
+device-R.json               last norm that the rank's device began, a Device
+signals-R.json              signal counters in the rank's memory, a Signals
+log-R.txt                   last lines of the rank's log
+gpus.txt, nccl-ras.txt      reports of nvidia-smi and NCCL about the machine
 """
 
 from __future__ import annotations

@@ -74,14 +74,22 @@ WAITS_IN = ("distributed_c10d.py", "torch/cuda/", "torch/distributed/")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """The responsible ranks of a hang, with the reasons."""
 
     kind: str
-    """`order`, `shape`, `dtype`: it began another collective than the others · `signal`: it has passed the meeting of
-    kernels in which others wait for its signal · `behind`: it has not come to the collective in which the others wait,
-    or to the meeting · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
-    wait for each other · `device`: steps were handed over, and devices stand in them · `kernel`: it waits in
-    the kernel for a disk or a driver · `outside`: none is in a collective · `unknown`."""
+    """Kind of the finding.
+
+    - `order`, `shape`, `dtype`: the rank began another collective than the others.
+    - `signal`: the rank has passed the kernel meeting in which others wait for its signal.
+    - `behind`: the rank has not reached the collective or the kernel meeting in which the others wait.
+    - `gone`: as `behind`, and the rank has ended.
+    - `together`: all ranks are in the same collective.
+    - `apart`: groups wait for each other.
+    - `device`: steps were launched, and the devices do not finish them.
+    - `kernel`: the rank waits in the operating system's kernel for a disk or a driver.
+    - `outside`: no rank is in a collective.
+    - `unknown`: the evidence does not decide.
+    """
     said: str
     """The finding in one sentence."""
     ranks: list[int] = []
