@@ -35,7 +35,7 @@ class Correlation:
     inflation: float  # variance of the number of samples below the median, over that of independent samples; at least 1
 
     def count_effective(self, samples: int) -> float | None:
-        """Return how many independent samples know the median as well as this many do; None if that is not known."""
+        """Return the number of independent samples that determine the median as precisely; None if it is unknown."""
         return None if self.neighbours is None else samples / self.inflation
 
 

@@ -17,7 +17,7 @@ LOCK_FILE = ".lock"
 """Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
 JOB_FILES = "job-*.json"
 HANGS_FOLDER = "hangs"
-"""What was taken down of jobs that stood still, TAG-N of each."""
+"""Folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang."""
 
 
 def job_file(folder: Path, tag: str) -> Path:
@@ -31,7 +31,7 @@ def tag_of(job: Path) -> str:
 
 
 def progress_file(folder: Path, tag: str) -> Path:
-    """What the job of this tag has said while it ran."""
+    """Return the file of progress messages that the job with this tag writes."""
     return folder / f"progress-{tag}.jsonl"
 
 

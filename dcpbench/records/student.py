@@ -56,7 +56,7 @@ def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """Its continued fraction (26.5.8 there), evaluated from the front (Lentz's method)."""
+    """Evaluate the continued fraction of the incomplete beta function (26.5.8 there) from the front (Lentz's method)."""
     c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, STEPS):
@@ -65,7 +65,9 @@ def _fraction(a: float, b: float, x: float) -> float:
             -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
         ):
             d, c = 1 + numerator * d, 1 + numerator / c
-            d = 1 / (d if d > TINY or d < -TINY else TINY)  # as _not_zero, a call of which takes longer than all else
+            d = 1 / (
+                d if d > TINY or d < -TINY else TINY
+            )  # inlined _not_zero, since the call would dominate the run time
             c = c if c > TINY or c < -TINY else TINY
             value *= c * d
         if abs(c * d - 1) < 1e-15:  # noqa: PLR2004 -- rounding of a double
