@@ -56,9 +56,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     autocorrelation: SignedNumber | None = (
         None  # between neighbouring samples; None for fewer than 4 and in older records
     )
-    effective_samples: Number | None = (
-        None  # equivalent number of independent samples for the median; None for fewer than 4 and in older records
-    )
+    effective_samples: Number | None = None  # independent samples of the same precision; None in the same cases
 
 
 READ_LOG = ". Read logs/"

@@ -1,12 +1,12 @@
-"""Serving in virtual time: the scheduler and the traffic of a live run, and step times instead of a device.
+"""Serve in virtual time: the scheduler and the traffic of a live run, with step times instead of a device.
 
     host     decide k + 1 │ wait for k ············│ read k, decide k + 2 │ wait for k + 1 ···
     device   ··· step k ···························│ step k + 1 ······················
 
-A live run launches step k + 1 while step k runs, and reads what k sampled. So clients learn of step k when it ends,
-and what they send then can join step k + 2 at the earliest. The same order of events here, one by one; only the end of
-a step is computed: the end of the step before + its duration, but not before the host has launched all of it. Several
-instances (deployment.py) do the same each for itself, on one clock.
+A live run launches step k + 1 while step k runs, and reads the tokens that k sampled. Clients learn of step k when it
+ends, so requests that they send then join step k + 2 at the earliest. Replay follows the same order of events, one by
+one; only the end of a step is computed: the end of the step before plus its duration, but not before the host has
+launched all of it. Several instances (deployment.py) do this independently, on one clock.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ FOLDER = "step-times"
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What became of the requests."""
+    """Result of a replay."""
 
     traffic: Traffic
     counts: StepCounts
     end_s: float
     deployed: Deployment
     busy_s: list[float]
-    """How long each instance ran steps."""
+    """Time in s during which each instance ran steps."""
 
 
 def replay(
@@ -70,9 +70,9 @@ def replay(
     limit_s: float = math.inf,
     think_s: float = 0.0,
 ) -> Replayed:
-    """Serve `requests` from second 0 on, until `limit_s`, with one instance or several; other arguments as Traffic has them.
+    """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
 
-    Raises UsageError for a step whose time is not known.
+    Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
     return _Clock(Traffic(requests, deployed, concurrency, think_s), deployed, times, limit_s).run()
@@ -85,11 +85,11 @@ class _Instance:
     scheduler: Scheduler
     heat: Heat
     now: float = 0.0
-    """Of the host: when it decides next, unless it waits or has nothing to do."""
+    """Time of the host's next decision, unless it waits or is idle."""
     free: float = 0.0
     """When the device has run all that was launched."""
     launched: float = 0.0
-    """When the host has launched what it decided last."""
+    """Time at which the host has launched its last decision."""
     pending: tuple[Step, float] | None = None
     """A step to be read, and its end."""
     behind: tuple[Step, float] | None = None
@@ -101,7 +101,7 @@ class _Instance:
 
 
 READ, CROSSED, DECIDE = range(3)
-"""What happens first of what happens at once."""
+"""Priority of events at the same time, first to last."""
 
 
 class _Clock:
@@ -135,7 +135,7 @@ class _Clock:
         return Replayed(self.traffic, self.counts, now, self.deployed, [i.busy for i in self.instances])
 
     def _next(self) -> tuple[float, int, int]:
-        """What happens next: when, what, and to which instance."""
+        """Return the next event: (time, kind, instance)."""
         arrival = self.traffic.next_arrival_s() if any(i.idle for i in self.instances) else None
         found = [(self.deployed.next_s(), CROSSED, 0)]
         for index, instance in enumerate(self.instances):
@@ -148,7 +148,7 @@ class _Clock:
         return min(found)
 
     def _decide(self, which: int, now: float) -> None:
-        """Clients send what is due, the instance decides a step and launches it."""
+        """Submit the due requests, decide a step of the instance and launch it."""
         instance, times = self.instances[which], self.times
         instance.now, instance.idle = now, False
         self.traffic.submit(*self.traffic.due(now), now)
@@ -169,7 +169,9 @@ class _Clock:
             # Where launching is not running, tokens are read as soon as they are there, between two layers of a launch.
             instance.reads = max(instance.launched if times.blocking else now, instance.pending[1])
         elif instance.behind is None:
-            rejected = self.traffic.done or any(self.traffic.due(now))  # of what came, so that the next one can come
+            rejected = self.traffic.done or any(
+                self.traffic.due(now)
+            )  # all due requests were rejected: decide again, so that the next one can come
             instance.idle = not rejected
         else:
             instance.now, instance.pending = instance.launched, instance.behind
@@ -184,7 +186,7 @@ class _Clock:
         instance.pending, instance.reads = instance.behind, None
 
     def _stop(self, now: float) -> float:
-        """Read what was launched, and give up the rest; returns when the last was read."""
+        """Read the launched steps and cancel all other requests; return the time at which the last step was read."""
         launched = [step for i in self.instances for step in (i.pending, i.behind if i.reads is not None else None)]
         for step, end in sorted((one for one in launched if one is not None), key=lambda one: one[1]):
             now = max(now, end)
@@ -196,8 +198,9 @@ class _Clock:
 NAMED = """
     model tp dp dcp dtype page_size interleave weights backend exchange q_replicate project_first overlap all_reduce prefill
 """
-"""Fields of a path from which files have their names, in the order of the first ones, with one that is gone; a later field
-takes part where it is not what it is by default."""
+"""Fields of a path from which file names are made, in the order of the first version, including a removed one; a later
+field is included only if it differs from its default.
+"""
 
 
 def step_times_name(path: EnginePath) -> str:
@@ -220,12 +223,12 @@ def replay_point(
     file: str = "",
     command: str = "",
 ) -> Record:
-    """Serve the requests in virtual time; leaves their samples in the run's folder and returns the record.
+    """Serve the requests in virtual time; write their samples to the run's folder and return the record.
 
-    `file` names the step times for the record: a path below the folder, or the file that was given. `command` is what
-    was typed; the rest of the record's environment is that in which the step times were taken.
+    `file` names the step times for the record: a path below the folder, or the given file. `command` is the command
+    line; the rest of the record's environment is that of the step times.
 
-    Raises UsageError where the times are not those of the point's engine, or do not reach as far as its load.
+    Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
     times.must_be_of(point, file or "the step times")
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
@@ -284,7 +287,7 @@ def _deployed(point: Point, plan: EnginePlan) -> Deployment:
 
 
 def _instance_metrics(found: Replayed) -> InstanceMetrics:
-    """How much of the run each kind of instances was busy, and what their transfers took."""
+    """Return the busy share of each kind of instance, and the metrics of their transfers."""
     deployed, end_s = found.deployed, found.end_s
     shares = [busy / end_s for busy in found.busy_s]
     if not isinstance(deployed, Disaggregated):
@@ -302,12 +305,14 @@ def _instance_metrics(found: Replayed) -> InstanceMetrics:
 
 
 def _latencies(seconds: Iterable[float]) -> Latencies:
-    """In ms; what differs from 0 by rounding alone is 0."""
+    """Return latencies in ms; rounding errors around 0 become 0."""
     return latencies([round(1e3 * s, 6) for s in seconds])
 
 
 def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
-    """Least and most of what a forecast's replays found: where requests wait for one another longer steps can bring one earlier."""
+    """Return the minimum and maximum of a metric over a forecast's replays, as longer steps can make a queued request
+    faster.
+    """
     values: dict[str, list[float | None]] = {
         "output_tok_s": [m.output_tok_s for m in found],
         "ttft_p50_ms": [m.ttft_ms.p50 for m in found],
@@ -320,9 +325,9 @@ def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
 
 
 def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
-    """How many times as long steps without prompts, and with, are at the slow and at the fast end of a forecast's error.
+    """Return the factors on step times without and with prompts, at the slow and at the fast end of a forecast's error.
 
-    On the CPU nothing waits for the wire.
+    On the CPU they are 1, as there is no modelled wire.
     """
     emulated = times.emulated
     assert emulated is not None

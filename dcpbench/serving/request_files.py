@@ -1,4 +1,4 @@
-"""Files of requests: Mooncake's traces, our own JSONL, and CSV, told apart by what is in them.
+"""Read files of requests: Mooncake's traces, our own JSONL, and CSV, distinguished by their content.
 
     {"timestamp": 105, "input_length": 1800, "output_length": 26, "hash_ids": [0, 3, 4, 5]}     Mooncake; time in ms
     {"arrival_s": 0.1, "input_tokens": 1800, "output_tokens": 26, "prefix_group": 2}            ours
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK = 512
-"""Tokens that one of Mooncake's hash ids stands for."""
+"""Tokens per hash id in Mooncake's traces."""
 MOST_ID = (1 << 31) - 1
 MOST_TIME = 1e15
-"""Of a time stamp in its own unit, far past today's date in ms: larger ones are no times."""
+"""Maximum time stamp in its own unit, far beyond the current date in ms; larger numbers are not times."""
 LONGEST_REASON = 500
 CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
 JSON_FIELDS = (*CSV_FIELDS, "prompt")
@@ -48,7 +48,7 @@ class Row:
     """One request of a file."""
 
     arrival_s: float | None
-    """After the first one's; None where the file says no times."""
+    """Arrival time in s after the first request; None if the file has no times."""
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
@@ -70,31 +70,31 @@ class Trace:
     sha256: str
     rows: list[Row]
     sorted: bool
-    """Whether they stood in another order."""
+    """True if the requests had to be sorted by arrival."""
 
     @property
     def timed(self) -> bool:
-        """Whether it says when requests come."""
+        """Return True if the file has arrival times."""
         return self.rows[0].arrival_s is not None
 
     @property
     def grouped(self) -> bool:
-        """Whether any request names the group with which it shares a prefix."""
+        """Return True if any request names a group with which it shares a prefix."""
         return any(row.prefix_group is not None for row in self.rows)
 
     @property
     def takes_shares(self) -> bool:
-        """Whether --prefix-share can say how much prompts have in common; else the file does."""
+        """Return True if --prefix-share determines the shared prefixes; False if the file does."""
         return all(row.prompt is None and row.hash_ids is None for row in self.rows)
 
     @property
     def largest_id(self) -> int:
-        """Of the token ids that it names; -1 without any."""
+        """Return the largest token id in the file; -1 without any."""
         return max((int(row.prompt.max()) for row in self.rows if row.prompt is not None), default=-1)
 
 
 def read_requests(path: Path) -> Trace:
-    """Read a file of requests. Raises UsageError, naming the line and what is wrong there."""
+    """Read a file of requests. Raise UsageError with the line and the problem in it."""
     if path.exists() and not path.is_file():
         raise UsageError(f"--requests {path} is not a file, and every rank reads it again; name a file of requests.")
     try:

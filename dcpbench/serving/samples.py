@@ -1,4 +1,4 @@
-"""The Parquet file beside a record of `serve`: one row per request, as outcome.Row has it.
+"""Read and write the Parquet file of a `serve` record: one row per request, with the fields of outcome.Row.
 
 pyarrow is imported when a file is written or read.
 """
@@ -30,10 +30,10 @@ SAMPLES_VERSION = 2
 FOLDER = "samples"
 """Below the run's folder."""
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
-"""Of the file's metadata; the checksum is of what the file says, its rows and its point."""
+"""Keys of the file's metadata; the checksum covers the rows and the point."""
 MAX_INT = 2**31 - 1  # of a column
 SELDOM = ("chunk_tokens", "session", "turn", "instance", "prefilled_by", "kv_sent_s", "kv_arrived_s")
-"""Columns that are there where a row says something in them."""
+"""Columns that are written only if a row has a value in them."""
 AGAIN = "repeat the sweep of this run"
 
 
@@ -57,7 +57,7 @@ def samples_path(folder: Path, name: str) -> Path | None:
     path = folder / name
     try:
         inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
-    except (OSError, ValueError):  # nothing that a file can be called
+    except (OSError, ValueError):  # not a valid file name
         return None
     if not inside:
         raise RecordsError(f"{folder}: a record names samples outside its folder; that was not written by dcpbench.")
@@ -94,7 +94,7 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
 
 
 def _beyond_32_bits(rows: Sequence[Row]) -> str:
-    """Return a sentence about the first count that no column holds, or nothing."""
+    """Return a sentence about the first count that exceeds the columns' range, or an empty string."""
     for row in rows:
         for name, value in dataclasses.asdict(row).items():
             for number in value if isinstance(value, list) else [value]:
@@ -130,7 +130,7 @@ def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
 
 
 def _schema(pa: Any, left_out: Collection[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
-    """Field by field as outcome.Row, without those that say nothing of any row; what may be None is nullable."""
+    """Return the schema with the fields of outcome.Row, except the omitted ones; fields that may be None are nullable."""
     kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string()}
     kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
     typed = [(f.name, *str(f.type).partition(" | None")) for f in dataclasses.fields(Row) if f.name not in left_out]

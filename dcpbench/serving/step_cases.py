@@ -1,7 +1,7 @@
-"""Which cases to measure, so that every step of given loads can be predicted, as few as that takes; and their steps.
+"""Select the cases to measure, as few as suffice to predict every step of given loads, and make their steps.
 
-Device time is dear. Lines in KV tokens and in pairs need two points each; sizes need to be as close as the curve bends
-between them. docs/replay.md has the sums.
+Device time is expensive. Lines in KV tokens and in pairs need two points each; sizes must be as dense as the curve
+bends between them. docs/replay.md derives the counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ clients that wait for answers leave those to a run's beginning and end. In an op
 CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
 BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)
-"""Where that bends, without a prefix alone. Past 512 tokens products have a fifth tile of 128 rows, in a jump."""
+"""Sizes between which the curve bends, measured without a prefix only. Past 512 tokens, matrix products need a fifth
+tile of 128 rows, which is a jump.
+"""
 FEW_TOKENS = 128
 """Below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt."""
 SHORT_CHUNKS = 8
@@ -51,30 +53,34 @@ ATTENTION_SHOWS = 2048
 MANY_PREFIX = 8192
 """Stored tokens before each of many chunks: more would only cost more time."""
 LATE = 4
-"""A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
+"""Divisor of late chunks: a chunk at the end of a long prompt has at most 1 / LATE of its tokens, so that it attends
+mostly to earlier tokens.
+"""
 MIXED_TOKENS = (128, 512, 2048)
-"""Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
+"""Sizes of the chunks next to which decode rows are measured: this many tokens, or the next smaller available size."""
 HOT_TOKENS = 512
 """Chunks of fewer tokens are not measured hot: they read weights as decodes do."""
 TRAIN = 12
-"""Decode steps behind chunks of which each is measured."""
+"""Number of decode steps after chunks, each of which is measured."""
 KEPT = 8
-"""They take no more than a KEPT-th of the cache: beside a short chunk requests may have nearly all of it."""
+"""Divisor of the KV cache: chunks of mixed cases take at most 1 / KEPT, as requests may hold nearly all of it next to a
+short chunk.
+"""
 SAME = 0.1
 """A prompt this near to a measured size needs none of its own."""
 OUTPUT_TOKENS = 2
-"""Of the requests, which never finish: no step says that it samples a last token."""
+"""Output tokens of the requests, which never finish, so that no step samples a last token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extent:
-    """What the steps of one replica can be like, at most."""
+    """Maximum size of the steps of one replica."""
 
     requests: int
     context: int
     """Tokens of a request."""
     pages: int
-    """Of KV, without the padding page; a virtual page on all dcp ranks each."""
+    """KV pages without the padding page; a virtual page spans all dcp ranks."""
     virtual_page: int
     chunk: int
     """Prompt tokens of a step."""
@@ -83,11 +89,11 @@ class Extent:
     targets: tuple[int, ...] = ()
     """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
     open_loop: bool = False
-    """Whether there are loads that keep no number in flight."""
+    """True if a load has no fixed number of requests in flight."""
     prompts: tuple[int, ...] = ()
     """Lengths that all prompts of a load have."""
     shared: bool = False
-    """Whether prompts share prefixes, so that requests together attend to more than the cache holds."""
+    """True if prompts share prefixes, so that requests together attend to more tokens than the cache holds."""
     changes: tuple[int, ...] = ()
     """Most rows of a step with chunks up to which the same kernels run: one more takes others, and a jump."""
 
@@ -98,7 +104,9 @@ class Extent:
 
     @classmethod
     def of(cls, points: Iterable[Point], *, pages: int, max_context: int, changes: Iterable[int] = ()) -> Extent:
-        """Of all points of one engine path, with `pages` in each rank's pool, the padding page included."""
+        """Return the extent of all points of one engine path, with `pages` in each rank's pool, including the padding
+        page.
+        """
         points = list(points)
         one = points[0]
         loads = [p.load for p in points if p.load is not None]
@@ -119,7 +127,7 @@ class Extent:
         )
 
     def fits(self, case: Case) -> bool:
-        """Whether slots, pages, context and chunk suffice for a case."""
+        """Return True if slots, pages, context and chunk suffice for a case."""
         lengths = [(d.requests, d.context) for d in case.decodes]
         lengths += [(c.chunks, c.prefix + c.tokens) for c in case.chunks]
         pages = sum(count * -(-tokens // self.virtual_page) for count, tokens in lengths)
@@ -158,7 +166,7 @@ class Extent:
 
 
 def grid(extent: Extent) -> list[Case]:
-    """The cases, cheapest kind first. Raises UsageError where the KV cache holds nothing."""
+    """Return the cases, cheapest kind first. Raise UsageError if the KV cache has no page."""
     if extent.pages < 1:
         raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
     sizes, plain = chunk_sizes(extent), chunk_sizes(dataclasses.replace(extent, changes=()))
@@ -202,7 +210,7 @@ def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[
 
 
 def _decodes(extent: Extent) -> Iterator[Case]:
-    """For each size few and most KV tokens, at the largest something between."""
+    """Yield for each size the fewest and the most KV tokens, for the largest size also a value between."""
     sizes = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
     for size in sizes:
         requests = min(size, extent.at_once)
@@ -220,8 +228,10 @@ def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bo
 
 
 def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """For each size prompts without prefix, with the shortest, and at the end of long ones; where attention shows, short
-    prompts, too. From no prefix to some, work begins that even the shortest brings.
+    """Yield for each size prompts without a prefix, with the shortest prefix, and at the end of long prompts; where
+    attention dominates, also several short prompts.
+
+    From no prefix to the shortest one, additional work begins, which is independent of its length.
     """
     once = _at_most(ATTENTION_SHOWS, sizes)
     between = {*BETWEEN_TOKENS, *_beside(extent.changes)} - {*CHUNK_TOKENS, *extent.prompts}
@@ -250,8 +260,10 @@ def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str
 
 
 def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """Of several replicas one alone has prompts without prefix: what the others' padding spares. The largest is among them, as
-    nothing tells what is spared beyond.
+    """Yield cases in which one of several replicas has prompts without a prefix: they measure the saving of the others'
+    padding.
+
+    The largest size is included, because the saving beyond it is unknown.
     """
     between = {*BETWEEN_TOKENS} - {*extent.prompts, sizes[-1]}
     for size in sizes if extent.replicas > 1 else ():
@@ -260,7 +272,7 @@ def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """Decode rows beside a chunk that leaves them most of the cache and all other slots."""
+    """Yield decode rows next to a chunk that leaves them most of the cache and all other slots."""
     largest = min(max(extent.pages // KEPT, 1) * extent.virtual_page, extent.context)
     for size in sorted({_at_most(min(tokens, largest), sizes) for tokens in MIXED_TOKENS}):
         chunks = _even(size, extent.fewest(size) or 1)
@@ -275,8 +287,8 @@ def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones, and replicas of
-    which some have prompts.
+    """Yield cases that check the assumptions of the prediction: uneven requests, sizes and prefixes between the
+    measured ones, and replicas of which some have prompts.
     """
     some, size = extent.replicas // 2, _at_most(1024, sizes)
     if some > 1:
@@ -299,7 +311,7 @@ class HotRun:
     before: Case
     """The chunks, again and again until the device has settled."""
     times: int = 1
-    """So many of its steps follow each other then: what is left of the heat tells how soon it goes."""
+    """Number of consecutive steps of the case; their decay determines how fast the slowdown by heat ends."""
 
     @property
     def cases(self) -> list[Case]:
@@ -335,7 +347,7 @@ def fullest(cases: Iterable[Case]) -> Case:
 
 
 def bare(case: Case) -> bool:
-    """Whether it is of chunks alone, on all replicas, without a prefix."""
+    """Return True if a case has only chunks, on all replicas, without a prefix."""
     return bool(case.chunks) and not case.decodes and not case.replicas and not case.work().prefix
 
 
@@ -371,7 +383,7 @@ class CaseMaker:
         """No request of a load has a negative number, so its prompt is not taken for one of these."""
 
     def steps(self, case: Case) -> CaseSteps:
-        """The steps of a case, alike on all replicas that have something to do."""
+        """Return the steps of a case, identical on all replicas that have work."""
         self.next_page = 0
         todo, writes = ReplicaStep(), []
         slots = itertools.count(1)

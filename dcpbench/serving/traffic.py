@@ -1,14 +1,15 @@
-"""Who sends requests when, and when which token came: the same for live runs and for replay.
+"""Decide which requests are sent when, and record when tokens came; shared by live runs and replay.
 
-Closed loop: `concurrency` clients, each of which sends its next request when it has read the last token of the one
-before, however late the server looks. Open loop: requests come when they are due, whatever is still unanswered.
+In a closed loop, each of `concurrency` clients sends its next request when it has read the last token of the one
+before, however late the server checks. In an open loop, requests are sent when they are due, regardless of pending
+ones.
 
-Turns of a session follow each other, however it began: the next one is due `think_s` after the last token of the one
-before. A client of a closed loop has one session at a time. As all think equally long, turns become due in the order in
-which steps answered those before, the same on every rank.
+Turns of a session follow each other in both modes: the next turn is due `think_s` after the last token of the one
+before. A client of a closed loop has one session at a time. As the think time is constant, turns become due in the
+order in which steps answered their predecessors, the same on every rank.
 
-In a live run one rank's clock decides how many turns and sessions have come, and all ranks submit as many. A request
-that stands alone is a session of one turn.
+In a live run, one rank's clock decides how many turns and sessions are due, and all ranks submit that many. A
+single-turn request is a session of one turn.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """What became of one request; times in seconds after the start of the run."""
+    """Result of one request; times in seconds after the start of the run."""
 
     request: ServeRequest
     submitted_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)
     """When each output token was read."""
     tokens: list[int] = dataclasses.field(default_factory=list)
-    """Their ids; empty in replay, and for requests of another replica than the recording rank's."""
+    """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
     sequence: Sequence | None = None
-    """Its state in the scheduler; None where it was rejected."""
+    """State in the scheduler; None if the request was rejected."""
     rejected: str = ""
-    """Why it can never be served."""
+    """Reason why the request can never be served."""
     failed: str = ""
-    """Why a real server did not answer it to its end."""
+    """Reason why a real server did not answer the request to its end."""
     cached_tokens: int | None = None
-    """Prompt tokens that a real server's prefix cache had, where it says so; ours are of `sequence`."""
+    """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)
     """Tokens of each chunk of a stream that brought several at once; empty where each brought one."""
 
     @property
     def cached(self) -> int | None:
-        """Prompt tokens that the prefix cache had, here or elsewhere; None where nobody knows."""
+        """Return the prompt tokens that were found in the prefix cache, of our engine or of a server; None if unknown."""
         return self.sequence.cached if self.sequence is not None and self.sequence.replica >= 0 else self.cached_tokens
 
     @property
     def finished(self) -> bool:
-        """Whether all its tokens have been read."""
+        """Return True if all its tokens have been read."""
         return not self.failed and len(self.token_s) == self.request.output_tokens
 
 
 class Traffic:
-    """Feeds a scheduler with a load, and notes what comes back."""
+    """Feed a scheduler with a load, and record the results."""
 
     def __init__(
         self,
@@ -81,31 +82,31 @@ class Traffic:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency, self.think_s = requests, scheduler, concurrency, think_s
         self.sessions = [request for request in requests if not request.turn]
-        """Their first turns."""
+        """First turns of the sessions."""
         self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}
-        """By the number of the one before."""
+        """Next turn, by the number of the request before."""
         self.samples: list[Sample] = []
-        """Of all that were submitted, in this order."""
+        """Samples of all submitted requests, in submission order."""
         self.sample_of: dict[int, Sample] = {}
-        """By request number."""
+        """Sample by request number."""
         self.in_flight = 0
         """Requests."""
         self.begun = self.ended = 0
         """Sessions."""
         self.turns: collections.deque[tuple[float, ServeRequest]] = collections.deque()
-        """Those to come of sessions that have begun, and when each is due, in this order."""
+        """Pending turns of running sessions with their due times, in this order."""
         self.free_s: collections.deque[float] = collections.deque()
         """Since when each client of a closed loop that has no session has had none, in this order."""
         self.stopped = False
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come and all has been read."""
+        """Return True if no more requests will come and all have been read."""
         left = len(self.sessions) - self.begun
         return not self.in_flight and (self.stopped or not (left or self.turns))
 
     def due(self, now_s: float) -> tuple[int, int]:
-        """How many later turns of sessions, and how many new sessions, come now."""
+        """Return the number of later turns and of new sessions that are due."""
         if self.stopped:
             return 0, 0
         turns = sum(1 for _ in itertools.takewhile(lambda turn: turn[0] <= now_s, self.turns))
@@ -154,7 +155,7 @@ class Traffic:
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
-        """Send nothing more, and give up what has not finished; call it once the last step has been read."""
+        """Stop sending and cancel unfinished requests; called after the last step has been read."""
         self.stopped = True
         self.turns.clear()
         for sequence in self.scheduler.cancel():
