@@ -1,4 +1,4 @@
-"""Collectives over a group of ranks, under the names of both torch 2.11 and 2.13; a group of one does nothing."""
+"""Collectives over a group of ranks, under the names of both torch 2.11 and 2.13; they are no-ops in a group of one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def gather_objects(value: Value) -> list[Value]:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which writes what all have found."""
+    """Return True if this is rank 0, which writes the combined results."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -34,7 +34,9 @@ class Registered:
     lent: bool = False
 
     def close(self) -> None:
-        """Deregister it; what was captured with it must not be replayed any more. Collective, waits for the device."""
+        """Deregister the memory; graphs captured with it must not be replayed any more. Collective, waits for the
+        device.
+        """
         if self not in _open:
             return
         _open.remove(self)
@@ -48,10 +50,10 @@ _open: list[Registered] = []
 
 
 def register(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Registered:
-    """A new window of so many bytes. Collective; waits for the device.
+    """Return a new registered window of `nbytes` bytes. Collective; waits for the device.
 
-    `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
-    alike, where there is no NCCL, an older one, or one that refuses.
+    `option` is the option that requires it and `instead` the alternative without it, for the error. Raise CapacityError
+    on all ranks if NCCL is missing, is too old, or refuses.
     """
     error = f"{option}: {{}}; use {instead} instead."
     if group.handle is None:
@@ -91,7 +93,7 @@ def close_all() -> None:
 
 
 def missing(group: Group, device: torch.device) -> str:
-    """What this rank lacks to register memory; empty where nothing does."""
+    """Return what this rank lacks to register memory; empty if it can."""
     if device.type != "cuda":
         return "memory is registered with NCCL, which needs GPUs"
     if torch.cuda.nccl.version()[:2] < OLDEST_NCCL:
@@ -110,7 +112,9 @@ def backend_of(group: Group, device: torch.device) -> Any:  # noqa: ANN401 - tor
 
 
 def allocate(backend: Any, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:  # noqa: ANN401 - as above
-    """(zeroed bytes, the pool whose only allocation they are): their offset in the window is the same on all ranks."""
+    """Return (zeroed bytes, their memory pool), with no other allocation in it: the offset in the window is the same on
+    all ranks.
+    """
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool, device):
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)

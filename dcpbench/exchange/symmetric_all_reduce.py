@@ -80,11 +80,11 @@ class SymmetricAllReduce:
         )
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether x is no larger than what memory was taken for."""
+        """Return True if x is no larger than the allocated memory."""
         return x.numel() <= self.spec.rows * self.spec.columns
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See AllReduce. x is at most as large as the spec says."""
+        """See AllReduce. x is at most as large as specified."""
         assert x.is_contiguous()
         assert x.dtype == self.spec.dtype
         assert self.fits(x)

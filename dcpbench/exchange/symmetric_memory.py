@@ -1,7 +1,7 @@
 """Memory that all ranks of a group can read: torch's symmetric memory on GPUs, a file in shared memory on the CPU.
 
-The CPU's version exists so that kernels which read peers can run, and be tested, in processes without a GPU: they run
-in Triton's interpreter, which takes an address for what it is.
+The CPU version exists so that kernels that read peer memory can run, and be tested, in processes without a GPU: they
+run in Triton's interpreter, which uses addresses unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """Host and device of a rank."""
 
     host: str
     device: str
@@ -46,10 +46,10 @@ class Place:
 
 
 def allocate(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Peers:
-    """A zeroed buffer on every rank that all others of the group can read. Collective.
+    """Allocate a zeroed buffer on every rank that all others of the group can read. Collective.
 
-    `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
-    alike, where they cannot read each other's memory or one of them was refused it.
+    `option` is the option that requires it and `instead` the alternative without it, for the error. Raise CapacityError
+    on all ranks if they cannot read each other's memory or the allocation failed on one of them.
     """
     advice = f"use {instead} instead."
     if group.handle is None:
@@ -60,7 +60,7 @@ def allocate(group: Group, nbytes: int, device: torch.device, option: str, inste
     peers.own.zero_()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    everywhere(group, None)  # nobody signals before all are zero
+    everywhere(group, None)  # no rank may signal before all buffers are zero
     return peers
 
 
@@ -77,9 +77,10 @@ def check(places: list[Place], option: str, advice: str) -> None:
 
 
 def agreed(group: Group, step: Callable[[], Value], error: str, what: str = "memory that peers can read") -> Value:
-    """What `step` gives here. Raises CapacityError on all ranks where it was refused on one: none goes on alone.
+    """Return the result of `step` on this rank. Raise CapacityError on all ranks if it failed on one, so that none
+    continues alone.
 
-    `error` is the message, with {} for the reason; `what` was refused.
+    `error` is the message, with {} for the reason; `what` names the refused resource.
     """
     reason = ""
     try:
