@@ -58,11 +58,11 @@ class Batch:
     def __init__(self, size: int, backend: Backend, exchange: Exchange, device: torch.device) -> None:
         self.size, self.backend, self.exchange = size, backend, exchange
         self.rows = torch.zeros(2, size, dtype=torch.int64, device=device)
-        """Request slot and token index of each row: all that tells one step from the next."""
+        """Request slot and token index of each row: the only values that differ between steps."""
         self.slots, self.positions = self.rows
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
-        """[B] int64, what the last step sampled; the step has put it into the table of tokens, too."""
+        """[B] int64, tokens sampled by the last step, which has also written them to the table of tokens."""
         self.router_inputs: torch.Tensor | None = None
         """See StepInput; set before the first step, as a graph holds its address."""
         self.captured: Captured | None = None
@@ -81,7 +81,9 @@ class DecodeEngine:
         max_context: int,
         padding: bool = True,
     ) -> None:
-        """`padding=False` exists only to show what the padding slot and page prevent; see RequestPool."""
+        """Create the engine; `padding=False` only serves to test what the padding slot and page prevent, see
+        RequestPool.
+        """
         self.model = model
         self.device = model.kv.data.device
         self.largest = batch_rows(max_requests)
@@ -94,14 +96,14 @@ class DecodeEngine:
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
 
     def use(self, backend: str, exchange: str) -> None:
-        """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
+        """Switch to this backend and exchange; batches, with their plans and graphs, are made again. Collective.
 
-        Raises a DcpbenchError, alike on all ranks, where the exchange cannot work here, and leaves all as it was.
+        Raise the same DcpbenchError on all ranks if the exchange cannot work here; nothing is changed in that case.
         """
         if exchange not in self.made:
             self.made[exchange] = make_exchange(exchange, self.model.groups.dcp, self._exchange_spec())
         if self.batches and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no graph runs any longer that reads what goes now
+            torch.cuda.synchronize(self.device)  # no running graph may read the memory that is freed here
         self.backend_name, self.exchange, self.batches = backend, self.made[exchange], {}
 
     def admit(self, tokens: int) -> Request:
@@ -116,9 +118,10 @@ class DecodeEngine:
         return Request(slot=slot, allocation=allocation)
 
     def fill(self, request: Request, number: int, seed: int) -> None:
-        """Stand-in for a prefill: random KV rows for all tokens of a request, the same in every layout.
+        """Fill the KV rows of all tokens of a request with random numbers instead of a prefill, the same in every
+        layout.
 
-        `number` tells the request from all others of the whole layout.
+        `number` identifies the request within the whole layout.
         """
         self.fill_locs(self.requests.table[request.slot, : request.length], number, seed)
 
@@ -202,7 +205,7 @@ class DecodeEngine:
         return batch
 
     def _shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
-        """What this rank attends to, for backends that plan on the host."""
+        """Return the pages and lengths that this rank attends to, for backends that plan on the host."""
         share, page = self.model.share, self.allocator.virtual_page
         lengths = [arithmetic.local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
         tables = [self.requests.host[s, : p + 1 : page] // page for s, p in zip(slots, positions, strict=True)]

@@ -1,7 +1,7 @@
-"""One step of an MLA + MoE model on one rank: a plain walk through the layers.
+"""One step of an MLA + MoE model on one rank, layer by layer.
 
-Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; behind them the tokens of prompt
-chunks, which attend without absorption (prefill.py); and padding, which attends to nothing.
+Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; then the tokens of prompt chunks,
+which attend without absorption (prefill.py); and padding rows, which do not attend.
 
 Letters as in kernels/__init__.py. With attention DP, B is this replica's rows and T = dp·B all replicas'.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 LATENT_EPS = 1e-6
-"""Of the norms inside attention, whatever `rms_norm_eps` is: transformers and DeepSeek's own code fix it."""
+"""Epsilon of the norms inside attention, independent of `rms_norm_eps`: transformers and DeepSeek's own code fix it."""
 
 QUERY, KV_ROW, VALUES, ATTENTION, MLP = "query", "KV row", "values", "attention", "MLP"
 OBSERVED = (QUERY, KV_ROW, VALUES, ATTENTION, MLP)
@@ -65,10 +65,11 @@ class StepInput:
     locs: torch.Tensor
     """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
     router_inputs: torch.Tensor | None = None
-    """[MoE layers or fewer, T or more, D]: what the router reads instead of the hidden state, layers in turn; see
-    synthetic.py. None: the hidden state."""
+    """[MoE layers or fewer, T or more, D]: input of the router instead of the hidden state, used by layers in turn; see
+    synthetic.py. None: the hidden state.
+    """
     logit_rows: torch.Tensor | None = None
-    """int64: rows whose logits are wanted; None: all."""
+    """int64: rows that need logits; None: all."""
     live: torch.Tensor | None = None
     """int64 [dp]: how many rows of each replica, its first, go to experts; those behind them are there because another
     replica has more. None: all."""
@@ -93,14 +94,14 @@ class Model:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
         self.dtype = weights.embed.dtype
-        """What is computed with, however weights and KV are stored."""
+        """Dtype of the computation, independent of how weights and KV are stored."""
         self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
         self.rope_table = rope_table(shape, max_context, device)
         self.stands_for = 1
-        """Ranks with whole experts of which this one is the busiest in each layer, where it stands for all of them."""
+        """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
         self.marks: torch.Tensor | None = None
         """int32 [1]: the number of the last norm that the device began; None where none is kept."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -126,10 +127,10 @@ class Model:
         attention: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """A step of which another says how its pieces and its attention run; gives what `step` gives. Collective.
+        """Run a step with pieces and attention supplied by the caller; return the same as `step`. Collective.
 
-        `begin` takes the residual [B, D] to what runs pieces as `piece` does; `attention` takes a layer, q and KV rows to
-        values. `meanwhile` is called whenever a layer has been launched.
+        `begin` maps the residual [B, D] to a function that runs pieces as `piece` does; `attention` maps a layer, q and
+        KV rows to values. `meanwhile` is called after each layer has been launched.
         """
         beats.step(beats.LAUNCH)
         run = begin(self.embed(batch.tokens))
@@ -158,10 +159,12 @@ class Model:
         residual_BD: torch.Tensor,
         out: Room | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What lies between the attention of layer `index` - 1, which gave the values y, and that of layer `index`.
+        """Run the model between the attention of layer `index` - 1, with output values y, and the attention of layer
+        `index`.
 
-        That layer's q [B, h, nope + P], not yet absorbed, and KV rows [B, Q], which are in the pool, too. Behind the last
-        layer there are the MLP's output and the residual, [B, D] each, not yet added. In `out` where that is given.
+        Return q [B, h, nope + P] of layer `index`, not yet absorbed, and its KV rows [B, Q], which are also written to
+        the pool. After the last layer, return the MLP's output and the residual, [B, D] each, not yet added. Results
+        are written to `out` if given.
         """
         x_BD = None
         if y_BhV is not None:
@@ -228,7 +231,7 @@ class Model:
             return norm_for(feeds, x_BD, added_to, weight_D, self.shape.rms_eps, self.mark(number), keep=keep)
 
     def mark(self, number: int) -> Mark | None:
-        """What norm `number` of a step leaves; see hangs/evidence.py."""
+        """Return the marker that norm `number` of a step writes; see hangs/evidence.py."""
         return None if self.marks is None else Mark(self.marks, number)
 
     def attention(
@@ -240,9 +243,9 @@ class Model:
         decodes: Batch | None,
         prefill: PrefillPlan | None,
     ) -> torch.Tensor:
-        """MLA of all rows: this rank's heads' values, [B, h, V], of a layer whose KV rows are in the pool.
+        """Return MLA of all rows: the values of this rank's heads, [B, h, V], for a layer with its KV rows in the pool.
 
-        Decodes in absorbed form: q against latent rows, W_UV on what comes back.
+        Decode rows use the absorbed form: q attends to latent rows, and W_UV is applied to the result.
         """
         w = self.weights.layer(index).attention
         values, rows = [], decodes.size if decodes else 0
@@ -275,7 +278,9 @@ class Model:
     def partial(
         self, q_BHQ: torch.Tensor, w: Attention, index: int, decodes: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all heads of the group give over this rank's rows, as the exchange merges it: outputs and lse [B, H]."""
+        """Return the result of all heads of the group over this rank's rows, as input of the exchange: outputs and lse
+        [B, H].
+        """
         out, lse_BH = decodes.exchange.partial(decodes.size)
         with phase("attention"):
             o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.wide.value else out
@@ -286,7 +291,7 @@ class Model:
         return out, lse_BH
 
     def values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
-        """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
+        """Return merged outputs of this rank's heads as the input of o_proj, [B, h, V]."""
         with phase("o_proj"):
             if self.wide.value:
                 return o_hBR.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
@@ -295,7 +300,7 @@ class Model:
     def project(
         self, x_BD: torch.Tensor | Rows, w: Attention, positions_B: torch.Tensor, out: Room | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, h, nope + P], not yet absorbed, of the heads whose projection is here, and the new KV row [B, Q]."""
+        """Return q [B, h, nope + P] of the heads projected on this rank, not yet absorbed, and the new KV row [B, Q]."""
         s = self.shape
         q_out = None if out is None else out.q
         qkv = linear(x_BD, w.qkv_a, None if w.q_b is not None else q_out)
@@ -315,7 +320,7 @@ class Model:
         return self.heads_of(q), row_BQ
 
     def heads_of(self, q_BN: torch.Tensor) -> torch.Tensor:
-        """What the last projection before q gives as [B, h, nope + P]; behind q it may have columns of KV."""
+        """Return the output of the last projection before q as [B, h, nope + P]; columns of KV may follow q in it."""
         heads, width = self.heads * (self.layout.dcp if self.wide.query else 1), self.shape.nope + self.shape.rope
         return q_BN[:, : heads * width].unflatten(-1, (heads, width))
 
@@ -341,7 +346,7 @@ class Model:
         rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
 
     def own(self, q_BHX: torch.Tensor) -> torch.Tensor:
-        """Queries of this rank's heads, of those whose projection is here."""
+        """Return the queries of this rank's heads, among those projected here."""
         first = self.groups.dcp.rank * self.heads if self.wide.query else 0
         return q_BHX[:, first : first + self.heads]
 

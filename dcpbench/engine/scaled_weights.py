@@ -49,7 +49,7 @@ def around(part: slice, size: int) -> slice:
 
 
 def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
-    """Its scales, of smaller blocks."""
+    """Return the weight's scales for smaller blocks."""
     scale = weight.scale
     for dim, (large, small) in enumerate(zip(weight.block, block, strict=True), start=-2):
         if large == small:
