@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROWS = 16
 WARPS = 8
 UNIT = 16
-"""Bytes that a thread reads at once, of which rows and addresses are multiples."""
+"""Bytes that a thread reads at once; rows and addresses are multiples of it."""
 
 
 def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
@@ -37,7 +37,7 @@ def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
 
 
 def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
-    """`part_JQ[j] = kv_KQ[row_J[j]]`: this rank's rows, packed. No host sync.
+    """Pack this rank's rows: `part_JQ[j] = kv_KQ[row_J[j]]`. No host sync.
 
     row_J is int32, as kv_indices.fill_pages makes it with pages of one row; part_JQ has at least as many rows, is
     contiguous and of the dtype of kv_KQ, whose last dimension is contiguous.
@@ -85,7 +85,7 @@ def pack_reference(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tens
 
 
 def in_token_order_reference(out_TQ: torch.Tensor, parts: list[torch.Tensor], prefix: Prefix) -> None:
-    """One row at a time; parts are those of ranks 0 to N−1."""
+    """Copy one row at a time; parts are those of ranks 0 to N−1."""
     firsts = [prefix.firsts(rank) for rank in range(prefix.dcp)]
     for request, length in enumerate(prefix.lengths):
         for token in range(length):

@@ -166,12 +166,11 @@ class _Clock:
             instance.busy += duration
             self.counts.add(step)
         if instance.pending is not None:
-            # Where launching is not running, tokens are read as soon as they are there, between two layers of a launch.
+            # With an asynchronous device, tokens are read as soon as they arrive, between two layers of a launch.
             instance.reads = max(instance.launched if times.blocking else now, instance.pending[1])
         elif instance.behind is None:
-            rejected = self.traffic.done or any(
-                self.traffic.due(now)
-            )  # all due requests were rejected: decide again, so that the next one can come
+            # All due requests were rejected: decide again, so that the next one can come.
+            rejected = self.traffic.done or any(self.traffic.due(now))
             instance.idle = not rejected
         else:
             instance.now, instance.pending = instance.launched, instance.behind

@@ -396,7 +396,7 @@ class Heat:
         self.share = self.until_s = 0.0
 
     def at(self, begin_s: float) -> float:
-        """When a step begins; the device has had nothing to do since the last one."""
+        """Return the heat at the beginning of a step; the device has been idle since the last one."""
         self._pass(begin_s - self.until_s, 0.0)
         self.until_s = max(self.until_s, begin_s)
         return self.share
@@ -411,11 +411,14 @@ class Heat:
 
 
 class StepModel:
-    """All of it. Raises RecordsError where a part has no case at all."""
+    """Complete model of step times. Raise RecordsError if a term has no case at all."""
 
     def __init__(self, line: Sequence[Sample], gather: Sequence[Sample] = (), uneven: Sequence[Sample] = ()) -> None:
-        """`line`: cases to interpolate between; `gather`: those that tell what more stored tokens cost; `uneven`: of one
-        replica alone. Without the last all replicas are as full as the fullest.
+        """Fit the model.
+
+        `line` holds cases to interpolate between, `gather` those that determine the cost of more stored tokens, and
+        `uneven` those of a single busy replica. Without the last, all replicas are assumed to be as full as the
+        fullest.
         """
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
@@ -459,7 +462,8 @@ class StepModel:
             return alone + self.mixed(work)
         if work.tokens:
             raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
-        # Replicas of one request each: beside one with a chunk, another decodes. What is left of G is reading its KV.
+        # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
+        # of its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
 
 

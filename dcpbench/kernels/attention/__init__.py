@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """What one rank attends to in one step, as host-side integers: no tensor has to be read back to plan."""
+    """KV rows that one rank attends to in one step, as host-side integers, so that planning needs no device read."""
 
     pages: list[np.ndarray]
     """Per request, the page ids of its rows in this rank's pool, in token order, int32; at least ceil(length/page)."""
@@ -29,20 +29,21 @@ class Shards:
 
 
 QUERIES, WEIGHTS = "queries", "weights"
-"""What a kernel over KV rows in e4m3 may round to e4m3, too: q, and the rows' weights behind the softmax."""
+"""Tensors that a kernel over e4m3 KV rows may round to e4m3 as well: q, and the softmax weights of the rows."""
 
 
 class Backend(Protocol):
     """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
 
     rounds: tuple[str, ...]
-    """Which of QUERIES and WEIGHTS it rounds to e4m3."""
+    """Tensors among QUERIES and WEIGHTS that the backend rounds to e4m3."""
 
     @property
     def tables(self) -> PageTables | None:
-        """What `run` reads of a step, on the device: a step may fill it itself (kernels/kv_indices) and need no plan.
+        """Return the device tables that `run` reads in a step; a step may fill them itself (kernels/kv_indices) without
+        a plan.
 
-        None where `plan` alone can.
+        None if only `plan` can fill them.
         """
 
     def divide(self) -> None:
@@ -73,16 +74,16 @@ class AttentionSpec:
     """Most pages of one request in one rank's pool."""
     scale: float
     dtype: torch.dtype
-    """Of q and o."""
+    """Dtype of q and o."""
     device: torch.device
     kv_dtype: torch.dtype | None = None
-    """Of KV rows where it is another: e4m3."""
+    """Dtype of KV rows if it differs: e4m3."""
     kv_scale: float = 1.0
-    """By which e4m3 numbers are multiplied."""
+    """Factor by which stored e4m3 numbers are multiplied."""
 
     @property
     def fp8(self) -> bool:
-        """Whether KV rows are e4m3."""
+        """Return True if KV rows are e4m3."""
         return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
 
 

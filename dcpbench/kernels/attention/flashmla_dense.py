@@ -64,10 +64,10 @@ def take(
 
 
 class FlashMlaBackend:
-    """Splits requests by a plan that a kernel makes on the device from the lengths, once a step, into fixed buffers.
+    """Run FlashMLA with a plan that a kernel makes on the device from the lengths, once a step, in fixed buffers.
 
-    A run is three kernels: the attention, its own merge, and a copy of outputs and log-sum-exps to where they belong,
-    as FlashMLA allocates what it returns.
+    A run is three kernels: the attention, its own merge, and a copy of outputs and log-sum-exps to their destination,
+    as FlashMLA allocates its results.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -87,7 +87,7 @@ class FlashMlaBackend:
         self.tables = PageTables(spec)
         self.rounds: tuple[str, ...] = (QUERIES, WEIGHTS) if spec.fp8 else ()
         self.scales: dict[str, Any] = {}
-        """What the kernel is told of e4m3."""
+        """Keyword arguments of the kernel for e4m3."""
         if spec.fp8:
             q_scale, kv_scale = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
             self.scales = {"is_fp8_kvcache": True, "descale_q": q_scale, "descale_k": kv_scale}
@@ -95,7 +95,7 @@ class FlashMlaBackend:
         self.metadata = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=splits)
 
     def _scheduled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which stretch of which request each multiprocessor takes, and how many parts each request has."""
+        """Return the part of each request that each multiprocessor computes, and the number of parts of each request."""
         fp8 = self.spec.fp8
         return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, is_fp8_kvcache=fp8, use_legacy=True)
 

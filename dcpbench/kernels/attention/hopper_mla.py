@@ -131,7 +131,9 @@ def _products(q_tiles, kv_tiles, full, done, zero, STAGES: gl.constexpr):
 
 @gluon.jit
 def _hand_over(p, factor, hand, turn, SLOTS: gl.constexpr):
-    """Give both halves their weights and the factor for their sums so far, once they are done with what lies there."""
+    """Pass the softmax weights and the rescaling factor to both halves, once they have consumed the earlier contents of
+    the slot.
+    """
     p_tile, factor_tile, p_full, p_empty = hand
     i = turn % SLOTS
     _wait_empty(p_empty, turn, SLOTS)
@@ -160,9 +162,10 @@ def _score_tiles(
     MMA_S: gl.constexpr,
     LET_GO: gl.constexpr,
 ):
-    """Running softmax over a piece's tiles: `top`, of scores times log2(e), and `total`; tile and turn that come next.
+    """Run the softmax over a piece's tiles; return `top`, the maximum of scores times log2(e), `total`, and the next
+    tile and turn.
 
-    `scales_log2` [HEADS] scales scores. LET_GO: nobody adds up values from the tile that was scored.
+    `scales_log2` [HEADS] scales scores. LET_GO: no warpgroup reads values from the scored tile, so it is released.
     """
     row: gl.constexpr = gl.SliceLayout(1, MMA_S)
     dtype: gl.constexpr = hand[0].dtype

@@ -22,7 +22,9 @@ HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
 DIVISION = {"LEAST": hopper_pairs.LEAST, "SLACK": hopper_pairs.SLACK}
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
-"""Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
+"""Parameters that fill the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md lists the
+alternatives.
+"""
 HOPPER_FP8 = {
     "BLOCK_K": 64,
     "STAGES": 2,
@@ -31,9 +33,9 @@ HOPPER_FP8 = {
     "LOAD_WARPS": 4,
     "REGS": (160, 112, 80),
 } | DIVISION
-"""The same over rows in e4m3, of which a tile is half as large."""
+"""Parameters for e4m3 rows, with tiles of half the size."""
 ROUNDS: dict[str, tuple[str, ...]] = {"hopper-fp8": (QUERIES,), "hopper-apart-fp8": (QUERIES, WEIGHTS)}
-"""What a kernel rounds to e4m3, where it rounds anything."""
+"""Tensors that a kernel rounds to e4m3, for kernels that round any."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
 
@@ -87,7 +89,8 @@ class PageTables:
 
 
 class TritonBackend:
-    """R and P must be powers of two (512 and 64 in every published model). `kernel` says which kernel runs.
+    """Triton backend; R and P must be powers of two (512 and 64 in every published model). `kernel` names the kernel
+    that runs.
 
     Work is divided on the device in each run, from the lengths there, so lengths and tables may change in place at any
     time. A run is two kernels: the attention, and the merge of requests that were cut.

@@ -27,7 +27,7 @@ class Peers:
 
     rank: int
     addresses: tuple[int, ...]
-    """Where the buffers begin in this process: its own first, then that of rank + 1, and so on around the group."""
+    """Addresses of the buffers in this process: its own first, then that of rank + 1, and so on around the group."""
     own: torch.Tensor
     """This rank's buffer, [bytes] uint8, zero before anyone reads it; the others' have the same size."""
 
@@ -38,7 +38,9 @@ class Peers:
 
     @functools.cached_property
     def launch(self) -> dict[str, int]:
-        """What all kernels here are told: N, and whether one may be started before the one ahead of it has ended."""
+        """Return the arguments common to all kernels here: N, and whether a kernel may be started before the preceding
+        one has ended.
+        """
         device = self.own.device
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         sizes = {"N": self.size, "N_BLOCK": triton.next_power_of_2(self.size)}
@@ -86,5 +88,5 @@ def blocks_of(device: torch.device) -> int:
 
 
 def element(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name of a type. The tensors in buffers are arguments as offsets, which say nothing of their type."""
+    """Return Triton's name of a dtype. Tensors in buffers are passed as offsets, which carry no dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))

@@ -143,11 +143,11 @@ def _two_shot_kernel(
 def two_shot(
     peers: Peers, counters: torch.Tensor, addends: torch.Tensor, sums: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
+    """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
-    addends and sums: room for x, and for an N-th of it, with 16 numbers more for each part, in every buffer at the same
-    place, of this function alone. Once is enough: peers have read the addends before the second meeting and the sums
-    before the next call's first.
+    addends and sums: space for x, and for an N-th of it, with 16 numbers more for each part, at the same place in every
+    buffer and used by no other function. Single buffering is enough: peers have read the addends before the second
+    meeting and the sums before the next call's first.
     """
     out = torch.empty_like(x)
     part = -(-x.numel() // (peers.size * 16)) * 16
