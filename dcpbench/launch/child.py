@@ -1,19 +1,19 @@
-"""A process of a job, tied to the one that started it: however that one ends, the kernel kills this one with it.
+"""A process of a job, tied to the one that started it: if the parent ends in any way, the kernel kills this process.
 
-Run by its path, before anything is imported: a launcher that dies while torch is being imported leaves nothing behind.
-So it has nothing but the standard library.
+It is run by its path, before any import, so that a launcher that dies while torch is being imported leaves no process
+behind. It therefore uses only the standard library.
 
     child.py tied PARENT COMMAND…                be COMMAND, tied to the process PARENT
     child.py rank WORKER JOB FOLDER LOGS FIRST RANKS
-                                                 have a process run JOB as one of so many ranks, of which this machine
-                                                 has those from FIRST on, and keep an account of it:
+                                                 have a process run JOB as one of RANKS ranks, of which this machine
+                                                 has those from FIRST on, and record its life cycle:
 
-    FOLDER/rank-R.pid     its process id and when that process began (start_ticks), before it imports anything
-    LOGS/rank-R.log       everything that it printed; torchrun's own --log-dir makes up random names
+    FOLDER/rank-R.pid     its process id and start time (start_ticks), written before it imports any module
+    LOGS/rank-R.log       its whole output; torchrun's own --log-dir makes up random names
     LOGS/rank-R.exit      how it ended (jobs.Exit)
 
-torchrun closes every descriptor of its ranks but the standard ones, so the lock of the run's folder comes as standard
-input: each rank holds it until it is gone.
+torchrun closes every descriptor of its ranks but the standard ones, so the lock of the run's folder is passed as
+standard input: each rank holds it until it has ended.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PARENT = "DCPBENCH_PARENT"
-"""Environment variable by which a tied process tells its children whose they are."""
+"""Environment variable that holds the id of the parent to which a tied process and its children belong."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What torchrun ends its ranks with, short of SIGKILL."""
+"""Signals with which torchrun ends its ranks, apart from SIGKILL."""
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """A command line that runs `command`, whose first word is a path, tied to this process."""
+    """Return a command line that runs `command`, starting with a path, tied to this process."""
     return [sys.executable, "-I", "-S", __file__, "tied", str(os.getpid()), *command]
 
 

@@ -1,4 +1,4 @@
-"""What the commands show in a terminal: progress while points run, and tables."""
+"""Show progress while points run, and tables, in a terminal."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ if TYPE_CHECKING:
 
 FINISHED = ("done", "failed", "hung")
 QUIET_S = 60.0
-"""Without a terminal, a point that takes long says how far it is this often."""
+"""Interval in s at which a long point reports its progress without a terminal."""
 CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
 
 
 class ProgressBar:
-    """How far a run is, by its Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
+    """Show the progress of a run from its Progress events: a live bar on a terminal, one plain line per finished point
+    elsewhere.
+    """
 
     def __init__(
         self, names: Mapping[str, str], console: Console, what: str = "points", *, brief: bool = False
     ) -> None:
-        """`names` of what is to be done by the key of its events; `what` they are, in the plural.
+        """Create the bar; `names` maps the keys of events to names, and `what` is their plural noun.
 
-        `brief`: of what has finished only what failed has a line.
+        With `brief`, only failed points get a line.
         """
         self._names = names
         self._brief = brief
@@ -119,13 +121,13 @@ class ProgressBar:
 
 
 def names_of(points: Sequence[Point]) -> dict[str, str]:
-    """What points are called while they run, by key."""
+    """Return the names of running points, by key."""
     more = varied(points)
     return {p.key(): point_name(p) + more[p.key()] for p in points}
 
 
 def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
-    """What --dry-run --gpu plans for, which is not this machine."""
+    """Return the note that --dry-run --gpu plans for other hardware than this machine."""
     machine = f"{count} × {gpu.device}" + (f" on each of {nnodes} machines" if nnodes > 1 else "")
     return (
         f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {size_text(gpu.memory_bytes)} as "
@@ -134,7 +136,7 @@ def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
 
 
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
-    """--dry-run: what would run, with memory per rank, which is one GPU."""
+    """Return the table of --dry-run: the points that would run, with memory per rank, which is one GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
     for name in ("model", "layout", "in vLLM's words", "attention"):
         table.add_column(name, no_wrap=name != "attention")

@@ -1,4 +1,4 @@
-"""The ranks of a job on this machine: what they say meanwhile, how they end, and their stacks. No torch.
+"""Ranks of a job on this machine: their messages, exits and stacks. No torch.
 
 FOLDER/rank-R.pid, LOGS/rank-R.log, LOGS/rank-R.exit    see child.py
 FOLDER/error-R.json, stacks-R.txt                       see jobs.py
@@ -44,7 +44,7 @@ class Ranks:
         return found
 
     def exits(self) -> list[Exit]:
-        """How the ranks of this machine ended that have, in that order."""
+        """Return the exits of the ranks of this machine that have ended, in order of time."""
         found = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -60,7 +60,7 @@ class Ranks:
         return "", []
 
     def other_logs(self) -> list[Path]:
-        """Where more may be said than by the ranks."""
+        """Return the logs other than those of the ranks."""
         return []
 
     def stacks(self) -> dict[str, str]:
@@ -76,7 +76,7 @@ class Ranks:
                 os.kill(pid, number)
 
     def pids(self) -> list[int]:
-        """Ranks of this machine that are alive; not what has got the id of one since."""
+        """Return the ids of the living ranks of this machine, excluding processes that have reused an id."""
         return [*self.pid_of().values()]
 
     def pid_of(self) -> dict[int, int]:
@@ -86,7 +86,7 @@ class Ranks:
         return {r: pid for r, (pid, ticks) in told.items() if str((child.start_ticks(pid) or ("", None))[1]) == ticks}
 
     def forget(self) -> None:
-        """Remove what an earlier job left: its process ids may belong to others by now."""
+        """Remove the files of an earlier job, as its process ids may have been reused."""
         for name in ("rank-{}.pid", "error-{}.json", "stacks-{}.txt"):
             for path in self.files(name):
                 path.unlink(missing_ok=True)
@@ -133,11 +133,11 @@ class Started(Ranks):
         self.kill()
 
     def ended(self) -> bool:
-        """Whether all have."""
+        """Return True if all ranks have ended."""
         return None not in [account.poll() for account in self._accounts]
 
     def kill(self) -> None:
-        """End them all; the kernel ends a rank that has no file yet with the process that keeps account of it."""
+        """Kill all ranks; the kernel kills a rank without a pid file together with the process that watches it."""
         self.signal(signal.SIGKILL)
         for account in self._accounts:
             account.kill()
@@ -146,7 +146,7 @@ class Started(Ranks):
 
 
 def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
-    """The environment of ranks on this device, which with `loopback` listen there alone unless it says otherwise."""
+    """Return the environment of ranks on this device; with `loopback` they listen only there unless it says otherwise."""
     env = os.environ | package.environment()
     env.pop(SECRET, None)  # of no use to ranks
     if device == "cpu":

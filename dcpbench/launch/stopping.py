@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end a command once what is at work has cleaned up, with a sentence."""
+"""End a command on Ctrl-C, SIGTERM or a lost terminal (SIGHUP) after the running work has cleaned up, with a sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def said_when_stopped(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """What would stop the command waits until the end of this block."""
+    """Delay signals that would stop the command until the end of this block."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
