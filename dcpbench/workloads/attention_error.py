@@ -23,7 +23,9 @@ LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 
 
 def limit_of(engine: DecodeEngine) -> float:
-    """For the backend that the engine runs, whose rows may be fp8: what these stand for is exact."""
+    """Return the limit for the engine's backend. With fp8 rows, the reference uses the represented values, which are
+    exact.
+    """
     rounds = {what for batch in engine.batches.values() for what in batch.backend.rounds}
     shape = engine.model.shape
     deviation = shape.kv_width**0.5 * softmax_scale(shape)  # of scores of normal rows and queries

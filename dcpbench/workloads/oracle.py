@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.workloads.rounding import Roundings
 
 MIN_TRANSFORMERS = "5.13"
-"""First version whose routers of V2 and V3 return the experts that they choose."""
+"""First transformers version with routers of V2 and V3 that return the selected experts."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""What every record of a point says of its device and its weights, whatever the workload."""
+"""Fields of a record that describe the device and the weights of a point, for all workloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device_allocations(device: torch.device) -> int:
 
 
 def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields of several types
-    """What weights stand behind the numbers, and how they were `used`."""
+    """Return the description of the weights, with further fields in `used`."""
     return Honesty(
         weights=session.point.weights,
         layers=session.plan.layers,
@@ -47,7 +47,7 @@ def device_marks(point: Point, device: torch.device) -> list[str]:
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes in use on the fullest GPU, with what NCCL, graphs and the context take; None on CPU."""
+    """Return the bytes in use on the fullest GPU, including NCCL, graphs and the context; None on CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -54,7 +54,7 @@ def _round_scaled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Roundings:
-    """Which numbers an engine rounds, and to what."""
+    """Tensors that an engine rounds, and their dtypes."""
 
     dtype: torch.dtype
     """Activations between operations, and weights that are not e4m3."""

@@ -48,9 +48,9 @@ class Session:
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
     emulation: Emulation | None = None
-    """Of a rank that stands for a layout."""
+    """Emulation of a rank that represents a layout."""
     serving: Serving | None = None
-    """What runs of the workload `serve` share, on the present path."""
+    """State shared by runs of the workload `serve` on the current path."""
 
     def follow(self, point: Point) -> None:
         """Go on with the backend, exchange and reduction of another point of this engine. Collective.
@@ -65,7 +65,7 @@ class Session:
         self.point, self.serving = point, None
 
     def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
-        """What routers read with synthetic weights, a row for each number; see engine/synthetic.py."""
+        """Return the router inputs used with synthetic weights, a row for each number; see engine/synthetic.py."""
         model, device = self.engine.model, self.engine.device
         return router_inputs(
             numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=model.dtype, device=device
@@ -128,7 +128,7 @@ def build_whole(
 
 
 def free_memory(device: torch.device) -> None:
-    """Return what a dropped session held to the device."""
+    """Return the memory of a dropped session to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,12 +1,12 @@
-"""Measures the step times of a built engine: cases of a grid, one step behind the other, as the live loop runs them.
+"""Measure the step times of a built engine: cases of a grid, one step after the other, as the live loop runs them.
 
-    agree ─▶ launch ─▶ read the step before ─▶ …        the same turns as serving_loop.py, without a scheduler
+    agree ─▶ launch ─▶ read the step before ─▶ …        the same iterations as serving_loop.py, without a scheduler
 
-A sample is the time from the end of the step before to its own on the device, so that what the device waits for between
-two steps is in it. To launch a step with chunks may take the host longer than the device needs for it: how long it does
-is measured one behind the other, and how long the step takes else, as usual, behind steps that decode and take about as
-long. Last, a few cases are measured behind chunks: where power limits clocks, they take longer there.
-Positions stand still: every sample of a case is the same work on random KV rows.
+A sample is the time from the end of the preceding step to its own end on the device, so that it includes device idle
+time between two steps. Launching a step with chunks may take the host longer than the device runs it: the host time is
+measured with such steps one after the other, and the step time, as usual, after decode steps of about the same
+duration. Last, a few cases are measured after chunks: where power limits clocks, they take longer there. Positions are
+constant: every sample of a case is the same work on random KV rows.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ CASE_MS = 1000
 LAUNCH_MS = 500
 """Launches of a step with chunks are timed as often as samples are taken, or until that has taken so long."""
 LAUNCHES = 5
-"""Steps that are launched on a device that has nothing to do, for launch_ms."""
+"""Number of steps launched on an idle device, for launch_ms."""
 HOT_MS, SETTLED_MS = 500, 150
-"""How long a case is measured behind chunks, and in which time a GPU has settled, three or four times its settle_s."""
+"""Duration of the measurement of a case after chunks, and the time in which a GPU has settled, three or four times its
+settle_s.
+"""
 HOTTEST_MS = 700
 """Chunks that take longer are not the largest that cases are measured behind."""
 MOST_BETWEEN = 8
@@ -64,7 +66,7 @@ FILL_TOKENS = 1 << 20
 
 
 def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
-    """What the steps of these points can be like on a built engine."""
+    """Return the extent of the steps of these points on a built engine."""
     session, point = serving.session, points[0]
     plan, changes = session.plan, []
     if session.engine.device.type == "cuda":
@@ -160,7 +162,7 @@ def slowest(mine: list[list[float]]) -> list[list[float]]:
 
 
 def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
-    """Whether a case needs no further step beside those on their way."""
+    """Return True if a case needs no further step in addition to those in flight."""
     if not samples:
         return False
     median, count = statistics.median(samples), len(samples) + on_its_way
@@ -171,14 +173,14 @@ def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
 
 
 def _launched_enough(host_ms: Sequence[float], behind: Sequence[float]) -> bool:
-    """Whether so many launches tell how long they take the host, where each of `behind` takes the device so long."""
+    """Return True if these launches suffice for the host time; each of `behind` is the device time of the step before."""
     least = SLOW_LEAST if behind and behind[-1] > SLOW_MS else LEAST
     return len(host_ms) >= least or sum(host_ms) >= LAUNCH_MS
 
 
 @dataclasses.dataclass
 class Times:
-    """Of one case on this rank; see Measured."""
+    """Times of one case on this rank; see Measured."""
 
     samples_ms: list[float] = dataclasses.field(default_factory=list)
     host_ms: list[float] = dataclasses.field(default_factory=list)
@@ -190,19 +192,19 @@ class _Unread:
     at_s: float
     """When the call that launched it returned; on the CPU it had run by then."""
     samples: list[float] | None
-    """Where its time goes; None where it is not wanted."""
+    """List to which its time is appended; None if it is not needed."""
 
 
 class Pipeline:
     """Turns of the live loop with steps made by hand."""
 
     def __init__(self, engine: ServeEngine, agree: Agreement, between: Step) -> None:
-        """`between`: what runs before each step with chunks whose time is taken."""
+        """Create the pipeline; `between` runs before each timed step with chunks."""
         self.engine, self.agree, self.between = engine, agree, between
         self.pending: _Unread | None = None
         self.last: _Unread | None = None
         self.decoding_ms: list[float] = []
-        """Of the steps between."""
+        """Times of the steps in between."""
 
     def run(self, steps: CaseSteps) -> Times:
         """Times of a case, still without the last sample, which the next case or `drain` brings. Collective.
@@ -263,7 +265,7 @@ class Pipeline:
         return (now - start) * 1e3
 
     def drain(self) -> None:
-        """Read what is on its way."""
+        """Read the steps in flight."""
         self._read()
         self.pending = self.last = None
 
@@ -283,7 +285,7 @@ def _between_ms(before: _Unread, after: _Unread) -> float:
 
 
 def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: list[float]) -> float:
-    """How much longer a step takes from decision to read where the device waits for it; the slowest rank's."""
+    """Return how much longer a step takes from decision to read if the device waits for it; the slowest rank's."""
     pipeline.turn(steps.first, None)
     pipeline.drain()
     times = []
