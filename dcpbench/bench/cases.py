@@ -1,4 +1,4 @@
-"""Options of each bench -> its cases, with the device's defaults for what was not typed. No torch."""
+"""Convert the options of each bench to its cases, with defaults by device. No torch."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
-"""What SGLang reserves for it (#24040)."""
+"""Bytes that SGLang reserves for it (#24040)."""
 CPU_POOL_BYTES = 1 << 20
 ROW_BYTES = 2 * KV_WIDTH
-"""Of a KV row in bf16."""
+"""Bytes of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of a bench as typed, by name, and what the defaults of the others depend on.
+    """Options of a bench by name, and the values on which the defaults of others depend.
 
-    Its functions, and those that make cases of it, raise UsageError for values that cannot work.
+    Its functions, and those that make cases from it, raise UsageError for values that cannot work.
     """
 
     cpu: bool
@@ -92,7 +92,7 @@ class Asked:
         return tuple(one for one in known if one in items)
 
     def heads(self, default: Sequence[int], option: str, ranks: int) -> tuple[int, ...]:
-        """Heads that the ranks of a DCP group, as many as `option` says, can share evenly."""
+        """Return the numbers of heads, each divisible by the ranks of a DCP group, which `option` sets."""
         counts = self.counts("heads", default, (128,))
         for h in counts:
             if h % ranks:
@@ -103,14 +103,14 @@ class Asked:
         return counts
 
     def calls(self, name: str = "layers", default: int = 16, untyped: int = 0) -> int:
-        """Calls of a pass, `untyped` where none are asked for; 0: as many as the bench finds useful."""
+        """Return the number of calls of a pass, `untyped` by default; 0: chosen by the bench."""
         typed: int | None = self.typed[name]
         if typed is not None and typed < 1:
             raise UsageError(f"--{name} {typed} is not a positive number; try --{name} {default}.")
         return untyped if typed is None else typed
 
     def case(self, variant: str, **sizes: float | str) -> Case:
-        """A case whose calls are --layers."""
+        """Return a case with --layers calls."""
         return Case(variant=variant, calls=self.calls(), sizes=sizes)
 
 
@@ -347,4 +347,4 @@ CASES: dict[str, Callable[[Asked], list[Case]]] = {
     "dp-slice": dp_slice_cases,
     "padded-slots": padded_slots_cases,
 }
-"""What makes the cases of each bench of its options."""
+"""Functions that make the cases of each bench from its options."""

@@ -1,4 +1,4 @@
-"""What `dcpbench bench …` does: has a worker run the cases, follows it, prints and writes what it found. No torch."""
+"""Run `dcpbench bench …`: start a worker for the cases, follow it, print and write the results. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CPU_NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How every bench is run, as typed."""
+    """Options common to all benches."""
 
     seconds: float = BenchSettings().seconds
     backlog: float = BenchSettings().backlog_us
@@ -67,8 +67,8 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
 
     Args:
         bench: Its name in cases.CASES.
-        sizes: What its cases are made of, as typed; with `ranks` for a bench of what ranks send to each other.
-        asked: How it is run.
+        sizes: Options that determine the cases; with `ranks` for a bench of communication between ranks.
+        asked: Common options.
     """
     settings, sizes = asked.settings(), dict(sizes)
     between_ranks, asked_ranks = "ranks" in sizes, sizes.pop("ranks", None)
@@ -76,7 +76,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
         raise UsageError(
             f"--ranks {asked_ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}."
         )
-    # Bad options are refused before the machine is asked, which takes seconds.
+    # Bad options are refused before the machine is probed, which takes seconds.
     CASES[bench](Asked(cpu=True, ranks=asked_ranks or CPU_RANKS, typed=sizes))
     paths = _prepare(bench, asked)
     probe = _where(bench, asked.device)
@@ -150,7 +150,7 @@ def _gone(ranks: Started, seen: Container[str]) -> list[Exit]:
 
 
 def _take(event: Event, record: BenchRecord) -> None:
-    """Put what an event says into the record."""
+    """Add an event to the record."""
     if event.environment:
         record.environment = event.environment
     if event.stage == "limits":
@@ -163,7 +163,7 @@ def _take(event: Event, record: BenchRecord) -> None:
 
 
 def _shown(event: Event, told: set[str]) -> Progress:
-    """An event as the bar shows it; a reason is said once, and added to those that were told."""
+    """Return an event in the form of the progress bar; a reason is shown once, and added to `told`."""
     key = str(event.index) if event.stage in ("case", "done", "counted", "graph") else ""
     note, r = "", event.result
     if r and event.stage == "done":
@@ -183,7 +183,7 @@ def _last_words(ranks: Started, first: list[int]) -> str:
 
 
 def _logs(folder: Path) -> bytes:
-    """What all ranks printed, one after the other."""
+    """Return the logs of all ranks, one after the other."""
     parts = []
     for path in sorted(folder.glob("rank-*.log")):
         parts += [f"{path.name}:\n".encode(), path.read_bytes(), b"\n"]
@@ -202,7 +202,7 @@ def _where(bench: str, device: str) -> Probe:
 
 
 def _ranks(bench: str, probe: Probe, asked: int | None) -> int:
-    """How many ranks take part. Raises CapacityError where there are not as many GPUs."""
+    """Return the number of ranks. Raise CapacityError if there are too few GPUs."""
     if probe.device == "cpu":
         return asked or CPU_RANKS
     wanted = asked or max(probe.count, CPU_RANKS)

@@ -1,9 +1,9 @@
-"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by command.py.
+"""Run the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by command.py.
 
-FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
-first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows
-whatever follows it, and at the end the captures that are expected to be refused, since a refused capture leaves torch's
-allocator in a state that nothing should follow. With several ranks all take every branch together.
+FOLDER/job.json is the job; rank 0 appends a line to FOLDER/events.jsonl for each step of the work. The machine's limits
+come first, then up to three rounds over the cases: first timing, because the detector that counts synchronisations
+afterwards slows all later work, and at the end the captures that are expected to be refused, because a refused capture
+leaves torch's allocator in an undefined state. With several ranks all take every branch together.
 """
 
 from __future__ import annotations
@@ -52,18 +52,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured of a bench, beside the time of its cases in a CUDA graph."""
+    """Measurements of a bench in addition to the time of its cases in a CUDA graph."""
 
     workload: type[Workload]
     limits: tuple[str, ...] = ()
-    """What its cases are held against; see operators/limits.py."""
+    """Limits with which its cases are compared; see operators/limits.py."""
     host: bool = False
-    """Its variants may wait for the GPU: eager time, host time and synchronisations count. The others must be
-    capturable, and a graph that is captured proves that nothing waits."""
+    """True if its variants may wait for the GPU: eager time, host time and synchronisations are measured. All others
+    must be capturable, and a captured graph proves that they do not wait.
+    """
     eager_calls: int = 0
-    """Calls of an eager pass to be timed beside the graph, where they do what a graph cannot; else 0."""
+    """Number of calls of an eager pass to be timed in addition to the graph, if they do work that a graph cannot; else
+    0.
+    """
     fresh: bool = False
-    """Its inputs were just written in an engine, too: nothing keeps the L2 cache cold."""
+    """True if an engine would also have just written its inputs: the L2 cache is not kept cold."""
     turns: bool = False
     """Variants of a case are timed in turns, as the memory has room for all: one behind a hot one would be measured at lower
     clocks."""
@@ -91,7 +94,7 @@ class Ready:
     calls: Calls
     result: Result
     states: list[Gpu | None] = dataclasses.field(default_factory=list)
-    """Of the GPU, while it was timed."""
+    """State of the GPU during its timings."""
     replay: Run | None = None
     """A pass as a graph."""
 
@@ -199,11 +202,11 @@ class BenchWorker:
         return ready
 
     def replayed(self, ready: Ready, replay: Run, time: Timing, gpu: Gpu | None) -> None:
-        """Add what was found of the graph, whose results are checked now."""
+        """Add the results of the graph, and check them."""
         calls, result = ready.calls, ready.result
         found = checked(calls, calls.check_graph or calls.check, replay)
         graph = Graph(captured=True, time=time, correct=found["correct"])
-        if not result.correct:  # what was wrong before is what is told
+        if not result.correct:  # an earlier error takes precedence
             found |= {"correct": False, "difference": result.difference}
         elif not graph.correct:
             found |= {"difference": f"replayed graph: {found['difference']}"}
@@ -211,7 +214,7 @@ class BenchWorker:
         ready.states.append(gpu)
 
     def finished(self, ready: Ready) -> Result:
-        """With what follows from its times, which a CPU has none of."""
+        """Return the result with values derived from its times, if there are any; a CPU has none."""
         if self.device.type == "cpu":
             return ready.result
         gpu = worst(state for each in gather_objects(ready.states) for state in each)
@@ -221,7 +224,7 @@ class BenchWorker:
         )
 
     def rates(self, calls: Calls, result: Result) -> dict[str, float | None]:
-        """What a call comes to by its time, and its floor."""
+        """Return the rates of a call by its time, and its floor."""
         work, time = calls.work, result.graph.time if result.graph else result.time
         if work is None or time is None:
             return {}
@@ -230,7 +233,7 @@ class BenchWorker:
         return rates | {"floor_us": floor_us(work, self.limits)}
 
     def marks(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
-        """What to be careful about, in the words of records.jsonl."""
+        """Return the warnings of a result, by their names in records.jsonl."""
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
         timings = [t for t in (result.time, result.host, result.graph and result.graph.time) if t]
         found = {
@@ -251,7 +254,7 @@ class BenchWorker:
 
         try:
             syncs = together(lambda: measuring.count_syncs(build, self.device))
-        except RankError as e:  # as in `run`; what was timed stays
+        except RankError as e:  # as in `run`; existing times are kept
             failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
             self.tell(Event(stage="counted", index=index, result=failed))
         else:
@@ -264,7 +267,7 @@ def failed(case: Case, error: RankError) -> Result:
 
 
 def checked(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:
-    """Fields of a result, after a pass by `run`: what differs on some rank, and the largest error of all ranks."""
+    """Return fields of a result after a pass by `run`: the difference on any rank, and the largest error of all ranks."""
     difference = one_of(together(lambda: check(run)))
     return {
         "correct": not difference,

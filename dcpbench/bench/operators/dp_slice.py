@@ -1,4 +1,4 @@
-"""Bench dp-slice: a rank takes its own tokens' routed experts out of a batch gathered over attention-DP ranks.
+"""Bench dp-slice: a rank selects its own tokens' routed experts from a batch gathered over attention-DP ranks.
 
     cuda-slice   start and length are numbers on the GPU: each end of the slice is read to the host
     host-slice   start and length from the counts with which the host made the batch (`dp_rows`)
@@ -106,7 +106,7 @@ class DpSlice:
         self.device, self.seed = device, seed
 
     def build(self, case: Case) -> Calls:
-        """Calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
+        """Return calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
         tokens, dp = int(case.sizes["tokens"]), int(case.sizes["dp"])
         batch, rank = self._batch(uneven_counts(tokens, dp), tokens), dp - 1
         # During capture no batch is there yet: every rank is taken to have all the rows of the graph.
@@ -155,7 +155,7 @@ class DpSlice:
         return ""
 
     def _batch(self, counts: list[int], graph_batch: int) -> Batch:
-        """A batch whose every number is another, so that no two rows are alike."""
+        """Return a batch of distinct numbers, so that no two rows are equal."""
         numbers = torch.arange(sum(counts) * LAYERS * COLUMNS, dtype=torch.int32).view(-1, LAYERS, COLUMNS)
         padded = torch.full((len(counts), graph_batch, LAYERS, COLUMNS), PADDING, dtype=torch.int32)
         for rank, part in enumerate(numbers.split(counts)):
@@ -179,7 +179,9 @@ def _expected(batch: Batch, rank: int) -> torch.Tensor:
 
 
 def _difference(out: torch.Tensor, expected: torch.Tensor, where: str) -> str:
-    """Whether `out` begins with the expected rows and was left alone behind them."""
+    """Return the difference if `out` does not begin with the expected rows or was written behind them; else an empty
+    string.
+    """
     got = out.cpu()
     if not torch.equal(got[: len(expected)], expected):
         return f"{where}: its rows are not the expected {len(expected)}"

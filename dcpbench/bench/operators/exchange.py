@@ -1,13 +1,13 @@
-"""Bench exchange: what a decode attention layer sends between the ranks of a DCP group, exchange by exchange.
+"""Bench exchange: communication of a decode attention layer between the ranks of a DCP group, exchange by exchange.
 
 A call is the exchange's share of a layer: q in place → gather_q → partial results in place → merge. In an engine the
-steps before it have just written both, so they lie in the L2 cache, and here too: nothing is done to keep it cold.
+preceding operations have just written both, so they lie in the L2 cache; the bench keeps the cache warm, too.
 
     ag_rs        as the engine runs it: partial outputs are reduced in fp32
     ag_rs-bf16   the same, reduced in bf16
-    others       as exchange/ makes them
+    others       as in exchange/
 
-The least that a rank must receive, per request: q (N−1)/N·H·Q·2, o (N−1)/N·H·R·2, lse (N−1)/N·H·4 bytes, behind one
+The minimum that a rank must receive, per request: q (N−1)/N·H·Q·2, o (N−1)/N·H·R·2, lse (N−1)/N·H·4 bytes, after one
 barrier for q and one for the partial results.
 """
 
@@ -141,7 +141,7 @@ class ExchangeBench:
         def check(run: Callable[[], None]) -> str:
             for q_BHQ, got_hBR in last:
                 spoil(got_hBR)
-                if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # else nothing is gathered
+                if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # equal if no q is gathered
                     spoil(q_BHQ)
             gather_objects(None)  # peers may write the gathered q: none begins before all have spoilt theirs
             run()
@@ -156,7 +156,9 @@ class ExchangeBench:
 
 
 def work_of(case: Case) -> Work:
-    """See the module; `wire_bytes` is what the variant receives instead, by the formula of its own file."""
+    """Return the work of a case, see the module; `wire_bytes` are the received bytes by the formula of the variant's
+    own file.
+    """
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
     q = Work() if replicate else query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)

@@ -1,18 +1,18 @@
-"""Bench kv-gather: the KV prefix of several requests, interleaved on the ranks of a DCP group, comes into token order.
+"""Bench kv-gather: gather the KV prefix of several requests, interleaved on the ranks of a DCP group, into token order.
 
     nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
     direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
 
-What travels, the received parts (nccl) or the own part (direct), lies in a buffer:
+The transferred data, the received parts (nccl) or the own part (direct), lies in a buffer:
 
-    pool       a reserve of symmetric memory, taken at start
-    outgrown   the reserve is too small: symmetric memory, allocated at run time in every eager call and given back
-    registered           a reserve registered with NCCL, taken at start, with the own part in it, too (nccl alone)
-    registered-outgrown  that is too small: allocated, registered and given back in every eager call
-    plain      no reserve: torch's caching allocator for nccl; for direct as `outgrown`, as peers can read nothing else
+    pool       a reserve of symmetric memory, allocated at start
+    outgrown   the reserve is too small: symmetric memory, allocated at run time in every eager call and freed again
+    registered           a reserve registered with NCCL, allocated at start, including the own part (nccl only)
+    registered-outgrown  the registered reserve is too small: allocated, registered and freed in every eager call
+    plain      no reserve: torch's caching allocator for nccl; for direct as `outgrown`, because peers need such memory
 
-A captured call has its buffer from before. So the eager time of `outgrown` beside its time in a graph says what the
-allocation costs, and beside `pool` what a larger reserve would save.
+A captured call has allocated its buffer before. The eager time of `outgrown` minus its time in a graph is therefore the
+cost of the allocation, and minus that of `pool` the saving of a larger reserve.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Inputs:
     """[layers, tokens and spare rows, 576]"""
 
     def check(self, layers: int, run: Callable[[], None]) -> str:
-        """Poison what so many layers are gathered into, run a pass, compare every bit."""
+        """Poison the results of `layers` layers, run a pass, compare every bit."""
         got_LTQ = self.results[:layers].view(torch.int16)
         got_LTQ.fill_(POISON)
         run()
@@ -149,7 +149,7 @@ class KvGather:
         return lambda: self._allocated(nbytes), symmetric(self.group, nbytes, self.device)
 
     def _window(self, nbytes: int) -> Registered:
-        """The one registered buffer that is kept, of this size."""
+        """Return the kept registered buffer of this size."""
         if self._registered is None or len(self._registered.own) != nbytes:
             if self._registered is not None:
                 self._registered.close()

@@ -1,12 +1,12 @@
-"""Bench kv-write: a layer's new KV rows go to the pool of a rank that owns one token of N; -1 stands for the others.
+"""Bench kv-write: a layer's new KV rows go to the pool of a rank that owns one token of N; -1 marks the others.
 
-    check-all       look whether all rows are valid, filter if not: the code before the published fix
-    filter          filter always: the published fix, said to avoid synchronisation
+    check-all       check whether all rows are valid, filter if not: the code before the published fix
+    filter          always filter: the published fix, which is described as avoiding synchronisation
     masked-kernel   the mask inside a kernel
 
-Every layer has a pool and rows of its own, which a pass therefore reads and writes in device memory. A pool is poisoned
-with NaN, and the rows of tokens that this rank does not own are NaN of other bits: whatever is written where it should
-not be, or read where it should not be, shows.
+Every layer has its own pool and rows, which a pass therefore reads and writes in device memory. A pool is poisoned with
+NaN, and the rows of tokens that this rank does not own are NaN of other bits, so that every misplaced write or read is
+detected.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 SPARE_ROWS = 64
 """Rows of a pool that no token goes to, in every layer."""
 POISON = {torch.bfloat16: 0x7FEB, torch.uint8: 0xFF}
-"""Bits of a NaN that fills pools, by what they hold: bf16 and float8_e4m3fn as bytes."""
+"""Bits of the NaN that fills pools, by dtype of the pool: bf16 and float8_e4m3fn as bytes."""
 FOREIGN = 0x7FC0
 """bf16 bits of another NaN, for rows that are not this rank's; in float8_e4m3fn it becomes 0x7F."""
 STORAGE = {"bf16": torch.bfloat16, "fp8": torch.uint8}
-"""What a pool holds; fp8 is stored as bytes, because index_put knows no float8."""
+"""Dtype of a pool; fp8 is stored as bytes, because index_put does not support float8."""
 
 
 def check_all(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
@@ -55,9 +55,9 @@ def filter_always(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor
 
 
 def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float, share: int = 1) -> None:
-    """The mask in a kernel: nothing is counted. Without a GPU it runs in Triton's interpreter.
+    """Write rows with the mask in a kernel, without a count. Without a GPU it runs in Triton's interpreter.
 
-    The kernel before is another layer's write, so that all that this one reads has long been there: `settled`.
+    The preceding kernel writes another layer, so all inputs of this one have been written long before: `settled`.
     """
     write_rows(kv_KQ, new_BQ, loc_B, scale=scale, share=share, settled=True)
 
@@ -134,7 +134,7 @@ class KvWrite:
         tokens, owned, dcp = (int(case.sizes[name]) for name in ("tokens", "owned", "dcp"))
         dtype = STORAGE[str(case.sizes["dtype"])]
         generator = torch.Generator().manual_seed(self.seed)
-        # Rank 0 of dcp, or one that owns nothing.
+        # Rank 0 of dcp, or a rank without owned tokens.
         mine = (torch.arange(tokens) % dcp == 0) & (owned > 0)
         loc = torch.where(mine, torch.randperm(tokens + SPARE_ROWS, generator=generator)[:tokens], -1)
         new = torch.randn(tokens, KV_WIDTH, generator=generator).to(torch.bfloat16)
@@ -152,7 +152,7 @@ class KvWrite:
 
 
 def poison(kv: torch.Tensor) -> None:
-    """Fill a pool with a NaN that nothing else here has."""
+    """Fill a pool with a NaN that occurs nowhere else here."""
     bits = kv.view(torch.int16) if kv.dtype == torch.bfloat16 else kv
     bits.fill_(POISON[kv.dtype])
 

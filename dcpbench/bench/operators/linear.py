@@ -1,11 +1,11 @@
 """Bench linear: a linear layer of one rank, over the rows of a decode step or of prompts.
 
-    triton      our own over fp8 weights (kernels/linear.py), as an engine calls it: rows are quantised in its time
-    torch       torch's linear over bf16 weights, which is what an engine runs for them
+    triton      our own over fp8 weights (kernels/linear.py), as an engine calls it: its time includes quantising rows
+    torch       torch's linear over bf16 weights, which an engine uses for them
     deepgemm    DeepGEMM's `fp8_gemm_nt` over rows that are quantised already
     flashinfer  FlashInfer's `fp8_blockscale_gemm_sm90`, which quantises rows itself
 
-What a call must read are the weights and the rows, in bf16 whoever quantises them.
+The minimum memory traffic of a call is the weights and the rows, counted in bf16 for all variants.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CHECKED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a case."""
+    """Sizes of a case."""
 
     layer: str
-    """Such as `qkv_a`."""
+    """Name of the layer, such as `qkv_a`."""
     inputs: int
     outputs: int
     rows: int
     weights: str = "bf16"
-    """Or `fp8`."""
+    """`bf16` or `fp8`."""
 
 
 def triton(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
@@ -138,5 +138,5 @@ class Linear:
 
 
 def wide(weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
-    """What a weight stands for, in fp64."""
+    """Return the represented weight in fp64."""
     return (dequantise_weight(weight_NK) if isinstance(weight_NK, Scaled) else weight_NK).double()

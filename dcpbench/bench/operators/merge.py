@@ -4,9 +4,9 @@
     correct      ag_rs: a rank's share of the merged output, exp(lse_rank − lse*)·o, heads first, fp32
     pack         a2a: partial outputs and lse as one message for each rank
     combine      a2a: the messages of all ranks merged, fp32
-    value-proj   W_UV on what is delivered: fp32 latent columns of a rank's heads to value columns
+    value-proj   W_UV on the merged output: fp32 latent columns of a rank's heads to value columns
 
-A pass goes through as many sets of tensors as keep the L2 cache cold; in an engine their inputs would still lie there.
+A pass loops over enough sets of tensors to keep the L2 cache cold; in an engine their inputs would still be in it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 DTYPE = torch.bfloat16
 LIMIT = 5e-3
-"""Relative error past which a result is wrong: rounding it to bf16; inputs are what they are."""
+"""Maximum relative error of a correct result: the rounding to bf16; inputs are exact."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a case."""
+    """Sizes of a case."""
 
     heads: int
     requests: int
@@ -56,7 +56,7 @@ class Ready:
 
     call: Callable[[], tuple[torch.Tensor, ...]]
     truth: Callable[[], tuple[torch.Tensor, ...]]
-    """What `call` gives, in fp64."""
+    """Expected result of `call`, in fp64."""
     work: Work
 
 

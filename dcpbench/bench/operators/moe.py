@@ -1,13 +1,14 @@
 """Bench moe: one of the two products of a rank's experts, over the tokens of a decode step or of prompts.
 
-    triton      our own; gate-up ends in silu(gate) · up, and for decode batches picks its rows on the way in
-    torch       torch's grouped product over rows that lie sorted already; gate-up without silu
-    deepgemm    DeepGEMM's masked product over rows that lie in a slab for each expert already; likewise
+    triton      our own; gate-up includes silu(gate) · up, and for decode batches gathers its rows while reading
+    torch       torch's grouped product over sorted rows; gate-up without silu
+    deepgemm    DeepGEMM's masked product over rows stored in a slab per expert; gate-up without silu
 
-So the others have less to do. What a call must read are the weights of experts that have a row, and the rows.
+So the others have less work. The minimum memory traffic of a call is the weights of experts that have a row, and the
+rows.
 
-With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result behind, which is what down
-takes; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
+With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result after the product, as the
+input of down; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 LIMIT = 8e-3
 """Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
 CHECKED = 8
-"""Experts whose rows are compared with fp64: the fullest, and others spread over all."""
+"""Number of experts with rows compared with fp64: the fullest, and others spread over all."""
 SLAB_ROWS = 64
 """DeepGEMM's slabs are multiples of so many rows."""
 SPREAD = 90.0
@@ -47,7 +48,7 @@ SPREAD = 90.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a case."""
+    """Sizes of a case."""
 
     product: str
     """`gate-up` or `down`."""
@@ -61,12 +62,13 @@ class Sizes:
     weights: str = "bf16"
     """Or `fp8`."""
     rows: str
-    """`uniform`: experts are drawn alike; `skewed`: expert i with a chance ∝ 1 / (i + 1); `few`: one in four, the
-    others have no row."""
+    """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
+    drawn, the others have no row.
+    """
 
     @property
     def gated(self) -> bool:
-        """Whether gate and up are multiplied, and hidden states come in."""
+        """Return True for the first product, gate-up, with hidden states as input."""
         return self.product == "gate-up"
 
     @property
@@ -79,11 +81,11 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Tensors of one call, and what comes of them."""
+    """Tensors of one call, and their expected results."""
 
     sizes: Sizes
     x: torch.Tensor
-    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are what e4m3 holds exactly."""
+    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are exactly representable in e4m3."""
     weight: torch.Tensor | Scaled
     ids: torch.Tensor
     """int32 [T, top_k]"""
@@ -99,7 +101,7 @@ class Inputs:
         return self.x[order // self.sizes.top_k]
 
     def truth(self, expert: int, *, fused: bool) -> tuple[slice, torch.Tensor]:
-        """(sorted rows of an expert, what comes of them in fp64)."""
+        """Return (range of an expert's sorted rows, their expected result in fp64)."""
         begin = sum(self.counts[:expert])
         rows = slice(begin, begin + self.counts[expert])
         y = self.sorted_rows[rows].double() @ self._wide(expert).T
@@ -137,13 +139,15 @@ class Ready:
 
     call: Callable[[], tuple[torch.Tensor, ...]]
     rows: Callable[..., torch.Tensor]
-    """What `call` returns as sorted rows."""
+    """Function that converts the result of `call` to sorted rows."""
     fused: bool = False
-    """Whether gate-up ends in silu(gate) · up."""
+    """True if gate-up includes silu(gate) · up."""
 
 
 def triton(inputs: Inputs) -> Ready:
-    """kernels/moe, as an engine calls it; what both products share is made before: the plan, or rows in order."""
+    """Return kernels/moe as an engine calls it; the shared input of both products is made before: the plan, or sorted
+    rows.
+    """
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
         return by_scales(inputs, inputs.weight)
@@ -298,7 +302,9 @@ class Moe:
 
 
 def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor | Scaled:
-    """Normal numbers [..., N, K] that keep the size of what they multiply; fp8 expert by expert, as they take less memory."""
+    """Return normal numbers [..., N, K] scaled to preserve the norm of their input; fp8 expert by expert, to save
+    memory.
+    """
     device, deviation = random.device, shape[-1] ** -0.5
     if weights == "fp8":
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
@@ -313,7 +319,9 @@ def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torc
 
 
 def exact(x_TK: torch.Tensor) -> torch.Tensor:
-    """Numbers near those given whose groups have scales that are powers of two, so that nothing is lost in e4m3."""
+    """Return numbers near the given ones with group scales that are powers of two, so that e4m3 represents them
+    exactly.
+    """
     x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     x[:, ::SCALE_BLOCK] = LARGEST
     return (x * 2.0**-6).to(x_TK.dtype)

@@ -1,4 +1,4 @@
-"""What a bench's times come to, and what its numbers say, in sentences that are made from them."""
+"""Derive values from a bench's times, and generate sentences from its numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     Groups = dict[str, list[Result]]
 
 PUBLISHED_FIXES = {"filter": "check-all", "host-slice": "cuda-slice"}
-"""Variant that was published as a fix -> what it fixes. Of each it was said that it avoids synchronisation, which is
-held against what is counted."""
+"""Variant published as a fix -> variant that it fixes. Each was described as avoiding synchronisation, which is checked
+against the counts.
+"""
 MARKS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
@@ -36,7 +37,7 @@ BASELINES = {
 }
 """Variants that the others of a bench are compared with."""
 ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
-"""Who can be compared with a baseline, where not all variants of its bench do the same."""
+"""Variants that can be compared with a baseline, if not all variants of its bench compute the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
 
 
@@ -63,7 +64,7 @@ def findings(record: BenchRecord) -> list[str]:
 
 
 def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
-    """Results by a name, their variant's if nothing else is asked for, in the order in which names first come."""
+    """Return results by a name, by default their variant's, in order of first occurrence."""
     groups: Groups = {}
     for r in results:
         groups.setdefault(name_of(r), []).append(r)
@@ -82,7 +83,7 @@ def share(r: Result) -> float | None:
 
 
 def speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | None:
-    """How many times as fast as `baseline` at the same sizes."""
+    """Return the speed-up over `baseline` at the same sizes."""
     if r.case.variant not in ALIKE.get(baseline, (r.case.variant,)):
         return None
     mine = gpu_time(r)
@@ -111,7 +112,7 @@ def amount(limit: Limit) -> str:
 
 
 def corrupts(r: Result) -> bool:
-    """Whether padding rows changed anything that a live request had stored."""
+    """Return True if padding rows changed stored data of a live request."""
     return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
 
 
@@ -152,7 +153,7 @@ def _where(variant: str, results: Sequence[Result]) -> str:
 
 
 def _overwritten(variant: str, results: Sequence[Result]) -> str:
-    """What padding rows did, in how many cases, or what it costs that they did nothing."""
+    """Return a sentence on the effect of padding rows and its frequency, or on the cost of preventing it."""
     found = [r.overwritten for r in results if r.overwritten]
     if not found:
         return ""
@@ -182,7 +183,7 @@ def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Resu
 
 
 def _rates(record: BenchRecord) -> list[str]:
-    """Of results that are correct; a fast wrong one is no finding."""
+    """Return sentences on correct results only, as a fast wrong one is no finding."""
     right = [r for r in record.results if r.outcome == "ok" and r.correct]
     of = grouped(right)
     usual = baselines(record)
@@ -213,9 +214,9 @@ def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequenc
 
 
 def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
-    """Such as: triton reaches 41 % at … to 78 % at … of what this machine allows.
+    """Return a sentence such as: triton reaches 41 % at … to 78 % at … of what this machine allows.
 
-    From CUDA graphs alone: what waits for the host is not held against the GPU.
+    Only times in CUDA graphs are used, so that host delays are not attributed to the GPU.
     """
     shares = [(r, part) for r in mine if r.graph and r.graph.time and (part := share(r))]
     if not shares:
@@ -228,7 +229,7 @@ def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> s
 
 
 def _outgrown(r: Result) -> str:
-    """What it costs that a buffer has to be allocated while the request waits."""
+    """Return a sentence on the cost of allocating a buffer during a request."""
     if r.case.sizes.get("buffer") != "outgrown" or not (r.time and r.graph and r.graph.time):
         return ""
     sizes = ", ".join(f"{name} {int(r.case.sizes[name]):,}" for name in ("requests", "tokens"))

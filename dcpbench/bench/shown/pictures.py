@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     Draw = Callable[[Axes, str, list[Result]], None]
 
 KINDS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
-"""What is drawn of each variant over tokens, each with a line style of its own, and its label."""
+"""Curves of each variant over tokens, each with its own line style, and their labels."""
 X = "tokens"
 ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
-"""Sizes along a line over bytes or in its name, `requests` where nothing else is; the others make panels."""
+"""Sizes that vary along a line over bytes or name it, `requests` by default; other sizes make panels."""
 MOST_TICKS = 8
 WHAT = {
     "exchange": "bytes that a rank must receive",
@@ -57,13 +57,13 @@ TOKENS_PANEL, BYTES_PANEL, ROOFLINE = (3.9, 3.1), (7.2, 4.4), (7.2, 4.3)
 ASIDE = 0.06
 """Backends stand side by side by this share of their intensity, which is the same for all."""
 WITHOUT = ("padded-slots",)
-"""Benches that are told in numbers: two times that should be equal are no picture."""
+"""Benches shown without a picture: two times that should be equal need none."""
 
 
 def write_picture(record: BenchRecord, path: Path) -> None:
-    """Write a PNG: times on a GPU; synchronisations alone on the CPU, where a time would be no performance.
+    """Write a PNG: times on a GPU; only synchronisations on the CPU, where times have no meaning for performance.
 
-    There, benches whose variants never wait have none: nothing of theirs is timed.
+    On the CPU, benches with variants that never wait get no picture, as they have no times.
     """
     draw = _roofline if record.bench == "attention" else _over_bytes if record.bench in WHAT else _over_tokens
     if record.bench in WITHOUT or not (record.performance or draw is _over_tokens):
@@ -125,7 +125,7 @@ def _over_tokens(record: BenchRecord) -> Figure:
 
 
 def _but_tokens(r: Result) -> str:
-    """`dcp 8, bf16`: everything but the variant and the tokens; a rank that owns none of them says so."""
+    """Return the sizes except the tokens, such as `dcp 8, bf16`, with a note for a rank without owned tokens."""
     sizes = {name: value for name, value in r.case.sizes.items() if name not in (X, "owned")}
     words = [str(value) if isinstance(value, str) else f"{name} {value}" for name, value in sizes.items()]
     return ", ".join([*words, *(["no row owned"] if r.case.sizes.get("owned") == 0 else [])])
@@ -155,7 +155,7 @@ def _timing(r: Result, kind: str) -> Timing | None:
 
 
 def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:
-    """Colours for variants, line styles for what was timed."""
+    """Return legend entries: colours for variants, line styles for kinds of times."""
     return [
         *(Line2D([], [], color=colour(i), marker=marker(i), markersize=5, label=v) for i, v in enumerate(variants)),
         *(
@@ -210,7 +210,7 @@ def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> di
 
 
 def spaced(values: Iterable[int]) -> list[int]:
-    """Those that have room for a label on a logarithmic axis, from the largest down."""
+    """Return the values with enough space for a label on a logarithmic axis, chosen from the largest down."""
     falling = sorted(set(values), reverse=True)
     step = (falling[0] / falling[-1]) ** (1 / MOST_TICKS)
     kept = falling[:1]
@@ -225,7 +225,7 @@ def _bytes(r: Result) -> int:
 
 
 def _time(r: Result) -> Timing | None:
-    """Where buffers are compared, of an eager call: a graph has its buffer from before."""
+    """Return the eager time if buffers are compared, because a graph has its buffer from before; else the GPU time."""
     return r.time if "buffer" in r.case.sizes else gpu_time(r)
 
 
@@ -278,7 +278,9 @@ def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
 
 
 def _axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> None:
-    """Both logarithmic; a tick for each number of heads, whose intensities differ by little. Of roofs 0 where there are none."""
+    """Set up logarithmic axes, with a tick for each number of heads, as their intensities differ little. Roofs are 0 if
+    unknown.
+    """
     of_heads: dict[int, list[float]] = {}
     for r in timed:
         of_heads.setdefault(int(r.case.sizes["heads"]), []).append(_intensity(r))
@@ -298,7 +300,7 @@ def _axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> No
 
 
 def _roofs(ax: Axes, read: float, matmul: float) -> Line2D:
-    """min(matrix product, read · intensity) across the axes, each with its limit beside it."""
+    """Draw min(matrix product, read · intensity) across the axes, with a label for each limit."""
     left, right = ax.get_xlim()
     ridge = matmul / read
     ends = [left, ridge, right]
