@@ -1,4 +1,4 @@
-"""What a record says of the machine and software it was taken with, and what `dcpbench env` shows."""
+"""Collect the hardware and software facts of a record, which `dcpbench env` shows as well."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ PACKAGES = (
     "uvicorn",
 )
 ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
-"""ranks.environment's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
+"""Variable set by ranks.environment on one machine: the interface on which NCCL's ranks meet, which does not affect
+results.
+"""
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
     "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {how_to_install('flashinfer')}",
@@ -84,7 +86,7 @@ def environment(device: torch.device, command: str) -> Environment:
 
 
 def probe() -> Probe:
-    """What this machine has, for rooms that must not import torch."""
+    """Return the hardware of this machine, for packages that must not import torch."""
     packages = {name: _version(name) for name in PACKAGES}
     problems = [f"{name} is missing, needed for {WANTED_FOR[name]}" for name in WANTED_FOR if packages[name] is None]
     if not torch.cuda.is_available():
@@ -140,9 +142,9 @@ def _driver() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the dcpbench that runs, with `-dirty` where its files differ; None for an installed wheel.
+    """Return the commit of the running dcpbench, with `-dirty` if its files differ; None for an installed wheel.
 
-    DCPBENCH_GIT_COMMIT says it where the files were copied without their repository, as into a container.
+    DCPBENCH_GIT_COMMIT overrides it, for files copied without their repository, for example into a container.
     """
     if "DCPBENCH_GIT_COMMIT" in os.environ:
         return os.environ["DCPBENCH_GIT_COMMIT"]

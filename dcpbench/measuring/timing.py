@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     """Takes so many samples: in ms, and the seconds that they took."""
 
 CHUNK_SECONDS = 0.4
-"""Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
+"""Approximate duration in s of the chunks in which steps are queued; between chunks ranks communicate and the stop rule
+is evaluated.
+"""
 LEAST_ROUNDS = 8
-"""Of ways that are timed in turns."""
+"""Minimum number of rounds when several variants are timed in turns."""
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
 LEAST_MEDIANS = 2
@@ -66,7 +68,7 @@ def use_two_streams() -> None:
 
 @contextlib.contextmanager
 def compiled_kernels() -> Iterator[list[str]]:
-    """Names of the Triton kernels that are compiled or loaded meanwhile: each delayed what was being timed."""
+    """Yield a list of the Triton kernels that are compiled or loaded within the block: each of them delayed the timing."""
     names: list[str] = []
     before = triton.knobs.compilation.listener
 
@@ -94,7 +96,9 @@ class Timing:
 
     @property
     def drift(self) -> float:
-        """How far the medians of the first and the second half of the samples lie apart, as a share of the first."""
+        """Return the difference of the medians of the first and the second half of the samples, as a share of the
+        first.
+        """
         half = len(self.samples_ms) // 2
         first, second = statistics.median(self.samples_ms[:half]), statistics.median(self.samples_ms[half:])
         return abs(second - first) / first
@@ -216,7 +220,7 @@ class _Way:
         return self.verdict is not None and (self.rounds <= 0 or self.measuring >= self.rule.seconds)
 
     def timing(self) -> Timing:
-        """What was found."""
+        """Return the result of the timing."""
         return Timing(samples_ms=self.samples, noisy=self.verdict != "precise", unsettled=not self.calm)
 
     def _chunk(self) -> tuple[list[float], float]:
