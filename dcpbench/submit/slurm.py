@@ -1,4 +1,4 @@
-"""Runs as jobs of Slurm: the script, and what sbatch, scontrol and scancel are asked. No torch."""
+"""Runs as jobs of Slurm: the script, and the commands sbatch, scontrol and scancel. No torch."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ HOW_IT_ENDED = {
     "PREEMPTED": "had to give way to another job",
     "OUT_OF_MEMORY": "was out of host memory",
 }
-"""By the state that Slurm gives a job which has ended, and will not begin again."""
+"""Phrases by the final state of a job in Slurm."""
 MAY_GO_ON = ("TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "PREEMPTED")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is to run there, as typed."""
+    """Options for running a job on Slurm."""
 
     program: tuple[str, ...]
-    """What starts dcpbench on a node."""
+    """Command that starts dcpbench on a node."""
     directory: Path
-    """From which relative paths are meant."""
+    """Folder to which relative paths refer."""
     partition: str = ""
     account: str = ""
     options: tuple[str, ...] = ()
-    """Of sbatch, as they are typed there."""
+    """Further options of sbatch, as typed."""
     requeue: bool = True
     exclusive: bool = True
     cpus_per_node: int | None = None
@@ -64,7 +64,7 @@ def script(asked: Asked, cluster: Cluster) -> str:
     """The batch script of a job. The secret of its machines is made when it begins, and stands in a file of its owner's."""
     import jinja2
 
-    env = jinja2.Environment(  # noqa: S701 -- a shell script, whose words are quoted
+    env = jinja2.Environment(  # noqa: S701 -- a shell script with quoted words
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     env.filters |= {"quote": lambda text: shlex.quote(str(text)), "comment": lambda text: " ".join(text.splitlines())}
@@ -114,11 +114,11 @@ class Queue:
         return (line.decode("utf-8", "replace").rstrip("\r") for line in self._log.lines())
 
     def finished(self) -> bool:
-        """A file says nothing of its end."""
+        """Return False, because a file does not show its end."""
         return False
 
     def look(self) -> State:
-        """Where it is. Raises Silent."""
+        """Return the current state. Raise Silent if Slurm does not answer."""
         try:
             told = ask(["scontrol", "--oneliner", "show", "job", self._job.id])
         except RefusedError as e:
@@ -128,7 +128,7 @@ class Queue:
         return self.state(told)
 
     def state(self, told: str) -> State:
-        """What `scontrol --oneliner show job` says."""
+        """Return the state from the output of `scontrol --oneliner show job`."""
         facts = dict(re.findall(r"(?:^|\s)(JobState|Reason|Restarts|ExitCode|NodeList)=(\S*)", told))
         state, restarts = facts.get("JobState", "").partition("+")[0], int(facts.get("Restarts") or 0)
         if state in HOW_IT_ENDED:
@@ -145,7 +145,7 @@ class Queue:
         ask(["scancel", self._job.id])
 
     def clean(self) -> None:
-        """Its secret goes with it, even where its script had no time for that."""
+        """Delete its secret, even if its script had no time to do so."""
         (self._folder / SUBMIT_FOLDER / "secret").unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -185,12 +185,12 @@ class Queue:
 
 
 def log_of(folder: Path, job: Submitted) -> Path:
-    """What the job printed."""
+    """Return the file of the job's output."""
     return folder / SUBMIT_FOLDER / f"{job.id}.log"
 
 
 def _options(asked: Asked, cluster: Cluster) -> list[str]:
-    """Of sbatch. Those that were typed come last, and count."""
+    """Return the options of sbatch. Options of the user come last, and take precedence."""
     log = str(asked.place).replace("%", "%%") + "/%j.log"
     given = {
         "--job-name": asked.name,
@@ -212,12 +212,12 @@ def _options(asked: Asked, cluster: Cluster) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """As sbatch reads its directives."""
+    """Return a text in the quoting of sbatch directives."""
     return text if re.fullmatch(r"[\w./%+=:@,-]+", text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _srun(asked: Asked, cluster: Cluster) -> str:
-    """Its options: one task on each node, with all cores there; the first that fails ends the others."""
+    """Return the srun command: one task on each node, with all cores there; the first failure ends the others."""
     words = [f"--nodes={asked.nodes}", f"--ntasks={asked.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     words += ["--cpu-bind=none", "--mpi=none"]
     if cluster.cpus_per_node:
@@ -239,6 +239,8 @@ def _program(asked: Asked, cluster: Cluster) -> str:
 
 
 def _mounts(asked: Asked, cluster: Cluster) -> list[str]:
-    """The run's folder and the one from which paths are meant, at the same places inside, and what was typed."""
+    """Return the mounts: the run's folder and the folder of relative paths, at the same places inside, and those of the
+    user.
+    """
     own = dict.fromkeys((str(asked.folder), str(cluster.directory)))
     return [*(f"{path}:{path}" for path in own), *cluster.mounts]
