@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13)}
-"""By the major version of CUDA; https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html."""
+"""Minimum driver version by major version of CUDA;
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.
+"""
 
 
 class Known(NamedTuple):
@@ -51,7 +53,7 @@ KNOWN = (
     ),
     Known("torch", (), (2, 9), BAD, "dcpbench needs 2.9", "pip install 'torch>=2.9'", "pyproject.toml"),
 )  # fmt: skip
-"""What was read of each where it was reported, in `source`."""
+"""Known problems as reported in `source`."""
 
 
 def parts(version: str) -> tuple[int, ...]:
@@ -122,7 +124,7 @@ def _driver(report: Report, nvml: Any, built_for: str | None) -> None:  # noqa: 
     try:
         driver = str(nvml.nvmlSystemGetDriverVersion())
         now = parts(driver)
-    except Exception:  # noqa: BLE001 - a driver that does not answer says so in many ways
+    except Exception:  # noqa: BLE001 - a driver that does not answer fails in many ways
         report.add("driver", UNREAD, "its version is not known: it does not answer.")
         return
     if built_for is None:
