@@ -1,4 +1,4 @@
-"""What NVML says of this machine's GPUs right now. Absent where it does not say; no torch, and no GPU is needed."""
+"""Query NVML for the current state of this machine's GPUs. Missing values are absent; no torch, and no GPU is required."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Gpus:
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] = []
-        with contextlib.suppress(Exception):  # NVML is a bonus: whatever it lacks, a run can be watched
+        with contextlib.suppress(Exception):  # NVML is optional: a run can be watched without it
             import pynvml
 
             pynvml.nvmlInit()

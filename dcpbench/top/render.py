@@ -45,7 +45,7 @@ def render(state: State, width: int, height: int) -> RenderableType:
         bar = Table.grid()  # ends the bar's line
         bar.add_row(ProgressBar(total=state.total, completed=state.ok + state.failed, width=min(width, BAR)))
         parts.append(bar)
-    # one size says what the counts say
+    # a single size would repeat the counts
     sizes = [f"tp{s.tp}: {s.finished} of {s.total}" for s in state.sizes] if len(state.sizes) > 1 else []
     parts += [Text(line) for line in (words.counts(state), words.rates(state), " · ".join(sizes)) if line]
     if state.now:

@@ -28,7 +28,7 @@ STYLES = {
 
 
 def status(state: State) -> str:
-    """What the run is doing, or how it ended."""
+    """Return the activity of the run, or how it ended."""
     silent = span(state.now.silent_s) if state.now else ""
     if state.status == st.SILENT and state.now:
         return f"no sign of life for {silent}; dcpbench ends such a job after {span(state.now.timeout_s)}"
@@ -92,7 +92,7 @@ def figures(point: Finished) -> str:
 
 
 def changes(before: State | None, after: State) -> Iterator[str]:
-    """What to print after `before`, which is None at first. Nothing where nothing but time has passed."""
+    """Yield the lines to print after the state `before`, None at first. Yield none if only time has passed."""
     if before is None:
         yield f"{after.kind or 'run'} in {after.folder}: {status(after)}"
         if after.device == "cpu":
@@ -113,7 +113,7 @@ def changes(before: State | None, after: State) -> Iterator[str]:
 
 
 def unread(state: State) -> str:
-    """Which files have lines that are in none of what is shown, and how many."""
+    """Return the number of unreadable lines by file."""
     lines = ", ".join(f"{name}: {count}" for name, count in state.unread.items())
     return f"lines that could not be read, and are left out: {lines}"
 
