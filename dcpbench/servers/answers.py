@@ -27,11 +27,11 @@ from dcpbench.servers.token_counts import (
 )
 from dcpbench.show.text import counted, one_line
 
-BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # what the tokens of a chunk were counted by, in records
+BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # sources of the token count of a chunk, in records
 COUNTED_BY = {Counting.IDS: BY_IDS, Counting.CHUNKS: BY_CHUNKS}  # all others are of usage
 EVENT_STREAM = b"text/event-stream"
-MAX_OTHER = 512  # bytes of an answer of another type, which are enough to say what it is
-LENGTH = "length"  # finish_reason of an answer with all tokens that were asked for
+MAX_OTHER = 512  # bytes kept of an answer of another type, enough to identify it
+LENGTH = "length"  # finish_reason of an answer with all requested tokens
 BROKEN_OFF = ("abort", "error")  # finish_reason of an answer that the server gave up
 
 
@@ -62,7 +62,10 @@ class Streamed:
     )
 
     def __init__(self, asked: int, *, prompt_tokens: int = 0, keep: bool = False) -> None:
-        """`asked`: output tokens of the request. `prompt_tokens`: of its prompt, 0 if unknown. `keep`: keep the texts."""
+        """Create the reply; `asked` is the number of output tokens requested.
+
+        `prompt_tokens` is the length of its prompt, 0 if unknown. With `keep`, the texts are kept.
+        """
         self.heard_s = time.perf_counter()
         self.status = 0
         self.tokens: list[int] = []  # ids of the answer, if the server sends them

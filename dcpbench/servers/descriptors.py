@@ -13,7 +13,7 @@ from dcpbench.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SPARE = 64  # descriptors beside those that are open and the connections: pipes, logs, files of samples
+SPARE = 64  # descriptors in addition to open ones and connections: pipes, logs, files of samples
 SHORTAGE = (errno.EMFILE, errno.ENFILE)
 OPEN_FILES = "open files"  # kind of a request that failed because the client had none left
 

@@ -38,15 +38,15 @@ class Fault(enum.StrEnum):
 
 
 class BadStream(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a stream was given up. `format_bad_stream` makes a sentence of it."""
+    """Reason why a stream was abandoned. `format_bad_stream` makes a sentence from it."""
 
     fault: Fault
     field: str = ""  # which number of `usage` is out of range
-    value: int = 0  # what the server sent or counted
-    limit: int = 0  # the most that could be right for this request
-    asked: int = 0  # the tokens that the request asked for
-    quote: str = ""  # the server's own words, or the beginning of what it sent
-    detail: str = ""  # what the JSON decoder reports
+    value: int = 0  # value sent by the server or counted
+    limit: int = 0  # maximum possible value for this request
+    asked: int = 0  # tokens requested
+    quote: str = ""  # message of the server, or the beginning of the received data
+    detail: str = ""  # message of the JSON decoder
 
 
 FORMATS: dict[Fault, Callable[[BadStream], str]] = {
@@ -125,7 +125,7 @@ class Events:
         return found
 
     def _hold(self, rest: bytes, began_s: float) -> None:
-        """Add the beginning of an event to what is held. Further blank lines after an event begin none."""
+        """Add the beginning of an event to the held bytes. Further blank lines after an event begin no new one."""
         if rest and (self._held or (rest := rest.lstrip(b"\n"))):
             self._began_s = began_s
             self._held += rest
@@ -133,7 +133,7 @@ class Events:
             raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
 
     def end(self) -> list[tuple[bytes, float]]:
-        """Return what is left at the end of a stream. Raise StreamError if an event was begun and not ended.
+        """Return the remaining data at the end of a stream. Raise StreamError if an event is incomplete.
 
         The `[DONE]` that ends a whole stream needs no blank line after it.
         """
@@ -204,7 +204,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A chat message, or what is new in one."""
+    """A chat message, or the new part of one."""
 
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
@@ -230,7 +230,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """An answer, or what is new in one."""
+    """An answer, or the new part of one."""
 
     text: str | None = None
     delta: Message | None = None
@@ -297,6 +297,6 @@ def error_in(data: bytes) -> str:
 
 
 def _shown(data: bytes) -> str:
-    """Return the beginning of what arrived, on one line and printable; secrets are replaced before it is cut."""
+    """Return the beginning of the received data, on one line and printable; secrets are replaced before it is cut."""
     text = " ".join(redact_part(data.decode("utf-8", "replace")).split())
     return "".join(c if c.isprintable() else "�" for c in text[:MAX_SHOWN]) + ("…" if len(text) > MAX_SHOWN else "")

@@ -1,14 +1,14 @@
-"""Send the requests of a load when they are due, and keep what became of each: one event loop, several connections.
+"""Send the requests of a load when they are due, and record their outcomes: one event loop, several connections.
 
     closed   each client sends its next request when its last one has been answered
-    open     each request is sent at its time, whatever is unanswered; with a bound, requests beyond it wait, and their
-             latency counts from when they were due all the same
+    open     each request is sent at its time, regardless of pending ones; with a bound, requests beyond it wait, and their
+             latency still counts from their due time
 
 Turns of a session follow each other in one client, or run concurrently with other sessions in an open loop; if a turn
 fails, its session ends.
 
-The latency of a request counts from when it was due, or from when its client was free: delays of this process are in the
-latency, and are recorded next to it.
+The latency of a request counts from its due time, or from when its client was free: delays of this process are included
+in the latency, and are also recorded separately.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Call:
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What became of a call; times of time.perf_counter()."""
+    """Outcome of a call; times of time.perf_counter()."""
 
     call: Call
     submitted_s: float  # when it was due, or its client free
@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclasses.dataclass(slots=True)
 class Pace:
-    """How well this process kept up."""
+    """Timeliness of this process."""
 
     lags_s: list[float] = dataclasses.field(default_factory=list)
     ages_s: list[float] = dataclasses.field(default_factory=list)  # how long data lay in the kernel, if it is stamped
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def paces(self) -> list[Pace]:
-        """The pace of each process, of which there is one."""
+        """Return the pace of each process; here there is one."""
         return [self.pace]
 
     def told(self) -> Told:

@@ -1,10 +1,10 @@
-"""A server that does next to nothing: it answers each request with a token at once, and another whenever GAP_S have passed.
+"""A minimal server: it answers each request with a token at once, and sends another each time GAP_S has passed.
 
-What a client spends on its streams, and how late it is, is the client's own then: overhead.py.
+Time that a client spends on its streams, and its lateness, are therefore the client's own: overhead.py.
 
     python -m dcpbench.servers.null_server
 
-prints its port, and lives until its standard input ends, as it does with the process that started it.
+prints its port, and runs until its standard input ends, which also happens when the process that started it ends.
 """
 
 from __future__ import annotations

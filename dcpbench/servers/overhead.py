@@ -1,4 +1,4 @@
-"""What the client itself costs and adds, against a server that does nothing (null_server.py)."""
+"""Measure the cost and the delay of the client itself, against a minimal server (null_server.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.load import Outcome
 
 TOKENS = 40
-"""Of each stream: 0.8 s."""
+"""Tokens of each stream: 0.8 s."""
 BEGIN_S = 0.4
 """Within which they begin, one after the other: all at once would measure how long it takes to send them."""
 MOST_STREAMS = 512

@@ -69,7 +69,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*shown.values())]
 
     def settings_of(self, point: Point) -> dict[str, str]:
-        """Return the flags of the server of a point, with the secrets that its settings stand for."""
+        """Return the flags of the server of a point, with the secrets that its settings represent."""
         by_label = {setting_text(label): server for label, server in zip(self.labels(), self.servers(), strict=True)}
         if point.settings in by_label:
             return by_label[point.settings]
@@ -78,7 +78,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def secrets(self) -> list[str]:
-        """Return the words of a command line that hold what the file names as keys: its flags and its environment."""
+        """Return the words of a command line that come from keys in the file: its flags and its environment."""
         flags = {name: value if isinstance(value, list) else [value] for name, value in self.flags.items()}
         words = [word for name, values in flags.items() for value in values for word in (f"--{name}", str(value))]
         return [*words, *(f"{name}={value}" for name, value in self.env.items())]

@@ -53,7 +53,7 @@ class Share:
     realtime: bool
     connections: int = 0
     secrets: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    """What is redacted in sentences about its requests."""
+    """Secrets to redact in messages about its requests."""
 
 
 def divided(number: int, parts: int) -> list[int]:
