@@ -1,4 +1,4 @@
-"""What CI systems read: test results as JUnit XML, annotations and the step summary of GitHub, and its Markdown."""
+"""Write results for CI systems: JUnit XML, annotations and the step summary of GitHub, and its Markdown."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def junit_case(classname: str, name: str, *, file: str = "", line: int | None = 
 
 
 def junit_result(case: ET.Element, kind: str, message: str = "", text: str = "", *, of: str = "") -> None:
-    """What became of a test: `failure`, `error` or `skipped` with a message and, where it has one, a type.
+    """Add the result of a test case: `failure`, `error` or `skipped` with a message and optionally a type.
 
-    The kind `system-out` is what a test that passed has to say.
+    The kind `system-out` is the output of a passed test.
     """
     attributes = {"message": message, "type": of}
     result = ET.SubElement(case, kind, {name: _xml(value) for name, value in attributes.items() if value})
@@ -76,7 +76,7 @@ def annotation(level: str, message: str, title: str, *, file: str = "", line: in
 
 
 def annotation_lines(*levels: Iterable[str]) -> str:
-    """As many annotations of each level as GitHub shows, a line each."""
+    """Return the annotations, a line each, with as many of each level as GitHub shows."""
     return "".join(f"{line}\n" for level in levels for line in list(level)[:MOST])
 
 

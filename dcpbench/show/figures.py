@@ -1,4 +1,4 @@
-"""How figures look and are written: colours, marks and axes that all share, the CPU watermark, and their formats."""
+"""Shared style of figures: colours, markers and axes, the CPU watermark, and the file formats."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, told apart with any kind of colour vision; its yellow is too pale for lines on white."""
+"""Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white.
+"""
 GREY = "#555555"
-"""Of what belongs to no series: limits, and signs in a legend."""
+"""Colour of elements that belong to no series: limits, and symbols in a legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Line = str | tuple[int, tuple[int, ...]]
 LINES: tuple[Line, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)))
 WATERMARK = "CPU: functional run,\nnot performance"
 BEHIND_MARKS = 0.9
-"""Of Matplotlib's orders: bands and bars are 1, lines and markers 2."""
+"""Matplotlib z-order: bands and bars have 1, lines and markers 2."""
 LOG_RANGE = 20
 """An axis becomes logarithmic when its values span more than this factor."""
 RC: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
-    "axes.titley": 1.0,  # where it would come to stand anyway: nothing is above a panel, and looking is slow
+    "axes.titley": 1.0,  # the default position, as a panel has no axis on top; the automatic placement is slow
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -46,7 +47,7 @@ RC: dict[str, Any] = {
 
 
 DPI = 150
-"""Of PNGs."""
+"""Resolution of PNGs."""
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
 
 
 def _write_png(canvas: FigureCanvasAgg, file: Path) -> None:
-    """In 256 colours, each a dozen shades off at most: a third of the bytes."""
+    """Write a PNG in 256 colours, each off by a dozen shades at most, with a third of the bytes."""
     from PIL import Image
 
     canvas.draw()
@@ -99,12 +100,12 @@ def colour(place: int) -> str:
 
 
 def marker(place: int) -> str:
-    """Its marker, the second sign beside the colour."""
+    """Return the marker of a series, which distinguishes it in addition to the colour."""
     return MARKERS[place % len(MARKERS)]
 
 
 def dashes(place: int) -> Line:
-    """Its line style."""
+    """Return the line style of a series."""
     return LINES[place % len(LINES)]
 
 
@@ -123,7 +124,7 @@ def _scaled(label: str, scale: str) -> str:
 
 
 LETTERS_IN_AN_INCH = 11
-"""Of a title."""
+"""Letters of a title per inch."""
 
 
 def headline(figure: Figure, title: str, *, width: int = 90) -> None:
@@ -148,7 +149,7 @@ def legend_below(figure: Figure, handles: list[Any]) -> None:
 
 
 def hollow(means: str, line: Line = "") -> Line2D:
-    """An entry of a legend that says what a hollow marker means, on a line or on none."""
+    """Return a legend entry that explains a hollow marker, with or without a line."""
     from matplotlib.lines import Line2D
 
     said = f"hollow, dashed: {means}" if line else f"hollow: {means}"
@@ -161,7 +162,7 @@ def columns_for(panels: int) -> int:
 
 
 def watermark(ax: Axes) -> None:
-    """Say across a panel of points and lines that its numbers are no performance claim, behind what is drawn."""
+    """Write across a panel, behind its contents, that its numbers are no performance claim."""
     ax.text(
         0.5,
         0.5,

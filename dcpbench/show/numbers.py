@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 ABSENT = "—"
 MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))
-"""Units from the largest down, each with what it has of the value's own unit; of bytes the decimal ones."""
+"""Units from the largest down, each with its size in the value's own unit; decimal units for bytes."""
 MINUTE, HOUR = 60, 3600
 WHOLE_FROM = 10
 """Per cents without decimals."""
 
 
 def missing(value: object) -> bool:
-    """Whether a value was not measured: None or NaN."""
+    """Return True if a value was not measured: None or NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -86,7 +86,7 @@ def gib(value: float | None) -> str:
 
 
 def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """`36.2 µs`, `4.38 TB/s`: three digits in the largest unit of which there is one."""
+    """Return a value as `36.2 µs` or `4.38 TB/s`: three digits, in the largest unit that does not exceed it."""
     scale, unit = next((each for each in units if abs(value) >= each[0]), units[-1])
     scaled = value / scale
     return f"{scaled:.3g} {unit}" if abs(scaled) < 100 else f"{scaled:.0f} {unit}"  # noqa: PLR2004 - three digits
@@ -116,7 +116,7 @@ def reach(values: Iterable[float], form: str = "{:.2f}×") -> str:
 
 
 def with_reach(value: float, low: float, high: float, form: str = "{:.2f}×") -> str:
-    """`1.12× [1.10–1.14]`; the reach is left out where it looks the same, as where nothing was repeated."""
+    """Return `1.12× [1.10–1.14]`; the interval is left out if it looks the same as the value, as without repeats."""
     said, ends = form.format(value), (form.format(low).rstrip("×"), form.format(high).rstrip("×"))
     return said if set(ends) == {said.rstrip("×")} else f"{said} [{ends[0]}–{ends[1]}]"
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LONGEST = 2_000
-"""Characters that are kept of a string of a record; what is left out is said, and told apart by a hash."""
+"""Maximum number of characters kept of a string of a record; the omitted part is noted with a hash."""
 LONGEST_NAME, LONGEST_LINE = 200, 300
-"""Characters of a name, and of a sentence, where many stand beside or below each other."""
+"""Maximum number of characters of a name, and of a sentence, in lists and tables."""
 LINES = "\n\t"
-"""What strings of several lines keep."""
+"""Control characters kept in multi-line strings."""
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -38,12 +38,12 @@ def listed(parts: Sequence[str], last: str = "and") -> str:
 
 
 def capital(text: str) -> str:
-    """With a capital letter where it begins with a word."""
+    """Return the text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def natural(text: object) -> list[tuple[int, str]]:
-    """What to sort a text by, so that `2` comes before `10`."""
+    """Return a sort key for natural order, in which `2` comes before `10`."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", str(text)) if word]
 
 
@@ -74,7 +74,9 @@ def one_line(text: str, most: int = LONGEST_LINE) -> str:
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """Return the beginning of a string that is too long, its length and a hash of all of it; printable, lines stay."""
+    """Return a string, shortened if it is too long to its beginning, its length and a hash; printable, line breaks
+    stay.
+    """
     text = redact(text)
     if len(text) <= most:
         return printable(text, LINES)
@@ -96,7 +98,9 @@ def path_end(path: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text that Markdown and HTML show as it is, on one line; `@name` notifies nobody, no address becomes a link."""
+    """Return text that Markdown and HTML show unchanged, on one line; `@name` notifies no user, no address becomes a
+    link.
+    """
     text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", html.escape(printable(" ".join(text.split())), quote=False))
     return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
 
@@ -117,7 +121,7 @@ def _spelled(c: str) -> str:
 
 
 def told_apart(paths: Sequence[Path]) -> dict[Path, str]:
-    """What to call each file or folder: its name, behind as many folders as tell it from others of that name."""
+    """Return a name for each file or folder: its own, with as many parent folders as make it unique."""
     names = {path: path.name or str(path) for path in paths}
     parts = 1
     while repeated := {name for name, count in collections.Counter(names.values()).items() if count > 1}:
