@@ -94,7 +94,7 @@ def together(step: Callable[[], Value]) -> Value:
     reason = ""
     try:
         value = step()
-    except Exception as e:  # the other ranks must learn of every error
+    except Exception as e:  # noqa: BLE001 - the other ranks must learn of every error
         reason = first_line(e) if isinstance(e, DcpbenchError) else f"{type(e).__name__}: {first_line(e)}"
     told = one_of(reason)
     if told:
