@@ -89,7 +89,7 @@ class CheckpointSource:
             raise ModelError(f"{self.folder}: {name!r} holds NaN or infinity; download the checkpoint again.")
 
     def _quantised(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
-        """A part, from the whole blocks around it."""
+        """Return a quantised part, computed from the whole blocks around it."""
         blocks = quantise_weight(around_it.to(self.device))
         scale = torch.ones([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
         data, of_blocks = blocks.data, scale

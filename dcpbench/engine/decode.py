@@ -39,7 +39,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens with a KV location, the one that the next step writes included."""
+        """Return the number of tokens with a KV location, including the one that the next step writes."""
         return self.allocation.tokens
 
 
@@ -107,7 +107,7 @@ class DecodeEngine:
         self.backend_name, self.exchange, self.batches = backend, self.made[exchange], {}
 
     def admit(self, tokens: int) -> Request:
-        """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""
+        """Return a new request with capacity for `tokens` tokens. Raise CapacityError if slots or pages run out."""
         slot = self.requests.alloc()
         try:
             allocation = self.allocator.alloc(tokens)
@@ -126,11 +126,11 @@ class DecodeEngine:
         self.fill_locs(self.requests.table[request.slot, : request.length], number, seed)
 
     def fill_locs(self, locs: torch.Tensor, number: int, seed: int) -> None:
-        """Random KV rows at virtual locations, int32, as those of request `number`."""
+        """Fill virtual locations, int32, with random KV rows, the same as those of request `number`."""
         fill_request(self.model.kv.all_rows(), locs, self.model.share, request=number, seed=seed)
 
     def grow(self, request: Request) -> None:
-        """Room for one more token."""
+        """Allocate one more token."""
         self.allocator.extend(request.allocation, 1)
         self.requests.set_locs(
             request.slot, request.length - 1, request.allocation.locs(request.length - 1, request.length)
@@ -142,7 +142,7 @@ class DecodeEngine:
         self.requests.free(request.slot)
 
     def batch(self, requests: int) -> Batch:
-        """The buffers for a replica with up to `requests` requests, made on first use."""
+        """Return the buffers for a replica with up to `requests` requests, created on first use."""
         size = batch_rows(requests)
         if size not in self.batches:
             backend = make_backend(self.backend_name, self._attention_spec(size))
@@ -183,10 +183,10 @@ class DecodeEngine:
         return self.plan_rows([r.slot for r in requests], [r.length - 1 for r in requests], rows)
 
     def plan_rows(self, slots: Sequence[int], positions: Sequence[int], rows: int | None = None) -> Batch:
-        """Prepare the next step from host-side integers only; rows past those given are padding.
+        """Prepare the next step from host-side integers only; rows past the given ones are padding.
 
         A row reads token `positions[b]` of the request in `slots[b]` and writes its KV row. With attention DP all
-        replicas must run equally many rows: `rows` is the most requests that any of them has.
+        replicas must run the same number of rows: `rows` is the maximum number of requests of any replica.
         """
         batch = self.batch(rows or len(slots))
         padding = batch.size - len(slots)
@@ -212,7 +212,7 @@ class DecodeEngine:
         return Shards(pages=tables, lengths=lengths)
 
     def run(self, batch: Batch) -> None:
-        """One eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
+        """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
         locs = self.requests.table[batch.slots, batch.positions]
         tokens = self.requests.tokens[batch.slots, batch.positions]
         inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
@@ -223,8 +223,8 @@ class DecodeEngine:
     def capture(self, batch: Batch) -> None:
         """Capture the step as a CUDA graph, once per batch size.
 
-        Every kernel has run on every rank before: a rank that still loads modules while others wait in a captured
-        collective is a hang (vLLM #46145).
+        Every kernel has run on every rank before: a rank that loads modules while others wait in a captured collective
+        causes a hang (vLLM #46145).
         """
         if batch.captured is not None:
             return
@@ -237,7 +237,7 @@ class DecodeEngine:
         batch.captured = Captured(graph, batch.logits, batch.next_tokens)
 
     def step(self, batch: Batch) -> None:
-        """One step as planned: the captured graph where there is one."""
+        """Run one planned step, with the captured graph if there is one."""
         if batch.captured is None:
             self.run(batch)
             return

@@ -71,8 +71,9 @@ class StepInput:
     logit_rows: torch.Tensor | None = None
     """int64: rows that need logits; None: all."""
     live: torch.Tensor | None = None
-    """int64 [dp]: how many rows of each replica, its first, go to experts; those behind them are there because another
-    replica has more. None: all."""
+    """int64 [dp]: number of rows of each replica, from its first, that go to experts; the rows after them are padding
+    to the fullest replica. None: all.
+    """
 
 
 class Model:
@@ -103,16 +104,17 @@ class Model:
         self.stands_for = 1
         """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
         self.marks: torch.Tensor | None = None
-        """int32 [1]: the number of the last norm that the device began; None where none is kept."""
+        """int32 [1]: number of the last norm that the device began; None if it is not recorded."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
         self.observed: dict[str, list[torch.Tensor]] | None = None
         """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
 
     def step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
-        """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
+        """Return the logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype.
+        Collective.
 
-        `decodes`: the plan of the first rows, where they decode; `prefill`: of the rows behind them.
+        `decodes` is the plan of the first rows, if they decode; `prefill` that of the rows after them.
         """
         return self.walk(
             batch,
@@ -193,18 +195,18 @@ class Model:
         return q_Bh, row_BQ
 
     def observe(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of an intermediate result, one of OBSERVED, where results are collected."""
+        """Keep a copy of an intermediate result, one of OBSERVED, if results are collected."""
         if self.observed is not None:
             self.observed[name].append(tensor.clone())
 
     def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of a replica. Steps with more rows than symmetric memory was taken for go by NCCL."""
+        """Return the sum over the ranks of a replica. Steps with more rows than the symmetric memory holds use NCCL."""
         if isinstance(self.all_reduce, SymmetricAllReduce) and not self.all_reduce.fits(x_BD):
             return self.groups.attn.all_reduce(x_BD)
         return self.all_reduce(x_BD)
 
     def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding; each rank of a replica holds some of the vocabulary."""
+        """Return rows of the embedding; each rank of a replica holds a part of the vocabulary."""
         with phase("embed"):
             table = self.weights.embed
             local_B = tokens_B - self.groups.attn.rank * table.shape[0]
@@ -264,14 +266,16 @@ class Model:
             return self.with_padding(values, len(q_Bh))
 
     def with_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
-        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0."""
+        """Return values of all rows, [B, h, V], with zeros for padding rows after the others."""
         used = sum(len(y_BhV) for y_BhV in values)
         if rows > used:
             values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def attend(self, q_BhQ: torch.Tensor, w: Attention, index: int, decodes: Batch) -> torch.Tensor:
-        """Merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first. `q_BhQ` is the exchange's."""
+        """Return the merged output of this rank's heads, [h, B, R]; [h, B, V] if it is projected first. `q_BhQ` is the
+        exchange's.
+        """
         exchange = decodes.exchange
         return exchange.merge(*self.partial(exchange.gather_q(q_BhQ), w, index, decodes))
 
@@ -327,8 +331,8 @@ class Model:
     def absorb(
         self, q_Bh: torch.Tensor, w: Attention, decodes: Batch, positions_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Queries against latent rows, [B, h, Q], in the memory that the exchange chose; without positions, rope is
-        applied already.
+        """Return queries against latent rows, [B, h, Q], in the exchange's memory; without positions, rope is applied
+        already.
         """
         s = self.shape
         q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
@@ -351,7 +355,7 @@ class Model:
         return q_BHX[:, first : first + self.heads]
 
     def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
-        """Synthetic router input of a layer, [T, D], if the batch brings one."""
+        """Return the synthetic router input of a layer, [T, D], if the batch has one."""
         moe_index = index - self.shape.first_dense
         if batch.router_inputs is None or moe_index < 0:
             return None
@@ -361,7 +365,7 @@ class Model:
     def mlp(
         self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
+        """Return the dense MLP or experts over all tokens of the layout, summed over tp, for this replica's tokens."""
         x_TD = x_BD
         if self.layout.dp > 1:
             assert isinstance(x_BD, torch.Tensor)
@@ -373,14 +377,16 @@ class Model:
             return self.reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
 
     def dense(self, x_TD: torch.Tensor | Rows, w: Mlp) -> torch.Tensor:
-        """This rank's slice of a dense MLP."""
+        """Return this rank's slice of a dense MLP."""
         with phase("dense_mlp"):
             return linear(moe.silu_mul(linear(x_TD, w.gate_up), w.down), w.down)
 
     def experts(
         self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None
     ) -> torch.Tensor:
-        """This rank's experts, or its slice of all of them, and its slice of the shared expert, which all rows go to."""
+        """Return this rank's experts, or its slice of all of them, and its slice of the shared expert, which processes
+        all rows.
+        """
         plain_TD = x_TD.plain if isinstance(x_TD, Rows) else x_TD
         assert plain_TD is not None
         with phase("moe"):
@@ -399,7 +405,7 @@ class Model:
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
 
     def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
+        """Return the token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
         with phase("lm_head"):
             rows, attn = logits_BV.shape[1], self.groups.attn
             live = self.shape.vocab - attn.rank * rows
@@ -412,6 +418,6 @@ class Model:
             return pair_NB2[..., 1].gather(0, winner_B.unsqueeze(0)).squeeze(0).long()
 
     def full_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""
+        """Return all ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""
         parts = self.groups.attn.all_gather(logits_BV.contiguous())
         return parts.transpose(0, 1).flatten(1)[:, : self.shape.vocab]

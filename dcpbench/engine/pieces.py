@@ -53,7 +53,7 @@ class Room:
     last: torch.Tensor
     """[B, D]: output of the last MLP."""
     own: torch.Tensor | None
-    """[B, h, nope + P]: q of this rank's heads, contiguous; None where they are so in `q`."""
+    """[B, h, nope + P]: q of this rank's heads, contiguous; None if `q` has them in this form."""
 
     @classmethod
     def of(cls, model: Model, rows: int) -> Room:
@@ -76,7 +76,7 @@ class Room:
         )
 
     def first(self, rows: int) -> Room:
-        """The part for steps of so many rows."""
+        """Return the part of the buffers for steps of `rows` rows."""
         every = (field.name for field in dataclasses.fields(self))
         return dataclasses.replace(
             self, **{name: one[:rows] for name in every if (one := getattr(self, name)) is not None}
@@ -84,15 +84,17 @@ class Room:
 
 
 class Decodes:
-    """Attention of a step's decode rows, the first of the room; run kernel by kernel until it is captured, and on the CPU."""
+    """Attention of a step's decode rows, the first in the buffers; run kernel by kernel until it is captured, and on
+    the CPU.
+    """
 
     def __init__(self, model: Model, room: Room, batch: Batch) -> None:
-        """`batch` has the plan, made anew for each step."""
+        """Create the attention for `batch`, which has the plan, made again for each step."""
         self.model, self.room, self.batch = model, room.first(batch.size), batch
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self, index: int) -> None:
-        """Leave the values of layer `index` in the room. Collective."""
+        """Write the values of layer `index` to the buffers. Collective."""
         if self.graphs:
             self.graphs[index].replay()
         else:
@@ -235,7 +237,7 @@ class Pieces:
         return self.cuts[rows]
 
     def beside(self, batch: Batch) -> Decodes:
-        """The attention of a batch of decodes in such steps."""
+        """Return the attention of a batch of decodes in such steps."""
         found = self.decodes.get(batch.size)
         if found is None or found.batch is not batch:
             found = self.decodes[batch.size] = Decodes(self.model, self.room, batch)

@@ -196,7 +196,7 @@ class Prefiller:
         self._reserve()
 
     def _window(self, window_bytes: int | None) -> int:
-        """Tokens of a window."""
+        """Return the number of tokens of a window."""
         if window_bytes is None:
             return max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit
         shape, layout = self.model.shape, self.model.layout
@@ -273,7 +273,7 @@ class Prefiller:
         return host.to(self.device, non_blocking=True).split([1 + len(one) for one in places])
 
     def _seen(self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor) -> Seen:
-        """`stored`: this rank's rows of prefixes that the call sees; `lengths`: of its chunks."""
+        """Return the keys of a call; `stored` are this rank's rows of its prefixes, and `lengths` those of its chunks."""
         if len(stored) and self.group.size == 1:
             places = numbers[1:]
             torch.where(places < 0, places, stored[places.clamp(min=0)], out=places)
@@ -285,7 +285,9 @@ class Prefiller:
         )
 
     def _rows(self, slots: list[int], lengths: list[int], table_SC: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of so many first tokens of each request, request by request in token order."""
+        """Return this rank's rows of the given number of first tokens of each request, request by request in token
+        order.
+        """
         rows = torch.empty(sum(lengths) // self.group.size, dtype=torch.int32, device=self.device)
         if not len(rows):
             return rows
@@ -305,7 +307,7 @@ class Prefiller:
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
 
     def gather(self, seen: Seen, index: int) -> None:
-        """Stored rows of layer `index` in token order, as they are stored, until the next call. Collective."""
+        """Gather the stored rows of layer `index` in token order, unconverted, valid until the next call. Collective."""
         if seen.task is None:
             return
         assert self.gatherer is not None
@@ -315,10 +317,10 @@ class Prefiller:
             self.gatherer.gather(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
     def decompress(self, seen: Seen, new_BQ: torch.Tensor, index: int) -> None:
-        """Leave keys and values of this rank's heads in layer `index` in `keys` and `values`. Collective; see Seen.
+        """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see Seen.
 
-        New rows [B, Q] are contiguous, in the dtype computed with, and attended to as they are, however they are stored. Other
-        ranks' rows of the layer need be no more than the prefixes.
+        New rows [B, Q] are contiguous, in the dtype of the computation, and attended to unrounded, in any storage
+        format. Other ranks' rows of the layer need to cover only the prefixes.
         """
         self.gather(seen, index)
         self.unpack(seen.numbers, new_BQ, index)

@@ -26,7 +26,7 @@ class RequestPool:
     """
 
     def __init__(self, size: int, max_context: int, device: torch.device | str, padding: bool = True) -> None:
-        """`padding=False` hands out slots 0…size-1 as pools did before the convention.
+        """Create the pool; `padding=False` allocates slots 0…size-1, as pools did before the padding convention.
 
         It exists only so that a test can show the corruption that the padding row prevents.
         """
@@ -48,7 +48,7 @@ class RequestPool:
 
     @property
     def available(self) -> int:
-        """Requests that can still come in."""
+        """Return the number of requests that can still be admitted."""
         return len(self._free)
 
     def alloc(self) -> int:

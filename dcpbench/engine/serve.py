@@ -1,9 +1,9 @@
-"""Runs the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in captured pieces.
+"""Run the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in captured pieces.
 
-    launch(k + 1)      tables, rows and kernels queue behind step k, which may still run
-    wait of step k     the one wait of the loop: the tokens that step k sampled
+    launch(k + 1)     tables, rows and kernels queue behind step k, which may still run
+    wait of step k    the one wait of the loop: the tokens that step k sampled
 
-No value of the device is needed to launch a step: which tokens it reads stands in the device's own table.
+No value from the device is needed to launch a step: the tokens that it reads are in the device's own table.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Launched:
         return self.read is not None and self.read.query()
 
     def wait(self) -> list[int]:
-        """Sampled token ids, once they are on the host."""
+        """Return the sampled token ids, once they are on the host."""
         if self.read is not None:
             with allow(READ):
                 self.read.synchronize()
@@ -105,7 +105,7 @@ class ServeEngine:
     def launch(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Launched:
         """Queue a step on the device. At most IN_FLIGHT may be unread.
 
-        A step with chunks takes the host a while to launch; then `meanwhile` is called now and again.
+        A step with chunks takes the host a while to launch; `meanwhile` is then called from time to time.
         """
         mine = step.replicas[self.replica]
         self._write_tables(mine)
@@ -137,7 +137,7 @@ class ServeEngine:
         return self.engine.plan_rows(slots, positions, rows)
 
     def _decode_rows(self, replica: ReplicaStep) -> int:
-        """Rows that a replica's decodes take in a step with chunks, padded as in a graph."""
+        """Return the rows of a replica's decodes in a step with chunks, padded as in a graph."""
         return batch_rows(len(replica.decodes)) if replica.decodes else 0
 
     def _rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
@@ -167,9 +167,10 @@ class ServeEngine:
         return kernels
 
     def _mixed(self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]) -> Callable[[], torch.Tensor]:
-        """Decode rows, padded as in a graph, then the chunks, then padding: equally many rows on all replicas.
+        """Prepare decode rows, padded as in a graph, then chunks, then padding: the same number of rows on all
+        replicas.
 
-        Rows behind those that a replica would run alone go to no expert.
+        Rows in excess of those of the replica alone go to no expert.
         """
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
         each = [chunk_rows(self._decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]

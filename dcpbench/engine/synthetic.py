@@ -1,4 +1,4 @@
-"""A model made up: random weights, block by block on the device, the same for the same seed, however it is sharded."""
+"""A synthetic model: random weights, block by block on the device, the same for the same seed in any sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.block_scaled import Scaled
 
 BLOCK = 2 * SCALE_BLOCK
-"""Rows or columns that are drawn together where a tensor is sharded; shards need not begin or end at a block."""
+"""Rows or columns that are drawn together in a sharded dimension; shards need not begin or end at a block."""
 _PRIMES = (1_000_003, 7_368_787)
 
 

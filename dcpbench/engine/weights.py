@@ -52,7 +52,7 @@ class Source(Protocol):
         """Return part of the tensor `name` of full shape `shape`, on the device in the model's dtype or in `dtype`."""
 
     def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
-        """Part of a weight in fp8: its numbers, and the scales of its blocks as they are in the whole."""
+        """Return a part of an fp8 weight: its numbers, and the scales of its blocks as in the whole weight."""
 
 
 Linear = torch.Tensor | Scaled
@@ -93,13 +93,13 @@ class Moe:
     bias: torch.Tensor
     """[E], fp32 for every model dtype."""
     gate_up: Linear
-    """[E_local, 2·I, D]; where experts are cut, all of them, and of each I / tp rows of gate and of up."""
+    """[E_local, 2·I, D]; with tensor-parallel experts, all of them, with I / tp rows of gate and of up each."""
     down: Linear
     """[E_local, D, I]; the same columns."""
     first: int
-    """Global id of the first local expert; 0 where experts are cut."""
+    """Global id of the first local expert; 0 with tensor-parallel experts."""
     shared: Mlp | None
-    """None where the model has no shared experts."""
+    """Shared expert; None if the model has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Weights:
         return self.moe[(index - self.first_dense) % len(self.moe)]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(t.nbytes for t in _tensors(self))
 
 
@@ -249,12 +249,12 @@ class _Loader:
         return dequantise_weight(self.source.scaled(name, **rows)).to(self.source.dtype)
 
     def mlp(self, prefix: str, inner: int) -> Mlp:
-        """A slice of the inner width over all tp ranks."""
+        """Return a slice of the inner width over all tp ranks."""
         width = inner // self.layout.tp
         return self.cut_mlp(prefix, inner, slice(self.rank * width, (self.rank + 1) * width))
 
     def cut_mlp(self, prefix: str, inner: int, mine: slice) -> Mlp:
-        """Some of the inner width of an MLP."""
+        """Return a range of the inner width of an MLP."""
         hidden = self.shape.hidden
         gate = self.linear(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
         up = self.linear(prefix + "up_proj.weight", (inner, hidden), rows=mine)
@@ -262,7 +262,9 @@ class _Loader:
         return Mlp(gate_up=_under((gate, up)), down=down)
 
     def moe(self, prefix: str) -> Moe:
-        """Whole experts, dealt out to the tp ranks in runs, or a slice of each; and a slice of the shared one."""
+        """Return whole experts, assigned to the tp ranks in contiguous runs, or a slice of each; and a slice of the
+        shared one.
+        """
         s, m = self.shape, prefix + "mlp."
         held, width = range(s.experts), s.moe_inter
         if self.ep == WHOLE:
@@ -299,21 +301,21 @@ def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor
 
 
 def _under(parts: tuple[Linear, ...]) -> Linear:
-    """One weight under the other."""
+    """Return the weights stacked along the rows."""
     if isinstance(parts[0], Scaled):
         return join(cast("tuple[Scaled, ...]", parts))
     return torch.cat(cast("tuple[torch.Tensor, ...]", parts))
 
 
 class _Stack:
-    """Experts' weights in one tensor, each put there as it comes: together they are most of a model."""
+    """Experts' weights in one tensor, filled while they are loaded, because together they are most of a model."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.found: Linear | None = None
 
     def put(self, index: int, one: Linear) -> None:
-        """All experts have the same shape and blocks."""
+        """Store an expert; all experts have the same shape and blocks."""
         if isinstance(one, Scaled):
             if self.found is None:
                 data, scale = (t.new_empty(self.count, *t.shape) for t in (one.data, one.scale))
@@ -328,7 +330,7 @@ class _Stack:
             self.found[index] = one
 
     def whole(self) -> Linear:
-        """All of them."""
+        """Return all experts."""
         assert self.found is not None
         return self.found
 

@@ -27,7 +27,7 @@ class ExchangeSpec:
     width: int
     """Q: columns of a query."""
     value: int
-    """Columns of a partial output: R of the latent, or V where it is projected before it is exchanged."""
+    """Columns of a partial output: R of the latent, or V if it is projected before the exchange."""
     dtype: torch.dtype
     device: torch.device
     q_replicate: bool = False
@@ -40,12 +40,12 @@ class ExchangeSpec:
     """Dtype in which ag_rs reduces partial outputs. Engines use the default; benchmarks compare."""
 
     def new_query(self, batch: int, ranks: int) -> torch.Tensor:
-        """Memory for one rank's queries, [B, h, Q]; [B, H, Q] where they are replicated."""
+        """Return memory for one rank's queries, [B, h, Q]; [B, H, Q] if they are replicated."""
         heads = self.heads if self.q_replicate else self.heads // ranks
         return torch.empty(batch, heads, self.width, dtype=self.dtype, device=self.device)
 
     def new_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
+        """Return memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
         o_BHR = torch.empty(batch, self.heads, self.value, dtype=self.dtype, device=self.device)
         return o_BHR, torch.empty(batch, self.heads, dtype=torch.float32, device=self.device)
 
@@ -59,10 +59,12 @@ class ExchangeSpec:
 
 
 class Exchange(Protocol):
-    """Step 1 and step 4 of a decode attention layer. Both are collective and captured in CUDA graphs.
+    """Steps 1 and 4 of a decode attention layer: gathering queries and merging. Both are collective and captured in
+    CUDA graphs.
 
-    `query` and `partial` say where the steps before them write, as an exchange may want it in memory that peers read.
-    Each layer calls query, gather_q, partial and merge once, in this order and with the same batch.
+    `query` and `partial` return the buffers that preceding operations write to, because an exchange may need them in
+    memory that peers read. Each layer calls query, gather_q, partial and merge once, in this order and with the same
+    batch.
     """
 
     def query(self, batch: int) -> torch.Tensor:
@@ -115,7 +117,7 @@ class NoExchange(InOwnMemory):
 
 
 def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
-    """The exchange called `name` over a DCP group. Raises UsageError for an unknown name."""
+    """Return the exchange called `name` over a DCP group. Raise UsageError for an unknown name."""
     if name == NO_EXCHANGE:
         return NoExchange(group, spec)
     from dcpbench.exchange.emulated import EmulatedExchange, EmulatedGroup

@@ -57,10 +57,10 @@ def _first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class InRegisteredMemory(InOwnMemory):
-    """See the module. Each has memory of its own."""
+    """All-gather and reduce-scatter in registered memory, see the module. Each instance has its own memory."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
-        """Collective. Raises CapacityError where memory cannot be registered with NCCL."""
+        """Register the memory; collective. Raise CapacityError if memory cannot be registered with NCCL."""
         super().__init__(group, spec)
         size = Carver()
         _Parts(size, spec, group.size)

@@ -37,7 +37,7 @@ class Tally:
     high_us: float = 0.0
 
     def add(self, seconds: Seconds) -> None:
-        """One call."""
+        """Add one call."""
         self.calls += 1
         self.us += seconds.mean * 1e6
         self.low_us += seconds.low * 1e6
@@ -57,7 +57,7 @@ class Emulation:
         self.hold(self.wire.seconds(what, ranks, received), x, out)
 
     def hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Something between ranks that takes so long."""
+        """Hold the stream for the time of an operation between ranks."""
         self.tally.add(seconds)
         hold(x, out, seconds.mean)
 
@@ -89,7 +89,7 @@ class EmulatedGroup(Group):
         return x
 
     def all_reduce_symm(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, as long as over symmetric memory."""
+        """Emulate an all-reduce over symmetric memory."""
         self.emulation.call("all-reduce-symm", self.size, 2 * self._others(x), x)
         return x
 

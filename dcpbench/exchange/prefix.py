@@ -54,7 +54,7 @@ class Task:
         return carver.used
 
     def carve(self, carver: Carver) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parts that are received [N, J, Q] and the own one [J, Q] in a registered buffer."""
+        """Return the received parts [N, J, Q] and the own one [J, Q] in a registered buffer."""
         rows, ranks = self.prefix.part_rows, self.prefix.dcp
         parts_NJQ = carver.take(ranks, rows, self.width, dtype=self.dtype)
         return parts_NJQ, carver.take(rows, self.width, dtype=self.dtype)
@@ -67,7 +67,9 @@ class Task:
 
 
 def symmetric(group: Group, nbytes: int, device: torch.device) -> Peers:
-    """A buffer that all ranks of the group can read. Collective; waits for the device. Raises CapacityError."""
+    """Return a buffer that all ranks of the group can read. Collective; waits for the device. Raise CapacityError if
+    impossible.
+    """
     return allocate(group, nbytes, device, "gathering directly", "NCCL and plain memory")
 
 
@@ -75,7 +77,9 @@ class Gatherer:
     """Gathers layers of tasks in one of the two ways."""
 
     def __init__(self, group: Group, way: str, device: torch.device) -> None:
-        """Collective. Raises CapacityError where ranks that gather directly cannot read each other's memory."""
+        """Create the gatherer; collective. Raise CapacityError if ranks that gather directly cannot read each other's
+        memory.
+        """
         self.group, self.way = group, way
         if way == "direct":
             size = Carver()
@@ -86,10 +90,11 @@ class Gatherer:
             self.meetings = Meetings(group, [kind])
 
     def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
-        """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
+        """Gather all requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous.
+        Collective.
 
         `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device; or, for
-        nccl, it is a registered one of registered_bytes(). It may be used anew behind this call.
+        nccl, it is a registered one of registered_bytes(). It may be reused after this call.
         """
         if isinstance(buffer, Registered):
             assert self.way == "nccl"

@@ -1,7 +1,9 @@
-"""Memory registered with NCCL as a symmetric window: where a collective's input and output both lie in it, at the same
-offsets on all ranks, NCCL may run its symmetric kernels, which read and write peers' memory without copies in between.
+"""Memory registered with NCCL as a symmetric window.
 
-A window is one allocation of NCCL's own allocator, in a pool of torch's that is registered with the group's
+If a collective's input and output both lie in it, at the same offsets on all ranks, NCCL may run its symmetric kernels,
+which read and write peers' memory without intermediate copies.
+
+A window is one allocation of NCCL's own allocator, in a torch memory pool that is registered with the group's
 communicator. Multicast is not needed.
 """
 
@@ -76,7 +78,7 @@ def register(group: Group, nbytes: int, device: torch.device, option: str, inste
 
 
 def borrow(owner: object, group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> torch.Tensor:
-    """At least so many bytes of a window, until `owner` is gone: then the next who asks gets them. See register."""
+    """Return at least `nbytes` bytes of a window for the lifetime of `owner`; later callers reuse them. See register."""
     ours = [one for one in _open if one.group == group]
     mine = {i for i, one in enumerate(ours) if not one.lent and one.own.nbytes >= nbytes}
     free = set.intersection(*symmetric_memory.everywhere(group, mine))  # not every rank has collected its garbage
@@ -87,7 +89,7 @@ def borrow(owner: object, group: Group, nbytes: int, device: torch.device, optio
 
 
 def close_all() -> None:
-    """Deregister all windows, which must be done before their groups end. Collective."""
+    """Deregister all windows, which is required before their groups end. Collective."""
     while _open:
         _open[-1].close()
 
@@ -106,7 +108,7 @@ def missing(group: Group, device: torch.device) -> str:
 
 
 def backend_of(group: Group, device: torch.device) -> Any:  # noqa: ANN401 - torch has no public name for it
-    """The communicator of a group, as torch wraps it."""
+    """Return the communicator of a group, as wrapped by torch."""
     assert group.handle is not None
     return group.handle._get_backend(device)  # noqa: SLF001 - the only way to it
 

@@ -44,7 +44,7 @@ class Kind:
 
 
 class Meetings:
-    """The meetings of one buffer. Whoever owns the buffer keeps this; it is forgotten with it."""
+    """Meetings of one buffer. The owner of the buffer keeps this object, and both are freed together."""
 
     def __init__(self, group: Group, kinds: Sequence[Kind]) -> None:
         self.number = next(_numbers)
@@ -58,7 +58,7 @@ class Meetings:
             _aside.setdefault(device, torch.cuda.Stream(device))
 
     def copy_out(self) -> None:
-        """Ask for the counters as they are now."""
+        """Start copying the current counters."""
         for kind, staged in zip(self.kinds, self.staged, strict=True):
             staged.copy_(kind.counters, non_blocking=True)
 
@@ -83,7 +83,7 @@ _aside: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def read(limit_s: float = COPY_S) -> bytes:
-    """Signals as JSON; empty where this rank has no memory that peers read. For any thread; does not raise."""
+    """Return the signals as JSON; empty if this rank has no memory that peers read. Thread-safe; does not raise."""
     _known[:] = [one for one in _known if one() is not None]
     there = [of for one in _known if (of := one()) is not None and of.kinds]
     if not there:
@@ -104,7 +104,7 @@ def read(limit_s: float = COPY_S) -> bytes:
 
 
 def _copied(there: Sequence[Meetings], devices: set[torch.device], limit_s: float) -> str:
-    """Nothing once all have been copied, else why not."""
+    """Wait for all copies; return an empty string, or the reason why they did not complete."""
     until = time.monotonic() + limit_s
     for device in devices:
         if device.type != "cuda":

@@ -56,10 +56,10 @@ class _Parts:
 
 
 class SymmetricMemory:
-    """See the module. Each has its own buffer and counters."""
+    """Exchange over symmetric memory, see the module. Each instance has its own buffer and counters."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
-        """Collective. Raises CapacityError where the ranks cannot read each other's memory."""
+        """Allocate the buffer; collective. Raise CapacityError if the ranks cannot read each other's memory."""
         self.spec = spec
         size = Carver()
         _Parts(size, spec, group.size)

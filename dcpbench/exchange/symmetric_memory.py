@@ -40,7 +40,7 @@ class Place:
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
-        """This rank's place."""
+        """Return the host and device of this rank."""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         return cls(socket.gethostname(), gpu)
 
@@ -65,7 +65,7 @@ def allocate(group: Group, nbytes: int, device: torch.device, option: str, inste
 
 
 def check(places: list[Place], option: str, advice: str) -> None:
-    """Raise CapacityError where ranks at these places cannot read each other's memory."""
+    """Raise CapacityError if ranks at these places cannot read each other's memory."""
     hosts = sorted({place.host for place in places})
     if len(hosts) > 1:
         raise CapacityError(
@@ -94,7 +94,7 @@ def agreed(group: Group, step: Callable[[], Value], error: str, what: str = "mem
 
 
 def everywhere(group: Group, value: object) -> list[Any]:
-    """All ranks' values, in rank order. Collective."""
+    """Return all ranks' values, in rank order. Collective."""
     values: list[Any] = [None] * group.size
     with collective("all_gather_object", None, group.handle):
         dist.all_gather_object(values, value, group=group.handle)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"dcpbeat1"
 HEAD = struct.Struct("<8sIIII")
-"""Magic, rank, ranks, process id, 1 where the host waits in collectives until they are done."""
+"""Header: magic, rank, ranks, process id, and 1 if the host waits in collectives until they are done."""
 ORDER, STEPS, LAYER, TIME = struct.Struct("<Q"), struct.Struct("<QI"), struct.Struct("<h"), struct.Struct("<q")
 ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86
 """Collectives begun; steps handed to the device and the number of the last one's name; layer; phase, a byte."""
@@ -64,7 +64,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     group: str
     """Name of the process group, unique within torch.distributed."""
     ranks: str
-    """`0-3,6`: its members; empty where they are too many to be written down."""
+    """Members of the group as `0-3,6`; empty if they are too many to be stored."""
     at: str
     """`file.py:12 in function`: the line that called the collective."""
     above: str = ""
@@ -72,7 +72,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def said(self) -> str:
-        """`all_reduce of float32 [2, 64]`."""
+        """Return the collective as `all_reduce of float32 [2, 64]`."""
         return f"{self.op} of {self.dtype} {list(self.shape)}" if self.dtype else self.op
 
     @property
@@ -120,12 +120,12 @@ class RankBeats:
 
     @property
     def last(self) -> Met | None:
-        """The last collective that it began."""
+        """Return the last collective that the rank began."""
         return self.met[-1] if self.met else None
 
     @property
     def inside(self) -> Met | None:
-        """The collective that its host has not come back from."""
+        """Return the collective that the host has not returned from."""
         return self.last if self.last is not None and self.last.state == INSIDE else None
 
 
@@ -260,25 +260,25 @@ def end() -> None:
 
 
 def phase(name: str) -> None:
-    """The host enters a phase of a step."""
+    """Record that the host enters a phase of a step."""
     if _here is not None:
         _here.phase(name)
 
 
 def layer(number: int) -> None:
-    """The host enters a layer, from 0 on."""
+    """Record that the host enters a layer, from 0."""
     if _here is not None:
         _here.layer(number)
 
 
 def step(what: str) -> None:
-    """The host hands a step to the device: REPLAY or LAUNCH."""
+    """Record that the host launches a step on the device: REPLAY or LAUNCH."""
     if _here is not None:
         _here.step(what)
 
 
 def collective(op: str, x: Any, group: Any) -> AbstractContextManager[object]:  # noqa: ANN401 -- no torch here
-    """A context in which this rank is in a collective `op` of tensor `x`, or of None, in a process group."""
+    """Return a context in which this rank is in a collective `op` of tensor `x`, or of None, in a process group."""
     return _NOTHING if _here is None else _here.collective(op, x, group)
 
 
@@ -331,7 +331,7 @@ def read(path: Path) -> RankBeats:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """`0-3,6` of ranks 0, 1, 2, 3 and 6."""
+    """Return a compact text of ranks: `0-3,6` for 0, 1, 2, 3 and 6."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and found[-1][-1] == rank - 1:
@@ -342,7 +342,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def members(text: str) -> list[int]:
-    """The ranks that `spans` made a text of; none where it is another, or there are more than a job can have."""
+    """Return the ranks in a text of `spans`; none for another text, or for more ranks than a job can have."""
     try:
         ends = [[int(end) for end in span.split("-")] for span in text.split(",")]
     except ValueError:

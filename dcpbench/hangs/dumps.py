@@ -54,7 +54,7 @@ class Frame(msgspec.Struct, frozen=True):
 
     @property
     def said(self) -> str:
-        """`engine/model.py:12 in step`."""
+        """Return the frame as `engine/model.py:12 in step`."""
         place = "/".join(self.file.strip("/").split("/")[-3:])
         return f"{place}{'' if self.line is None else f':{self.line}'} in {self.function}"
 
@@ -76,13 +76,13 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_of(path: Path) -> int:
-    """The rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NOBODY where there is none."""
+    """Return the rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NOBODY without one."""
     found = NAMED.search(path.name)
     return int(found[1] or found[2]) if found else NOBODY
 
 
 def text_of(path: Path) -> str:
-    """A file of text. Raises RecordsError."""
+    """Return the text of a file. Raise RecordsError if it cannot be read."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise RecordsError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a smaller dump.")
@@ -98,7 +98,7 @@ def text_of(path: Path) -> str:
 
 
 def threads(text: str, rank: int = NOBODY) -> list[Thread]:
-    """All threads of a dump of py-spy, of one process or of several, or of faulthandler; none where it is another text."""
+    """Return all threads in a dump of py-spy, of one process or several, or of faulthandler; none for another text."""
     found: list[Thread] = []
     process = name = ""
     active: bool | None = None
@@ -164,7 +164,7 @@ def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
 
 
 def _ranks(said: object) -> str:
-    """`[0, 1]` or a list as spans."""
+    """Return a list of ranks, given as `[0, 1]` or as a list, in the form of `spans`."""
     numbers: Iterable[Any] = (
         re.findall(r"\d+", said) if isinstance(said, str) else said if isinstance(said, list) else []
     )

@@ -60,7 +60,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a rank's device within a step."""
 
     norm: int
-    """The last norm that it began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one behind; 0: none."""
+    """Last norm that the device began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one after it; 0:
+    none.
+    """
 
     @property
     def layer(self) -> int:
@@ -69,12 +71,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def half(self) -> str:
-        """`attention`, with the projections and reductions around it, or `mlp`."""
+        """Return `attention`, which includes the projections and reductions around it, or `mlp`."""
         return "attention" if self.norm % 2 else "mlp"
 
     @property
     def said(self) -> str:
-        """`attention of layer 3`; behind the last norm of a step it is one more layer's attention."""
+        """Return the position as `attention of layer 3`; past the last norm of a step it is the attention of one more
+        layer.
+        """
         return f"{self.half} of layer {self.layer}"
 
 
@@ -123,7 +127,7 @@ class Evidence:
     nccl: str = ""
 
     def of(self, rank: int, name: str = "") -> Rank:
-        """The rank of this number, or the process of this name where it has none."""
+        """Return the rank with this number, or the process with this name if it has no rank."""
         found = next((r for r in self.ranks if r.rank == rank and (rank != NOBODY or r.name == name)), None)
         if found is None:
             found = Rank(rank, f"rank {rank}" if rank != NOBODY else name)

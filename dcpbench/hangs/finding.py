@@ -178,7 +178,7 @@ def inside(rank: Rank) -> Met | None:
 
 
 def at_meetings(evidence: Evidence) -> list[Wait]:
-    """The ranks that wait in a kernel for signals of their peers."""
+    """Return the ranks that wait in a kernel for signals of their peers."""
     return meetings.waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
 
 
@@ -198,7 +198,7 @@ def _place(one: Met) -> tuple[object, ...]:
 
 
 def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 1; the earliest of all groups."""
+    """Return the finding of case 1, the earliest over all groups."""
     found = []
     for lines in groups.values():
         numbers = sorted({n for line in lines.values() for n in line.by_number})
@@ -335,7 +335,7 @@ def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], num
 
 
 def _at_meetings(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 2; None where who has not come waits in a collective for yet another."""
+    """Return the finding of case 2; None if the absent rank waits in another collective."""
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waiting = at_meetings(evidence)
     if lost := [wait for wait in waiting if wait.passed]:
@@ -359,7 +359,7 @@ def _late(groups: Mapping[str, Mapping[int, _Line]], one: Met) -> set[int]:
 
 
 def _signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
-    """Signals that have not come of ranks which went on."""
+    """Return the finding for missing signals of ranks that have passed the meeting."""
     one = lost[0]
     same = [w for w in lost if (w.said, w.passed, w.meeting.ranks) == (one.said, one.passed, one.meeting.ranks)]
     waiting = sorted({w.rank for w in same})
@@ -385,7 +385,7 @@ def _signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
 
 
 def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait]) -> Finding:
-    """Ranks that have not come to a meeting."""
+    """Return the finding for ranks that have not reached a meeting."""
     one = waiting[0]
     known = [by_rank[r] for r in sorted(roots) if r in by_rank]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
@@ -414,7 +414,7 @@ def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait
 
 
 def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
-    """Ranks in several meetings that wait for each other."""
+    """Return the finding for ranks in several meetings that wait for each other."""
     one = waiting[0]
     phase, layer = _meeting_place(by_rank[one.rank], one)
     ranks = sorted({w.rank for w in waiting})
@@ -437,7 +437,7 @@ def _by_host(rank: Rank) -> bool:
 
 
 def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
-    """(phase, layer) of a meeting that a rank is in."""
+    """Return (phase, layer) of the meeting that a rank is in."""
     if not _by_host(rank):
         assert rank.device is not None
         # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/pieces.py).
@@ -449,7 +449,7 @@ def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
 
 
 def _whereabouts(rank: Rank) -> str:
-    """`by its device in attention of layer 1`, `in phase moe of layer 1 at model.py:12 in experts`."""
+    """Return `by its device in attention of layer 1` or `in phase moe of layer 1 at model.py:12 in experts`."""
     if not _by_host(rank):
         assert rank.device is not None
         return f"by its device in {rank.device.said}"
@@ -462,7 +462,9 @@ def _in_step(phase: str, layer: int | None) -> str:
 
 
 def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 3, by whom each waiting rank waits for; and groups that wait for each other."""
+    """Return the finding of case 3, from the ranks that each waiting rank waits for, or for groups that wait for each
+    other.
+    """
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waits: dict[int, Met] = {r: one for r, rank in by_rank.items() if (one := inside(rank)) and one.call}
     for_whom = {rank: _late(groups, one) - {rank} for rank, one in waits.items()}
@@ -523,7 +525,7 @@ def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
 
 
 def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set[int]) -> Finding:
-    """Ranks of several groups that wait for each other."""
+    """Return the finding for ranks of several groups that wait for each other."""
     ranks = sorted(r for r in late if for_whom.get(r))
     parts = []
     for rank in ranks:
@@ -547,7 +549,7 @@ def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set
 
 
 def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
-    """Case 4: ranks that wait in the kernel, and that no other finding names already. None is called level with others."""
+    """Return the finding of case 4: ranks blocked in the kernel that no other finding names."""
     held = {rank.rank: rank.seen.held_in for rank in evidence.ranks if rank.seen is not None and rank.seen.held}
     if not held or (found is not None and not set(found.ranks) & set(held)):
         return None
@@ -567,7 +569,7 @@ def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
 
 
 def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 5."""
+    """Return the finding of case 5."""
     waits = {rank.rank: one for rank in evidence.ranks if (one := inside(rank)) and one.call}
     if not waits:
         return None
@@ -593,7 +595,7 @@ def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
 
 
 def _on_devices(evidence: Evidence) -> Finding | None:
-    """Case 6 where hosts only handed steps to devices that mark how far they are."""
+    """Return the finding of case 6 if hosts only launched steps on devices that mark their progress."""
     known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
     handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
     if not known or not len(known) == len(handed) == len(evidence.ranks):
@@ -619,7 +621,9 @@ def _on_devices(evidence: Evidence) -> Finding | None:
 
 
 def _by_stacks(evidence: Evidence) -> Finding | None:
-    """Case 3 by stacks alone: some are in a function of torch that waits, and others are not."""
+    """Return the finding of case 3 from stacks alone: some ranks are in a waiting function of torch, and others are
+    not.
+    """
     stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _frames(evidence, rank))}
     ranks = {id(rank): rank for rank in evidence.ranks}
     waits = {r: call for r, frames in stacks.items() if (call := _waits_in(frames)) is not None}
@@ -650,7 +654,7 @@ def _numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
 
 
 def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Frame]]) -> Finding | None:
-    """All wait, and few of them at another line than most."""
+    """Return the finding if all ranks wait, and a minority of them at another line."""
     lines: dict[str, list[int]] = collections.defaultdict(list)
     for r, (call, own) in waits.items():
         lines[f"{call.function}, at {own.said}"].append(r)
@@ -693,7 +697,7 @@ def _frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:
 
 
 def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
-    """(the outermost function of torch that waits, who called it)."""
+    """Return (the outermost waiting function of torch, its caller)."""
     for call, above in reversed([*itertools.pairwise(frames)]):
         if call.function in WAITS and any(part in call.file for part in WAITS_IN):
             return call, above
@@ -701,12 +705,12 @@ def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
 
 
 def _own(frames: Sequence[Frame]) -> Frame:
-    """The innermost line of ours, else the innermost that is known."""
+    """Return the innermost frame of dcpbench, else the innermost known frame."""
     return next((f for f in frames if OURS in f.file), next((f for f in frames if f.line is not None), frames[0]))
 
 
 def spot(rank: Rank) -> tuple[str, int | None, str]:
-    """(phase, layer, line) where it is."""
+    """Return the position of a rank as (phase, layer, line)."""
     beat = rank.beats
     line = ""
     if rank.frames:

@@ -61,12 +61,12 @@ class Wait:
 
     @property
     def said(self) -> str:
-        """`merge of symm, meeting 70`."""
+        """Return the meeting as `merge of symm, meeting 70`."""
         return f"{self.meeting.what}, meeting {self.number}"
 
 
 def waits(signals: Mapping[int, Signals]) -> list[Wait]:
-    """All that wait, by rank; of one rank the first meeting of each buffer and kind."""
+    """Return all waiting ranks, in order; for each rank the first meeting of each buffer and kind."""
     kinds: dict[tuple[object, ...], dict[int, Meeting]] = {}
     for rank, told in sorted(signals.items()):
         for meeting in told.meetings:
@@ -77,7 +77,7 @@ def waits(signals: Mapping[int, Signals]) -> list[Wait]:
 
 
 def _wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
-    """The first of its blocks that is known to wait."""
+    """Return the first wait among the rank's blocks, or None."""
     ranks = by_rank[rank].ranks
     for block in range(max(len(meeting.rows) for meeting in by_rank.values())):
         ended = _ended(by_rank[rank], block)

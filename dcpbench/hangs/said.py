@@ -33,7 +33,9 @@ class Hang:
 
 
 def explained(paths: Sequence[Path]) -> list[Hang]:
-    """One for each of a run's hangs that is named; one for all other files together. Raises RecordsError."""
+    """Return a Hang for each named hang of a run, and one for all other files together. Raise RecordsError if none can
+    be read.
+    """
     hangs, others = [], []
     for path in paths:
         below = (
@@ -138,7 +140,7 @@ def as_page(hangs: Sequence[Hang]) -> str:
 
 
 def _rows(evidence: Evidence) -> list[list[str]]:
-    """A head, and a row for each rank, of the columns that say something."""
+    """Return the header and a row per rank, with the columns that have a value."""
     met = {wait.rank: wait for wait in at_meetings(evidence)}
     rows = [["rank", *COLUMNS], *(_row(rank, met.get(rank.rank)) for rank in evidence.ranks)]
     shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]

@@ -1,7 +1,7 @@
-"""Makes of a record one that its reader accepts, before it is written. No torch.
+"""Convert a record to one that its reader accepts, before it is written. No torch.
 
-Servers and clocks set many values of a record. One that the reader would refuse must cost neither the point nor the other
-records of its file: it becomes null, or, if a metric depends on it, the point becomes a failed one.
+Servers and clocks set many values of a record. An invalid value must cost neither the point nor the other records of
+its file: it becomes null, or, if a metric depends on it, the point becomes a failed one.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def repair_command(path: Path, *, strange: bool) -> str:
 
 
 def how_to_mend(path: Path, error: Exception) -> str:
-    """Return the command that takes a line out; empty where another version, or a change of the file, reads it."""
+    """Return the command that removes a line; empty if another version, or a change of the file, can read it."""
     if isinstance(error, OtherVersionError | checksums.RewrittenError):
         return ""
     return repair_command(path, strange=is_strange(error))

@@ -41,7 +41,7 @@ class UnfinishedError(msgspec.DecodeError):
 
 
 def seal(text: bytes) -> bytes:
-    """The line of a JSON object that has fields, with its checksum and without a newline."""
+    """Return a JSON object with at least one field as a line with its checksum, without a newline."""
     body = HEAD + text[1:-1]
     return body + TAIL % zlib.crc32(body)
 

@@ -50,7 +50,7 @@ class BadLine(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     """Problem with the line, without a full stop."""
     mend: str
-    """Command that takes the line out; empty where another version, or a change of the file, reads it."""
+    """Command that removes the line; empty if another version, or a change of the file, can read it."""
 
 
 class RecordFile:
@@ -139,7 +139,7 @@ def placed_records(
 def records_in(
     lines: Iterable[bytes], path: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
 ) -> Iterator[tuple[int, Record]]:
-    """Yield the same of an open file that stands at byte `begin`; `path` is its name in errors."""
+    """Yield the records of an open file at byte `begin`; `path` is its name in errors."""
     place = begin
     read = begin > 0
     for number, whole in enumerate(lines, 1):
@@ -190,7 +190,7 @@ def record_at(path: Path, place: int) -> Record | None:
 
 
 def check_there_are_records(run: Path) -> None:
-    """Raise RecordsError where a folder or file that was taken for a run is none."""
+    """Raise RecordsError if a folder or file holds no records."""
     if not record_file(run).is_file():
         raise RecordsError(_no_records(run))
 

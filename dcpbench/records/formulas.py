@@ -39,16 +39,16 @@ GAPS_PER_MISS = 100
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RequestTimes:
-    """When a request was submitted and when each of its output tokens came, in seconds of one clock.
+    """Times at which a request was submitted and each of its output tokens came, in seconds of one clock.
 
-    Raises UsageError for no tokens and for times that run backwards.
+    Raise UsageError for no tokens and for decreasing times.
     """
 
     submitted_s: float
     token_s: Sequence[float] | Floats
     """One time per output token, not per stream chunk; kept as a float64 array."""
     finished: bool = True
-    """False where it was cut off: its tokens count, its latencies do not."""
+    """False if the request was cut off: its tokens count, its latencies do not."""
 
     def __post_init__(self) -> None:
         import numpy as np

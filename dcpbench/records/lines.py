@@ -38,7 +38,7 @@ class Tail:
         return True
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines that have come, without their ends; none where the file is missing or cannot be read."""
+        """Yield the complete new lines, without their ends; none if the file is missing or unreadable."""
         found = _regular(self.path)
         if found is None or (self._inode and found.st_size == self._read):
             return
@@ -68,7 +68,7 @@ class Tail:
 
 
 def _regular(path: Path) -> os.stat_result | None:
-    """None for anything that could make a reader wait, such as a pipe."""
+    """Return the file's status, or None for a file that could block a reader, such as a pipe."""
     try:
         found = path.stat()
     except OSError:

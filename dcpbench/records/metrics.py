@@ -1,8 +1,8 @@
-"""The catalogue of metrics: each one's name, unit, direction and words, where a record holds it, and where it is shown.
+"""The catalogue of metrics: name, unit, direction and texts of each, its place in a record, and the views that show it.
 
-What prints, draws, exports, compares or checks a number reads it here. A new metric is a field of the record, an entry
-of METRICS, and its name in those lists at the end of this file in which it is to be shown. Formulas stand in
-`formulas`; how far repeats and launches scatter is resampled in `compare`, by the kind of error that stands here.
+All code that prints, draws, exports, compares or checks a number uses this catalogue. A new metric is a field of the
+record, an entry of METRICS, and its name in the lists at the end of this file for the views that show it. Formulas are
+in `formulas`; `compare` resamples the scatter of repeats and launches, by the kind of error given here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Metric:
     record has it.
     """
     derived: Callable[[Record], tuple[float, float] | None] | None = None
-    """Ends of its interval, where that follows from another metric's and no record holds it."""
+    """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
     """How a report merges repeats: by the median by default; KV caches are shared by repeats, so the first is used.
     Exports and the dashboard show medians.
@@ -102,9 +102,9 @@ class Metric:
     label: str = ""
     """Label shown next to the unit."""
     title: str = ""
-    """The same where there is more room."""
+    """Longer label."""
     brief: str = ""
-    """The same where there is less."""
+    """Shorter label."""
     heading: str = ""
     """Heading of the column in the tables of a report."""
     shown_unit: str | None = None
@@ -156,28 +156,28 @@ class Metric:
 
     @property
     def in_brief(self) -> str:
-        """`TTFT p50 ms`; words that say their unit already, such as `output tok/s`, stay as they are."""
+        """Return `TTFT p50 ms`; labels that contain their unit already, such as `output tok/s`, are unchanged."""
         unit = self.brief_unit or ""
         return self.brief if unit in self.brief else f"{self.brief} {unit}"
 
     @functools.cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
-        """`at`, as names from the outside in."""
+        """Return `at`, split into names from the outermost inwards."""
         return tuple(tuple(path.split(".")) for path in self.at)
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:
-        """Outermost parts of a record that may hold it, such as `serve`."""
+        """Return the outermost parts of a record that may hold the metric, such as `serve`."""
         return frozenset(path[0] for path in self.paths)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """All names that options of `compare` take for it."""
+        """Return all names of the metric in options of `compare`."""
         return self.option, *self.aliases, self.name
 
     @property
     def shown_name(self) -> str:
-        """The name with the unit in which it is shown: `memory_peak_gib`."""
+        """Return the name with the displayed unit: `memory_peak_gib`."""
         return self.name.replace("_bytes", "_gib") if self.shown_unit == "GiB" else self.name
 
     def held(self, record: Record) -> float | Interval | None:
@@ -198,7 +198,7 @@ class Metric:
         return found.median if isinstance(found, Interval) else found
 
     def interval(self, record: Record) -> tuple[float, float] | None:
-        """The ends of its 95 % interval, where a record holds one."""
+        """Return the ends of the 95 % interval, if a record holds one."""
         found = self.held(record)
         return (found.low, found.high) if isinstance(found, Interval) else None
 
@@ -221,7 +221,7 @@ class Latency:
     defined: Mapping[str, str]
 
     def metric(self, statistic: str) -> Metric:
-        """`ttft_p50_ms`."""
+        """Return the metric of a statistic, such as `ttft_p50_ms`."""
         in_decode = self.name in OF_STEPS and statistic in PERCENTILES
         errors: dict[str, Error] = {SERVE: "gaps" if self.name == "itl" else "requests"}
         return Metric(
@@ -288,7 +288,7 @@ def _cached_share(record: Record) -> float | None:
 
 
 def _busy(kind: str) -> Callable[[Record], float | None]:
-    """The share of the run in which instances of a kind ran steps."""
+    """Return a function for the share of the run in which instances of a kind ran steps."""
 
     def share(record: Record) -> float | None:
         found = record.serve.instances if record.serve else None
@@ -298,7 +298,7 @@ def _busy(kind: str) -> Callable[[Record], float | None]:
 
 
 def _floor_share(record: Record) -> float | None:
-    """The floor over the measured step time; a floor of 0 is none."""
+    """Return the floor over the measured step time; None for a floor of 0."""
     floor, measured = record.floor, record.metrics
     return floor.floor_ms / measured.step_ms.median if measured and floor and floor.floor_ms else None
 
@@ -791,7 +791,7 @@ TOP = {
 
 
 def defined(workload: str) -> dict[str, tuple[str, str]]:
-    """Words that a report explains in this workload, each with the explanation and its unit."""
+    """Return the terms that a report explains for this workload, each with its explanation and unit."""
     latencies = [(latency.label, latency.defined, "ms") for latency in LATENCIES.values()]
     step, *others = (
         (metric.term, metric.defined, metric.unit)
@@ -809,7 +809,7 @@ def compared(workload: str, options: Sequence[str] = ()) -> list[Metric]:
 
 
 def named(option: str, workload: str) -> Metric | None:
-    """The metric that an option of `compare` names in this workload, if there is one."""
+    """Return the metric with this option name of `compare` for the workload, or None."""
     return next((metric for metric in COMPARED[workload] if option in metric.options), None)
 
 
@@ -833,12 +833,12 @@ class Value:
     median: float
     low: float | None
     high: float | None
-    """95 % interval of a single measurement, or the envelope of several; None where one number is all there is."""
+    """95 % interval of a single measurement, or the envelope of several; None for a single number."""
     each: tuple[float, ...]
     """Value of each repeat that has one."""
 
     def shown(self) -> Value:
-        """The same in the unit that is shown."""
+        """Return the value in the displayed unit."""
         scale = self.metric.scale
         low, high = (None if end is None else end * scale for end in (self.low, self.high))
         return Value(self.metric, self.median * scale, low, high, tuple(v * scale for v in self.each))
@@ -850,7 +850,7 @@ def exported() -> tuple[Metric, ...]:
 
 
 def known(metric: Metric, record: Record) -> float | None:
-    """The number, unless it was not measured or is none: a record may hold anything."""
+    """Return the number, or None if it was not measured or is not a valid number."""
     value = metric.value(record)
     return None if value is None or not math.isfinite(value) else float(value)
 

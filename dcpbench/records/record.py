@@ -42,7 +42,7 @@ THROTTLE_BITS = {
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """Names of the bits that are set."""
+    """Return the names of the set bits."""
     return [name for bit, name in THROTTLE_BITS.items() if bits & bit]
 
 
@@ -162,16 +162,18 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     phase_floor_us: dict[str, Number]
     """Lower bounds by range name, as in `phases.phase_us`; an absent phase has no work that is strictly necessary."""
     experts: str
-    """Whose weights count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of as many as
-    so many tokens hit on average where each is as likely."""
+    """Weights that count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of the mean
+    number of experts hit by as many tokens with uniform routing.
+    """
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
 
     found_in: str
-    """`eager`, where a captured graph would hide it, `replay`, `serve`: a turn of the serving loop, or `engine`: a real
-    server's own profile, by its worst rank."""
+    """Source of the site: `eager`, where a captured graph would hide it; `replay`; `serve`, an iteration of the serving
+    loop; or `engine`, a real server's own profile, by its worst rank.
+    """
     rule: str
     """Id such as SYNC001; docs/syncs.md has a sentence for each."""
     kind: str
@@ -219,7 +221,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """
     chunks_low: Number = 0.0
     chunks_high: Number = 0.0
-    """Shares by which a step with prompts may be shorter and longer, where that is more than both errors together."""
+    """Shares by which a step with prompts may be shorter and longer, if they exceed both errors together."""
     output_tok_s_low: Number | None = None
     output_tok_s_high: Number | None = None
     ttft_p50_ms_low: Number | None = None
@@ -406,11 +408,11 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     slo_ms: dict[str, Number] = {}
     """Objectives as typed: `ttft`, `itl`, `tpot`, `e2el`."""
     goodput_s: Number | None = None
-    """Requests per second that meet all of them; null without any."""
+    """Requests per second that meet all objectives; null without objectives."""
     wall_s: Number | None
     """First submission to last token."""
     submitted: Count | None
-    """Null, like all counts below that may be, where an import does not say."""
+    """Number of submitted requests; null, like all counts below that may be, if an import lacks it."""
     finished: Count | None
     rejected: Count | None
     """Requests that can never fit."""
@@ -444,9 +446,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     decode_floor_share: Number | None = None
     """As `prefill_floor_share`, for steps without prompts."""
     turns: list[TurnMetrics] = []
-    """Empty where requests stand alone."""
+    """Metrics by turn; empty for single-turn requests."""
     instances: InstanceMetrics | None = None
-    """Null where there is one."""
+    """Metrics of several instances; null for a single one."""
     samples_file: str = ""
     """Parquet file in the folder of the records, with one row per request."""
 
@@ -458,7 +460,7 @@ class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str
 
     def __str__(self) -> str:
-        """`triton symm`."""
+        """Return backend and exchange as `triton symm`."""
         return self.backend if self.exchange == NO_EXCHANGE else f"{self.backend} {self.exchange}"
 
 
@@ -466,7 +468,7 @@ class Tried(_Kernels, frozen=True, kw_only=True):
     """A candidate that `auto` measured."""
 
     layer_us: Number | None = None
-    """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
+    """Median time of q's exchange, attention and merge in one layer, slowest rank; null if it cannot run."""
     reason: str | None = None
     """Reason why the candidate cannot run."""
 
@@ -593,7 +595,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the workload `serve`."""
     phases: Phases | None = None
     emulated: Emulated | None = None
-    """Null where all ranks were there."""
+    """Model of the missing ranks; null if all ranks were real."""
     rates: Rates | None = None
     """Null on the CPU and in replay."""
     floor: Floor | None = None
@@ -610,7 +612,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     memory_peak_bytes: Count | None = None
     honesty: Honesty | None = None
     choice: Choice | None = None
-    """Null where the point names its backend and its exchange."""
+    """Choice of `auto`; null if the point names its backend and its exchange."""
     gpu: Gpu | None = None
     environment: Environment | None = None
     measured_with: dict[str, SignedCount | SignedNumber | bool | str | dict[str, SignedNumber] | None] = {}
@@ -624,7 +626,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     its name and its version. Absent from records of this package.
     """
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
-    """The rank that is furthest behind the others; in the lines of no points without one."""
+    """The slowest rank, if one is a straggler; unset otherwise."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
     """The real server that served the point; absent from the lines of all other records."""
     omitted: list[Omitted] | msgspec.UnsetType = msgspec.UNSET
@@ -649,7 +651,7 @@ def of_a_file(name: str) -> bool:
 
 
 def hardware(environment: Environment) -> str:
-    """`4 × NVIDIA H200`, or `CPU`; of an import that does not say how many there were, `H200`."""
+    """Return `4 × NVIDIA H200`, or `CPU`; for an import without the number of GPUs, `H200`."""
     if environment.device == CPU or not environment.device_count:
         return environment.device
     return f"{environment.device_count} × {environment.device}"
@@ -670,7 +672,7 @@ def told(record: Record) -> str:
 
 
 def cause(record: Record) -> str:
-    """The same, of a point that hung without where its ranks were, which no two points share."""
+    """Return the reason without the positions of the ranks, which differ between points that hung."""
     found = IN_STAGE.match(told(record)) if record.outcome == "hung" else None
     return found[0] if found else told(record)
 

@@ -47,7 +47,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Problem with the line, without a full stop."""
     length_bytes: int
     held: int = 0
-    """Whole records found inside it, between the damage; 1 if it is a record without the value that cannot be."""
+    """Number of whole records found inside it, between the damage; 1 for a record with an invalid value left out."""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +143,7 @@ def holds_record(path: Path) -> bool:
 
 
 def check_any(found: Audit) -> None:
-    """Raise RecordsError where no record was found, inside damaged lines neither."""
+    """Raise RecordsError if no record was found, not even inside damaged lines."""
     if not found.records and not any(fault.held for fault in found.faults):
         raise RecordsError(
             f"{found.file} holds no record that this version can read; name a run's folder, or its records.jsonl."
@@ -161,11 +161,11 @@ class _Line(msgspec.Struct, frozen=True):
     """Remedy for the fault; empty if the line was cut short."""
     of_a_record: bool = True
     whole: bytes = b""
-    """The line of a fault as it is in the file."""
+    """Original line of a fault."""
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """All lines but blank ones."""
+    """Yield all lines but blank ones."""
     check_there_are_records(path)
     try:
         with path.open("rb") as f:
@@ -209,7 +209,9 @@ def _malformed(line: bytes) -> Exception | None:
 
 
 def _inside(line: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between them."""
+    """Yield whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between
+    them.
+    """
     for text in _parts(line):
         try:
             yield decode(text), text
@@ -227,7 +229,7 @@ def _parts(line: bytes) -> Iterator[bytes]:
 
 
 def _objects(text: bytes) -> Iterator[bytes]:
-    """Objects of JSON in a text; of one that has no end, those inside it. Given up after MOST_BROKEN that are none."""
+    """Yield JSON objects in a text, and those inside an unfinished one. Stop after MOST_BROKEN invalid ones."""
     chars = text.decode("latin-1")  # a character for each byte, so that places are the same
     end = broken = 0
     while broken < MOST_BROKEN and (begun := _BEGIN.search(chars, end)):
@@ -242,7 +244,7 @@ def _objects(text: bytes) -> Iterator[bytes]:
 
 
 def _copy(path: Path) -> Path:
-    """The file as it is, under a name that is free, on disk."""
+    """Copy the file durably to an unused name, and return the copy."""
     names = (path.with_name(f"{path.name}{BACKUP}{n}") for n in ("", *(f"-{n}" for n in range(2, 10_000))))
     for backup in names:
         try:

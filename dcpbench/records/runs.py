@@ -59,7 +59,7 @@ class Run:
 
 
 def without_samples(record: Record) -> Record:
-    """The record without its step samples."""
+    """Return the record without its step samples."""
     if record.metrics is None or not record.metrics.step_samples_ms:
         return record
     return msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_samples_ms=[]))

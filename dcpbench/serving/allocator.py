@@ -41,16 +41,16 @@ class Allocation:
 
     @property
     def pages(self) -> np.ndarray:
-        """Virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
+        """Return virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
         return self._buffer[: self._count]
 
     @property
     def room(self) -> int:
-        """Tokens that its pages hold."""
+        """Return the token capacity of its pages."""
         return self._count * self._virtual_page
 
     def locs(self, start: int, stop: int) -> np.ndarray:
-        """Virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
+        """Return virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"tokens {start}…{stop - 1} asked of a request of {self.tokens} tokens")
         tokens = np.arange(start, stop, dtype=np.int32)
@@ -115,11 +115,11 @@ class DcpAllocator:
 
     @property
     def used_pages(self) -> int:
-        """Pages that requests or the prefix cache hold; the padding page is neither free nor used."""
+        """Return the number of pages held by requests or the prefix cache; the padding page is neither free nor used."""
         return self.pages - 1 - self.free_pages
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that a request of `tokens` tokens takes."""
+        """Return the number of pages of a request of `tokens` tokens."""
         return -(-tokens // self.virtual_page)
 
     def fragmentation(self) -> float:
@@ -140,9 +140,9 @@ class DcpAllocator:
         return allocation
 
     def share(self, allocation: Allocation, pages: np.ndarray) -> None:
-        """The request's first pages are the prefix cache's `pages` from now on.
+        """Replace the request's first pages by the prefix cache's `pages`.
 
-        Where these are other pages than its own, with the same tokens, its own are freed; all others change owner.
+        Own pages that are replaced by others with the same tokens are freed; all others change their owner.
         """
         self._check(allocation)
         if not allocation.shared <= len(pages) <= allocation.tokens // self.virtual_page:

@@ -61,7 +61,7 @@ class Deployment:
         self._woken: set[int] = set()
 
     def submit(self, request: ServeRequest) -> str:
-        """Give a request to an instance; or say why it can never be served."""
+        """Give a request to an instance; return the reason if it can never be served, else an empty string."""
         index = self._taker(request.session)
         reason = self.schedulers[index].submit(request)
         if not reason:
@@ -76,17 +76,17 @@ class Deployment:
         return list(dropped.values())
 
     def decided(self, index: int, now_s: float) -> None:
-        """An instance has decided a step, or that there is none."""
+        """Handle that an instance has decided a step, or that it has none."""
 
     def read(self, index: int, step: Step, now_s: float) -> None:
-        """The tokens of a step of an instance have been read."""
+        """Handle that the tokens of a step of an instance have been read."""
         del now_s
         for sequence in step.finished if len(self.schedulers) > 1 else ():
             sequence.instance = index
         self.in_hand[index] -= len(step.finished)
 
     def next_s(self) -> float:
-        """When a transfer ends next."""
+        """Return the time at which the next transfer ends."""
         return math.inf
 
     def advance(self, now_s: float) -> None:
@@ -135,19 +135,19 @@ class Prefills(Scheduler):
         return sorted([*gone, *super().cancel()], key=lambda s: s.order)
 
     def _decode(self, step: Step) -> None:
-        """Never."""
+        """Do nothing: this instance does not decode."""
 
     def _has_chunks(self, sequence: Sequence) -> bool:
-        """A single token that is left is a chunk, too."""
+        """Return True if tokens are left to prefill; a single remaining token is a chunk, too."""
         return sequence.computed < sequence.target
 
     def _kept_free(self, replica: Replica) -> int:
-        """Nothing grows here."""
+        """Return 0, as no request grows here."""
         del replica
         return 0
 
     def _finish(self, step: Step) -> None:
-        """Also let go who has a token."""
+        """Also release requests that have their first token."""
         super()._finish(step)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             gone = [s for s in todo.emits if not s.finished]
@@ -189,7 +189,7 @@ class Decodes(Scheduler):
         return len(replica.running) + len(self.arriving[replica.number])
 
     def expect(self, sequence: Sequence, replica: Replica) -> Sequence:
-        """Take room for one that is prefilled elsewhere; returns it as it will be here."""
+        """Reserve capacity for a request that is prefilled elsewhere; return its sequence on this instance."""
         allocation = replica.allocator.alloc(sequence.computed)
         ours = dataclasses.replace(
             sequence, replica=replica.number, slot=replica.slots.pop(), allocation=allocation, node=None
@@ -217,21 +217,21 @@ class Decodes(Scheduler):
         return sorted([*gone, *super().cancel()], key=lambda s: s.order)
 
     def _prefill(self, step: Step) -> None:
-        """Never."""
+        """Do nothing: this instance does not prefill."""
 
     def _kept_free(self, replica: Replica) -> int:
-        """A page for each that runs or arrives."""
+        """Return one page for each running or arriving request."""
         return self.requests(replica)
 
     def _preempt(self, replica: Replica, sequence: Sequence) -> None:
-        """It has to be prefilled anew, elsewhere."""
+        """Give up a request, which has to be prefilled again elsewhere."""
         super()._preempt(replica, sequence)
         replica.preempted.remove(sequence)
         replica.slots.append(sequence.slot)
         self.lost.append(sequence)
 
     def _finish(self, step: Step) -> None:
-        """Nothing is freed before the step was read."""
+        """Keep the memory of finished requests until the step was read."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             step.finished += [s for s in todo.emits if s.finished]
             replica.running = [s for s in replica.running if not s.finished]
@@ -305,7 +305,7 @@ class Disaggregated(Deployment):
         self._begin(now_s)
 
     def next_s(self) -> float:
-        """When a transfer ends next."""
+        """Return the time at which the next transfer ends."""
         return self._crossing[0][0] if self._crossing else math.inf
 
     def advance(self, now_s: float) -> None:
@@ -323,7 +323,7 @@ class Disaggregated(Deployment):
         self._begin(now_s)
 
     def _begin(self, now_s: float) -> None:
-        """Begin each transfer that can, those first that have waited longest."""
+        """Start all transfers that can start, longest waiting first."""
         heads = [(q[0][0], sender) for sender, q in self._queues.items() if q and sender not in self._busy]
         for ready_s, sender in sorted(heads):
             _, sequence = self._queues[sender][0]
@@ -339,7 +339,9 @@ class Disaggregated(Deployment):
             heapq.heappush(self._crossing, (transfer.end_s, next(self._ties), sender, arriving, transfer))
 
     def _receiver(self, sequence: Sequence) -> tuple[int, Replica] | None:
-        """The instance with the fewest requests and its replica with the fewest, of those with room and a free link."""
+        """Return the instance with the fewest requests and its replica with the fewest, among those with capacity and a
+        free link.
+        """
         able: Iterable[tuple[int, Decodes, Replica]] = (
             (index, scheduler, replica)
             for index, scheduler in enumerate(self.decodes, len(self.prefills))

@@ -45,7 +45,9 @@ class Lengths:
 
 
 def apart(tokens: int) -> str:
-    """Lengths around `tokens` that differ by up to a tenth, or by a token, as they are typed: `uniform:1350-1650` for 1500."""
+    """Return an option for lengths around `tokens` that differ by up to a tenth, or by one token: `uniform:1350-1650`
+    for 1500.
+    """
     return str(Lengths(UNIFORM, max(9 * tokens // 10, 1), -(-11 * tokens // 10)))
 
 
@@ -72,7 +74,7 @@ def parse_lengths(option: str, value: object) -> Lengths:
 
 
 def parse_limit(value: object) -> tuple[int | None, float | None]:
-    """`200` as (200, None) requests, `60s` as (None, 60.0) seconds. Raises UsageError."""
+    """Parse `200` as (200, None) requests, `60s` as (None, 60.0) seconds. Raise UsageError for other values."""
     found = None if isinstance(value, bool) else _LIMIT.fullmatch(str(value).strip())
     if not found or (not found[2] and "." in found[1]):
         raise UsageError(f"--limit {value}: write a number of requests such as 200, or seconds such as 60s.")
@@ -83,7 +85,7 @@ def parse_limit(value: object) -> tuple[int | None, float | None]:
 
 
 def parse_slo(value: object) -> dict[str, float]:
-    """`ttft=500,itl=50`, or a table or a list of a configuration file, in ms. Raises UsageError."""
+    """Parse `ttft=500,itl=50`, or a table or a list of a configuration file, in ms. Raise UsageError for other values."""
     example = "write for example --slo ttft=500,itl=50, in ms"
     if value in ("", {}, []):
         raise UsageError(f"--slo is empty; {example}, or leave it out.")
@@ -103,7 +105,7 @@ def parse_slo(value: object) -> dict[str, float]:
 
 
 def load_name(load: Load, concurrency: int) -> str:
-    """`8 clients, 480 × 4000→1500 tokens`, with `, replay` where it is one; docs/serving.md explains the loops."""
+    """Return `8 clients, 480 × 4000→1500 tokens`, with `, replay` for a replay; docs/serving.md explains the loops."""
     if load.arrival == CLOSED:
         who = "1 client" if concurrency == 1 else f"{concurrency} clients"
     elif load.arrival == GAMMA:
@@ -153,7 +155,7 @@ def as_drawn(load: Load) -> str:
 
 
 def session_words(load: Load) -> str:
-    """`4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
+    """Return `4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
     later = f", {load.turn_tokens} tokens each later one" if load.turn_tokens else ""
     return f"{load.turns} turns{later}{f', {load.think_time:g} s between them' if load.think_time else ''}"
 

@@ -84,7 +84,9 @@ class Extent:
     """Arrival time of the last request in s; 0 in a closed loop."""
 
     def served(self, positions: int) -> int:
-        """Tokens of the longest request that a model of so many positions takes; where it takes none, of the longest."""
+        """Return the tokens of the longest request that fits a model with this number of positions; if none fits, of
+        the longest.
+        """
         return self.longest if self.shortest > positions else min(self.longest, positions)
 
 
@@ -131,16 +133,17 @@ def turn_numbers(load: Load) -> np.ndarray:
 
 
 def session_count(load: Load) -> int:
-    """Sessions of a load, or of one without, its requests."""
+    """Return the number of sessions of a load, or of its requests if it has no sessions."""
     return int((turn_numbers(load) == 0).sum()) if load.sessions else load.requests
 
 
 def arrival_times(load: Load) -> list[float | None]:
-    """Seconds after the start at which requests, or sessions, come, the first at 0; None each in a closed loop.
+    """Return the arrival times of requests, or sessions, in s after the start, the first at 0; None each in a closed
+    loop.
 
-    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1
-    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½. Where the load is paced they
-    are scaled to have that mean, as there. Raises UsageError where the last request would come after MOST_SECONDS.
+    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1 makes them
+    exponential (a Poisson process); their coefficient of variation is burstiness^-½. For a paced load they are scaled
+    to have that mean, as in vLLM. Raise UsageError if the last request would arrive after MOST_SECONDS.
     """
     if load.arrival == CLOSED:
         return [None] * load.requests
@@ -161,7 +164,9 @@ def arrival_times(load: Load) -> list[float | None]:
 
 
 def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.ndarray:
-    """The first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a counter."""
+    """Return the first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a
+    counter.
+    """
     start = _scramble(_scramble(_scramble(seed) + kind) + stream)
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -188,14 +193,16 @@ def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
 
 
 def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
-    """The group's tokens first, then its own."""
+    """Return a prompt: the group's tokens first, then its own."""
     shared = round((load.prefix_share or 0) * length)
     own = _own(load, vocab, number, length - shared)
     return np.concatenate([token_ids(_seed(load), GROUP, group, shared, vocab), own]) if shared else own
 
 
 def _turns(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> list[ServeRequest]:
-    """Requests of sessions, one session after the other; prompts of a session are beginnings of the same tokens."""
+    """Return the requests of sessions, one session after the other; prompts of a session are prefixes of the same
+    tokens.
+    """
     turns, times = turn_numbers(load), arrival_times(load)
     starts = [*np.flatnonzero(turns == 0).tolist(), load.requests]
     found: list[ServeRequest] = []

@@ -72,7 +72,7 @@ class Row:
     output_tokens: int
     """Number of output tokens received."""
     cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache had; None where it was never admitted."""
+    """Prompt tokens found in the prefix cache; None if the request was never admitted."""
     preemptions: int | None = None
     replica: int | None = None
     instance: int | None = None
@@ -95,7 +95,7 @@ class Row:
 
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
-    """A row per request, in order of submission."""
+    """Return a row per request, in order of submission."""
     found = []
     for s in samples:
         admitted = s.sequence if s.sequence and s.sequence.replica >= 0 else None
@@ -227,7 +227,7 @@ def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
 
 
 def outcome_of(sample: Sample) -> str:
-    """One of OUTCOMES; a request that is still on its way counts as cancelled."""
+    """Return the outcome of a request, one of OUTCOMES; an unfinished request counts as cancelled."""
     if sample.rejected or sample.failed:
         return REJECTED if sample.rejected else FAILED
     return FINISHED if sample.finished else CANCELLED
@@ -245,7 +245,7 @@ def marks(found: ServeMetrics) -> list[str]:
 
 
 def in_short(found: ServeMetrics) -> str:
-    """`408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a line of progress; medians, where any request finished."""
+    """Return `408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a progress line; medians, if any request finished."""
     medians = (("TTFT", found.ttft_ms.p50), ("ITL", found.itl_ms.p50))
     return ", ".join(
         [f"{found.output_tok_s:,.0f} tok/s", *(f"{n} {ms:,.1f} ms" for n, ms in medians if ms is not None)]

@@ -59,9 +59,9 @@ class PrefixCache:
         self._queued = itertools.count()
 
     def match(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
-        """Pages of the longest cached beginning of `tokens`, in whole pages, and the node at its end.
+        """Return the pages of the longest cached prefix of `tokens`, in whole pages, and the node at its end.
 
-        Counts as a use. Lock the node before anything is evicted.
+        Counts as a use. Lock the node before the next eviction.
         """
         self._clock += 1
         node, found, rest = self.root, [NO_PAGES], tokens
@@ -73,10 +73,11 @@ class PrefixCache:
         return np.concatenate(found), node
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, Node]:
-        """Put `tokens`, whole pages of them, and their pages into the tree; returns the tree's own pages and the node.
+        """Insert whole pages of `tokens` and their page numbers into the tree; return the tree's own pages and the
+        node.
 
-        Where the tree had a page for the same tokens it keeps that one: then the returned page differs from the given
-        one, which stays the caller's. All others belong to the cache from now on.
+        If the tree had a page for the same tokens it keeps that one: then the returned page differs from the given one,
+        which still belongs to the caller. The cache takes over all others.
         """
         if len(tokens) != len(pages) * self.virtual_page:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.virtual_page}")
@@ -127,13 +128,13 @@ class PrefixCache:
         return np.concatenate(given)
 
     def _enqueue(self, node: Node) -> None:
-        """Make a node a candidate, if it is an unlocked leaf and not one already."""
+        """Queue a node for eviction, if it is an unlocked leaf and not queued already."""
         if not (node.queued or node.locks or node.children or node is self.root):
             node.queued = True
             heapq.heappush(self._queue, (node.used, next(self._queued), node))
 
     def _least_recently_used(self) -> Node | None:
-        """Take the unlocked leaf that was used longest ago out of the queue; None where there is none."""
+        """Remove the least recently used unlocked leaf from the queue and return it; None if there is none."""
         while self._queue:
             used, _, node = heapq.heappop(self._queue)
             node.queued = False
@@ -161,7 +162,7 @@ class PrefixCache:
         return int(differ[0] if len(differ) else length) // self.virtual_page
 
     def _split(self, node: Node, pages: int) -> Node:
-        """The node, cut after `pages` of its pages where it has more; returns the upper part."""
+        """Split a node after `pages` of its pages if it has more; return the upper part."""
         if pages == len(node.pages):
             return node
         parent, cut = node.parent, pages * self.virtual_page

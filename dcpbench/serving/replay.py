@@ -95,7 +95,7 @@ class _Instance:
     behind: tuple[Step, float] | None = None
     """The step after it."""
     reads: float | None = None
-    """When the host reads the pending step, where it waits for that."""
+    """Time at which the host reads the pending step, if it waits for that."""
     idle: bool = False
     busy: float = 0.0
 
@@ -113,7 +113,7 @@ class _Clock:
         self.instances = [_Instance(scheduler, Heat(times.slowed.settle_s)) for scheduler in deployed.schedulers]
 
     def run(self) -> Replayed:
-        """To the end of all requests, or of the time."""
+        """Run to the end of all requests, or of the time limit."""
         while True:
             now, what, which = self._next()
             assert now < math.inf, "requests wait, and nothing will happen"
@@ -176,7 +176,7 @@ class _Clock:
             instance.now, instance.pending = instance.launched, instance.behind
 
     def _read(self, which: int, now: float) -> None:
-        """The instance reads the tokens of the step before the one that was launched last."""
+        """Read the tokens of the step before the one that the instance launched last."""
         instance = self.instances[which]
         assert instance.pending is not None
         self.traffic.read(instance.pending[0], now)
@@ -203,7 +203,7 @@ field is included only if it differs from its default.
 
 
 def step_times_name(path: EnginePath) -> str:
-    """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
+    """Return the file's path below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
     later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
     told = OFF | path
     named = {name: told[name] for name in NAMED.split()} | later
@@ -273,7 +273,7 @@ def replay_point(
 
 
 def _deployed(point: Point, plan: EnginePlan) -> Deployment:
-    """The instances of a point, each with the memory of the plan."""
+    """Return the instances of a point, each with the memory of the plan."""
     config, wanted = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context), point.instances
     if not wanted.disaggregated:
         return Deployment([Scheduler(config) for _ in range(wanted.both)])
@@ -344,10 +344,10 @@ def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[floa
 def replay_from_file(
     point: Point, plan: EnginePlan, path: Path, settings: Settings, folder: Path, command: str = ""
 ) -> Record:
-    """The record of a point by step times that were measured before: no GPU, no torch, no other process.
+    """Return the record of a point from existing step times: without GPU, torch or another process.
 
-    `plan`: of the engine that would serve it live. Raises RecordsError for a file that cannot be read, UsageError where
-    it is not of this point or does not reach as far as its load.
+    `plan` is that of the engine that would serve it live. Raise RecordsError for a file that cannot be read, UsageError
+    if it does not belong to this point or does not cover its load.
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
     times = read_step_times(path)

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Prompt and output."""
+        """Return prompt and output tokens together."""
         return self.input_tokens + self.output_tokens
 
 
@@ -122,7 +122,7 @@ def _check_times(path: Path, found: list[tuple[int, Row]]) -> None:
 
 
 def _by_arrival(rows: list[Row]) -> tuple[list[Row], bool]:
-    """Sorted by time, relative to the first one's, and whether that changed their order; equal times keep theirs."""
+    """Return the rows sorted by time, relative to the first one's, and whether their order changed; the sort is stable."""
     if rows[0].arrival_s is None:
         return rows, False
     ordered = sorted(rows, key=lambda row: row.arrival_s or 0.0)
@@ -175,7 +175,7 @@ def _cells(path: Path, number: int, line: str) -> list[str]:
 
 
 def _mooncake(path: Path, number: int, given: Mapping[str, object]) -> Row:
-    """Fields that Mooncake does not have are left alone: other tools add theirs."""
+    """Parse a row of Mooncake's format; unknown fields are ignored, because other tools add theirs."""
     inputs = _tokens(path, number, given, "input_length")
     hashes = given.get("hash_ids")
     if hashes is not None:
@@ -241,7 +241,7 @@ def _time(path: Path, number: int, given: Mapping[str, object], name: str) -> fl
 
 
 def _known_fields(path: Path, number: int, given: Mapping[str, object] | list[str], known: tuple[str, ...]) -> None:
-    """A misspelt arrival time would otherwise make another load."""
+    """Raise UsageError for unknown fields, because a misspelt arrival time would change the load."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -250,7 +250,7 @@ def _known_fields(path: Path, number: int, given: Mapping[str, object] | list[st
 
 
 def _typed(cell: str) -> object:
-    """A cell of CSV as JSON would have it; text stays text, for the error to show."""
+    """Return a CSV cell as its JSON value; other text stays text, which the error shows."""
     for kind in (int, float):
         try:
             return kind(cell)

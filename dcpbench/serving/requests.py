@@ -23,7 +23,9 @@ class ServeRequest:
     output_tokens: int
     """Tokens that are sampled for it; the end-of-sequence token does not end it."""
     arrival_s: float | None = None
-    """Seconds after the start; None in a closed loop, where a client sends it when its last one is answered."""
+    """Arrival time in s after the start; None in a closed loop, in which a client sends the request after its last
+    answer.
+    """
 
     session: int | None = None
     """Session that the request is a turn of; None for a single-turn request."""
@@ -45,13 +47,13 @@ class ServeRequest:
 
     @property
     def kv_tokens(self) -> int:
-        """KV rows it needs at most: the last sampled token is never read."""
+        """Return the maximum number of KV rows: the last sampled token is never read."""
         return len(self.prompt) + self.output_tokens - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """KV of a request that goes from one instance to another; times in seconds after the start of the run."""
+    """Transfer of a request's KV from one instance to another; times in seconds after the start of the run."""
 
     source: int
     """The instance that prefilled."""
@@ -93,7 +95,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """Tokens that prefill has to store before the next token can be sampled: all that are known."""
+        """Return the number of known tokens, which prefill has to store before the next token can be sampled."""
         return len(self.request.prompt) + self.generated
 
     @property
@@ -146,12 +148,12 @@ class ReplicaStep:
 
     @property
     def tokens(self) -> int:
-        """Rows of the step."""
+        """Return the number of rows of the step."""
         return len(self.decodes) + sum(c.tokens for c in self.chunks)
 
     @property
     def emits(self) -> list[Sequence]:
-        """Whose tokens are sampled, in the order of rows."""
+        """Return the sequences with a sampled token, in the order of rows."""
         return [*self.decodes, *(c.sequence for c in self.chunks if c.samples)]
 
 

@@ -38,9 +38,9 @@ AGAIN = "repeat the sweep of this run"
 
 
 def samples_name(point: Point) -> str:
-    """The file's place below the run's folder: `samples/kimi-k2-tp4-dcp4-live-0123456789ab.parquet`.
+    """Return the file's path below the run's folder: `samples/kimi-k2-tp4-dcp4-live-0123456789ab.parquet`.
 
-    The same for the same point; those of others differ in the hash, which is of the point's key with its repeat.
+    It is the same for the same point; those of others differ in the hash of the point's key and repeat.
     """
     mode = point.load.mode if point.load else point.workload
     words = re.sub(r"[^A-Za-z0-9]+", "-", f"{point.model}-{point.layout_name}-{mode}").strip("-")
@@ -48,9 +48,9 @@ def samples_name(point: Point) -> str:
 
 
 def samples_path(folder: Path, name: str) -> Path | None:
-    """The file of samples that a record of the run in `folder` names; None where it is not there.
+    """Return the file of samples that a record of the run in `folder` names; None if it does not exist.
 
-    Raises RecordsError for a file outside of the folder.
+    Raise RecordsError for a file outside the folder.
     """
     if not name:
         return None
@@ -104,7 +104,7 @@ def _beyond_32_bits(rows: Sequence[Row]) -> str:
 
 
 def read_samples(path: Path) -> list[Row]:
-    """The rows of a file. Raises RecordsError for a missing or damaged file, and for one of another version."""
+    """Return the rows of a file. Raise RecordsError for a missing or damaged file, and for one of another version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,7 +125,7 @@ def read_samples(path: Path) -> list[Row]:
 
 
 def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """Eight hex digits: the CRC-32 of the point's key and of the rows as JSON."""
+    """Return the CRC-32 of the point's key and of the rows as JSON, in eight hex digits."""
     return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
 
 

@@ -103,7 +103,7 @@ class Replica:
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be."""
+        """Return the number of pages that are free or can be evicted."""
         return self.allocator.free_pages + self.cache.evictable
 
     def make_room(self, pages: int) -> None:
@@ -137,13 +137,13 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All that were submitted and have not finished, by order of submission."""
+        """Return all submitted and unfinished sequences, by order of submission."""
         return sorted(
             [*self.waiting, *(s for r in self.replicas for s in (*r.running, *r.preempted))], key=lambda s: s.order
         )
 
     def submit(self, request: ServeRequest) -> str:
-        """Queue a request; or say why it can never be served. Raises ValueError for one without tokens."""
+        """Queue a request; return the reason if it can never be served. Raise ValueError for one without tokens."""
         if len(request.prompt) < 1 or request.output_tokens < 1:
             raise ValueError(f"request {request.number} has no prompt or no output")
         if reason := self._why_not(request):
@@ -203,7 +203,7 @@ class Scheduler:
                     sequence.generated += 1
 
     def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
-        """Room for the next token of every sequence that decodes, at the cost of those that came last."""
+        """Allocate the next token of every decoding sequence, preempting the latest ones if necessary."""
         allocator, index = replica.allocator, 0
         page = allocator.virtual_page
         while index < len(replica.running):
@@ -232,7 +232,7 @@ class Scheduler:
         replica.preempted.insert(0, sequence)
 
     def _prefill(self, step: Step) -> None:
-        """Chunks of prompts: of those that are running first, then of those that come in."""
+        """Add chunks of prompts: first of running sequences, then of admitted ones."""
         budgets = [self.config.chunk] * len(self.replicas)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             for sequence in replica.running:
@@ -265,7 +265,9 @@ class Scheduler:
         return None if sequence.request.session is None else self.homes.get(sequence.request.session)
 
     def _replica_for(self, sequence: Sequence, budgets: list[int], among: list[Replica]) -> Replica | None:
-        """The replica with the fewest requests of those that can take this one now; those who preempted wait first."""
+        """Return the replica with the fewest requests among those that can admit this one now; preempted ones have
+        priority.
+        """
         able = [r for r in among if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
         return min(able, key=lambda r: (len(r.running), -r.available, r.number), default=None)
 
@@ -289,7 +291,7 @@ class Scheduler:
         return sequence.computed < sequence.target - 1
 
     def _kept_free(self, replica: Replica) -> int:
-        """Pages that whoever comes in leaves: one for each that runs."""
+        """Return the number of pages that an admission leaves free: one for each running sequence."""
         return len(replica.running)
 
     def _cached(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
@@ -314,7 +316,7 @@ class Scheduler:
         return self._chunk(sequence, todo, budget)
 
     def _chunk(self, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
-        """Prefill as much of a sequence as the budget allows; returns how much."""
+        """Prefill as much of a sequence as the budget allows; return the number of tokens."""
         start, target, page = sequence.computed, sequence.target, self.config.virtual_page
         stop = target if target - start <= budget else start + budget // page * page
         if stop == start:
@@ -325,7 +327,7 @@ class Scheduler:
         return stop - start
 
     def _table_write(self, sequence: Sequence, start: int) -> TableWrite:
-        """Locations from token `start`, which begins a page, to the end of the last page."""
+        """Return the locations from token `start`, which begins a page, to the end of the last page."""
         assert sequence.allocation is not None
         page = self.config.virtual_page
         pages = sequence.allocation.pages[start // page :]
@@ -353,9 +355,10 @@ class Scheduler:
             step.finished += done
 
     def _cache(self, replica: Replica, sequence: Sequence, tokens: np.ndarray) -> None:
-        """Let others read the full pages of its first tokens, once. Where it was cached meanwhile, use those pages instead of ours.
+        """Share the full pages of its first tokens through the prefix cache, once; use the cache's pages if they were
+        cached meanwhile.
 
-        Not only at a prompt's last chunk: where chunks leave a single token, that is computed as a decode row.
+        This is not limited to a prompt's last chunk: if chunks leave a single token, it is computed as a decode row.
         """
         allocation, old = sequence.allocation, sequence.node
         assert allocation is not None

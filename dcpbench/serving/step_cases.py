@@ -39,7 +39,9 @@ NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
 CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
+"""Chunk sizes at which the curve bends: experts are hit by few tokens, then all of them, then products outgrow the
+reading of weights.
+"""
 BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)
 """Sizes between which the curve bends, measured without a prefix only. Past 512 tokens, matrix products need a fifth
 tile of 128 rows, which is a jump.
@@ -49,9 +51,9 @@ FEW_TOKENS = 128
 SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
 ATTENTION_SHOWS = 2048
-"""From so many tokens on, how they are divided over prompts is measured."""
+"""Number of tokens from which their division into prompts is measured."""
 MANY_PREFIX = 8192
-"""Stored tokens before each of many chunks: more would only cost more time."""
+"""Stored tokens before each of many chunks: more would only take more time."""
 LATE = 4
 """Divisor of late chunks: a chunk at the end of a long prompt has at most 1 / LATE of its tokens, so that it attends
 mostly to earlier tokens.
@@ -67,7 +69,7 @@ KEPT = 8
 short chunk.
 """
 SAME = 0.1
-"""A prompt this near to a measured size needs none of its own."""
+"""Relative distance within which a prompt uses a measured size."""
 OUTPUT_TOKENS = 2
 """Output tokens of the requests, which never finish, so that no step samples a last token."""
 
@@ -99,7 +101,7 @@ class Extent:
 
     @property
     def at_once(self) -> int:
-        """Requests that can run at the same time: each has a page at least."""
+        """Return the number of requests that can run at the same time: each has at least one page."""
         return min(self.requests, self.pages)
 
     @classmethod
@@ -139,25 +141,26 @@ class Extent:
         )
 
     def longest(self, requests: int, pages_taken: int = 0) -> int:
-        """Most tokens that each of so many requests can have at once, sharing none; 0 where they have no room."""
+        """Return the maximum tokens of each of `requests` requests at once, without sharing; 0 if they do not fit."""
         return min(self.context, (self.pages - pages_taken) // requests * self.virtual_page)
 
     def longest_prefix(self, chunks: int, tokens: int) -> int:
-        """Most stored tokens before each of so many chunks; chunks begin with a page. Negative: no room for them."""
+        """Return the maximum stored tokens before each of `chunks` chunks, which begin with a page; negative if they do
+        not fit.
+        """
         room, page = self.context - tokens, self.virtual_page
         if not self.shared:
             room = min(room, (self.pages // chunks - -(-tokens // page)) * page)
         return room // page * page
 
     def fewest(self, tokens: int) -> int | None:
-        """Chunks that a step of so many prompt tokens has at least; None where there can be no such step."""
+        """Return the minimum number of chunks of a step of `tokens` prompt tokens; None if there can be no such step."""
         each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.at_once + 1))
         return next((n for n, most in each if n * most >= tokens), None)
 
     def latest(self, tokens: int) -> int | None:
-        """Chunks with which they attend to most: many, so that little of their prompts is in them, if KV allows that.
-
-        None where no chunk can have a prefix.
+        """Return the number of chunks with which they attend to most tokens: many, so that each contains little of its
+        prompt, if KV allows it. None if no chunk can have a prefix.
         """
         fewest = self.fewest(tokens) or 1
         several = range(fewest, max(fewest, min(-(-LATE * tokens // self.context), self.at_once)) + 1)
@@ -176,7 +179,9 @@ def grid(extent: Extent) -> list[Case]:
 
 
 def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
-    """Padded sizes to measure for up to so many decode rows, of captured graphs and of eager steps past them."""
+    """Return the padded sizes to measure for up to `requests` decode rows, of captured graphs and of larger eager
+    steps.
+    """
     wanted = {batch_rows(min(n, requests)) for n in targets}
     graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
     eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
@@ -184,7 +189,7 @@ def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = F
 
 
 def chunk_sizes(extent: Extent) -> list[int]:
-    """Tokens of the steps with chunks alone, up to the most that requests and KV allow."""
+    """Return the tokens of steps with only chunks, up to the most that requests and KV allow."""
     able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.at_once + 1))
     top = min(extent.chunk, max(able))
     sizes = [s for s in sorted(CHUNK_TOKENS + BETWEEN_TOKENS) if s < top] + [top]
@@ -193,14 +198,14 @@ def chunk_sizes(extent: Extent) -> list[int]:
 
 
 def _beside(changes: Iterable[int]) -> Iterator[int]:
-    """Rows as they run on both sides of each change."""
+    """Yield the padded rows on both sides of each change."""
     for rows in changes:
         yield from [size for size in chunk_row_sizes(rows) if size <= rows][-1:]
         yield chunk_rows(rows + 1)
 
 
 def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
-    """From the largest down, each smaller by a factor; the smallest and those wanted always."""
+    """Return sizes from the largest down, each smaller by a factor, with the smallest and the wanted ones."""
     kept: list[int] = []
     for size in reversed(sizes):
         factor = GROWTH if size * NEAR_TOP >= sizes[-1] else far
@@ -219,7 +224,7 @@ def _decodes(extent: Extent) -> Iterator[Case]:
 
 
 def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
-    """Few and most KV tokens that each of so many requests attends to."""
+    """Return few and most KV tokens that each of `requests` requests attends to."""
     most = extent.longest(requests, pages_taken)
     if most < 1:
         return []
@@ -252,7 +257,7 @@ def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
-    """A case of so many chunks with that prefix in whole pages, or the longest that they can have, if they can."""
+    """Yield a case of `chunks` chunks with that prefix in whole pages, or the longest possible one, if it fits."""
     page = extent.virtual_page
     longest = extent.longest_prefix(chunks, -(-size // chunks)) if prefix else 0
     if not prefix or longest > 0:
@@ -305,7 +310,7 @@ def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class HotRun:
-    """A case that is measured behind chunks."""
+    """A case that is measured after chunks."""
 
     case: Case
     before: Case
@@ -315,12 +320,14 @@ class HotRun:
 
     @property
     def cases(self) -> list[Case]:
-        """One for each of the steps."""
+        """Return a case for each of the steps."""
         return [msgspec.structs.replace(self.case, since=n) for n in range(self.times)]
 
 
 def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
-    """Few, some and most decode rows and three sizes of chunks behind `largest`, and the fewest rows behind smaller chunks."""
+    """Return few, some and most decode rows and three sizes of chunks after `largest`, and the fewest rows after
+    smaller chunks.
+    """
     rows = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
     wanted = []
     for size in (rows[0], rows[len(rows) // 2], rows[-1]):
@@ -342,7 +349,7 @@ def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
 
 
 def fullest(cases: Iterable[Case]) -> Case:
-    """The chunks without a prefix that have most tokens, of cases of a grid."""
+    """Return the chunks without a prefix that have most tokens, among cases of a grid."""
     return max(filter(bare, cases), key=lambda case: case.work().tokens)
 
 
@@ -352,7 +359,7 @@ def bare(case: Case) -> bool:
 
 
 def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
-    """So many chunks that have `tokens` together and differ by one at most."""
+    """Return `chunks` chunks that have `tokens` together and differ by at most one."""
     small, more = divmod(tokens, chunks)
     parts = Chunks(more, small + 1, prefix), Chunks(chunks - more, small, prefix)
     return tuple(part for part in parts if part.chunks)
@@ -367,7 +374,7 @@ class CaseSteps:
     """Steps of one case. Both do the same work; it can be repeated as often as one likes, as no position moves."""
 
     first: Step
-    """Writes where its requests' tokens lie."""
+    """First step, which writes its requests' token locations."""
     again: Step
 
 
@@ -405,7 +412,7 @@ class CaseMaker:
         return CaseSteps(self._step(first, case.replicas), self._step(todo, case.replicas))
 
     def padding(self, rows: int) -> Step:
-        """A decode step of so many padding rows."""
+        """Return a decode step of `rows` padding rows."""
         nobody = [self._sequence(PADDING_SLOT, 1) for _ in range(rows)]
         return self._step(ReplicaStep(decodes=nobody, slots=[PADDING_SLOT] * rows, positions=[PADDING_POSITION] * rows))
 
@@ -415,7 +422,7 @@ class CaseMaker:
         return Sequence(request, -number, replica=0, slot=slot)
 
     def _where(self, sequence: Sequence, tokens: int) -> TableWrite:
-        """The pool's pages in turn, without the padding page; past the last one, those of other requests again."""
+        """Return a write of the pool's pages in turn, without the padding page, reusing pages after the last one."""
         config, page = self.config, self.config.virtual_page
         pages = np.arange(self.next_page, self.next_page - (-tokens // page)) % (config.pages - 1) + 1
         self.next_page += len(pages)

@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
     @property
     def beside_chunks(self) -> int:
-        """Rows in a step with chunks: so many go to experts, however many there are because another replica has more."""
+        """Return the rows in a step with chunks that go to experts, without padding to the fullest replica."""
         return chunk_rows(self.rows + self.tokens)
 
 
@@ -78,7 +78,9 @@ def step_works(step: Step) -> list[Work]:
 
 
 def _around(xs: Sequence[float], x: float) -> tuple[int, int, float]:
-    """The places of the two sorted numbers around `x`, past an end the two there, and the second one's weight."""
+    """Return the indices of the two sorted numbers around `x`, or past an end the nearest two, and the weight of the
+    second.
+    """
     if len(xs) == 1:
         return 0, 0, 0.0
     i = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
@@ -97,16 +99,16 @@ class Line:
 
     @property
     def top(self) -> float:
-        """Largest x that was measured."""
+        """Return the largest measured x."""
         return float(self.xs[-1])
 
     def __call__(self, x: float) -> float:
-        """y at x."""
+        """Return y at x."""
         a, b, share = _around(self.xs, x)
         return float(self.ys[a] + share * (self.ys[b] - self.ys[a]))
 
     def held(self, x: float) -> float:
-        """y at x, past the ends as it is there."""
+        """Return y at x, constant past the ends."""
         return self(min(max(x, self.xs[0]), self.xs[-1]))
 
 
@@ -122,7 +124,7 @@ class Surface:
         self.lines = [Line(by_rows[rows]) for rows in self.sizes]
 
     def __call__(self, rows: float, x: float) -> float:
-        """ms at so many rows."""
+        """Return the time in ms at this number of rows."""
         a, b, share = _around(self.sizes, rows)
         return (1 - share) * self.lines[a](x) + share * self.lines[b](x)
 
@@ -139,7 +141,7 @@ class DecodeTimes:
         self.surface = Surface((w.rows, w.kv_tokens / w.rows, ms) for w, ms in cases)
 
     def __call__(self, rows: int, kv_tokens: int) -> float:
-        """ms of a step."""
+        """Return the time of a step in ms."""
         surface, each = self.surface, kv_tokens / rows
         if not surface.sizes[0] <= rows <= surface.sizes[-1] or each > surface.top(rows):
             raise _outside(
@@ -235,7 +237,7 @@ class PrefillTimes:
         return float(y_mean - slope * x_mean)
 
     def __call__(self, rows: int, pairs: float, prefix: int) -> float:
-        """ms of a step's `rows` rows, decode rows among them, without the attention of the latter."""
+        """Return the time in ms of a step's `rows` rows, decode rows included, without the attention of the latter."""
         rows, surface = chunk_rows(rows), self.ms
         x = pairs / rows
         if not surface.sizes[0] <= rows <= self.most or x > surface.top(rows) + 1:
@@ -248,8 +250,10 @@ class PrefillTimes:
 
 
 def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
-    """ms that begin with a prefix, where f is a line through `bare` and through the farthest of `stored`, less them, and the
-    nearest lies on it; points are (pairs / rows, ms).
+    """Return the fixed cost in ms of a prefix.
+
+    f is a line through `bare` and through the farthest of `stored`, less the cost, and the nearest lies on it; points
+    are (pairs / rows, ms).
     """
     near, far = min(stored), max(stored)
     share = (near[0] - bare[0]) / (far[0] - bare[0])
@@ -257,9 +261,9 @@ def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> 
 
 
 def _lead_to_short_prompts(lines: dict[int, list[tuple[float, float]]]) -> None:
-    """Begin lines that were measured with one length of prompts at 0, as the others go on from theirs to shorter ones.
+    """Extend lines measured with one length of prompts to 0, because the others continue from theirs to shorter ones.
 
-    There a pair takes less than between prompts and long prefixes, which bring more than pairs.
+    There a pair takes less time than between prompts and long prefixes, which add more than pairs.
     """
     slopes = []
     for rows, points in lines.items():
@@ -334,7 +338,7 @@ class SparedTimes:
 
 
 class HotStep(NamedTuple):
-    """A step that was measured behind chunks."""
+    """A step that was measured after chunks."""
 
     work: Work
     times: float
@@ -374,7 +378,7 @@ class Slowed:
         return Line(points).held(rows) if points else 1.0
 
     def left_by(self, works: Sequence[Work]) -> float:
-        """The heat that such steps lead to, of that of the largest chunks: 0 of decodes."""
+        """Return the final heat of such steps relative to that of the largest chunks: 0 for decodes."""
         if not any(work.tokens for work in works):
             return 0.0
         return self.left.held(max(work.rows + work.tokens for work in works))
@@ -402,7 +406,7 @@ class Heat:
         return self.share
 
     def ran(self, seconds: float, towards: float) -> None:
-        """A step; see Slowed.left_by."""
+        """Advance by a step; see Slowed.left_by."""
         self._pass(seconds, towards)
         self.until_s += seconds
 
@@ -437,8 +441,9 @@ class StepModel:
         self.least = min(ms for _, ms in [*chunks, *uneven])
 
     def step_ms(self, works: Sequence[Work]) -> float:
-        """A step of these replicas. The slowest decides, and all run as many rows as the fullest, where there are chunks
-        but for experts.
+        """Return the time of a step of these replicas in ms.
+
+        The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
         """
         if any(w.tokens for w in works):
             return self._with_chunks(works)
@@ -449,7 +454,9 @@ class StepModel:
         return times(rows, max(w.kv_tokens for w in works))
 
     def _with_chunks(self, works: Sequence[Work]) -> float:
-        """Never less than the fastest step with chunks that was measured: that would be noise, as of a busy CPU."""
+        """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
+        a busy CPU.
+        """
         rows = max(w.rows + w.tokens for w in works)
         spared = self.spared(works) if self.spared else 0.0
         return max(max(self._parts(rows, w) for w in works) - spared, self.least)

@@ -47,7 +47,7 @@ or slowdown after chunks, where power limits slow a GPU down.
 MODELLED = (LINE, GATHER, UNEVEN)
 """Uses from which predictions are made, in the order of StepModel's arguments."""
 PADDED_ROWS = "padded_rows"
-"""The mark of a replay by step times that all replicas had as many rows in as the fullest."""
+"""Warning of a replay with step times for which all replicas had as many rows as the fullest."""
 
 
 class Decodes(msgspec.Struct, frozen=True):
@@ -55,11 +55,11 @@ class Decodes(msgspec.Struct, frozen=True):
 
     requests: int
     context: int
-    """KV tokens that each attends to, its own included."""
+    """KV tokens that each request attends to, including its own."""
 
 
 class Chunks(msgspec.Struct, frozen=True):
-    """Pieces of prompts, each of another request."""
+    """Chunks of prompts of different requests."""
 
     chunks: int
     tokens: int
@@ -107,7 +107,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return dataclasses.replace(rows, tokens=(self.replicas or replicas) * rows.rows)
 
     def __str__(self) -> str:
-        """`47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
+        """Return the case as `47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
         parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
         told = " + ".join(parts + _chunk_words(self.chunks))
         told += f", on {self.replicas} replica{'s' * (self.replicas > 1)} alone" if self.replicas else ""
@@ -130,8 +130,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     host_ms: list[float] = []
     """Time during which the host was busy launching such a step, for the slowest rank."""
     floor_ms: float | None = None
-    """The time below which such a step cannot be at the rates of the machine (points/floors.py), with as many experts hit
-    as expected. Null on the CPU."""
+    """Lower bound of the step's time at the rates of the machine (points/floors.py), with the expected number of
+    experts hit. Null on the CPU.
+    """
 
     @property
     def median_ms(self) -> float:
@@ -174,7 +175,7 @@ class _Version(msgspec.Struct):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Measured step times of one engine path; a file of its own."""
+    """Measured step times of one engine path, stored in a file."""
 
     schema_version: int = STEP_TIMES_VERSION
     path: EnginePath
@@ -191,10 +192,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     emulated: Emulated | None = None
     """For an emulated layout: the model used in its largest decode step."""
     gpu: Gpu | None = None
-    """Clocks, power and temperature meanwhile, each of the rank that was worst off; None on the CPU, and in older files."""
+    """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU, and in older
+    files.
+    """
 
     def scaled(self, decodes: float, chunks: float) -> StepTimes:
-        """Steps without prompts, and with, so many times as long."""
+        """Return the step times with steps without prompts, and with, multiplied by these factors."""
         cases = [
             msgspec.structs.replace(m, samples_ms=[ms * (chunks if m.case.chunks else decodes) for ms in m.samples_ms])
             for m in self.cases
@@ -207,7 +210,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.environment.device == CPU
 
     def probe(self) -> Probe:
-        """The machine it was measured on, for budget.py: a replay divides the memory as a live run there would."""
+        """Return the probe of the machine of the measurement, for budget.py: a replay divides the memory as a live run
+        there would.
+        """
         seen = self.environment
         return Probe(
             device="cpu" if self.blocking else "cuda",
@@ -220,7 +225,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def replicas(self) -> int:
-        """Attention replicas of the path."""
+        """Return the number of attention replicas of the path."""
         return int(self.path["dp"])
 
     @property
@@ -232,7 +237,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def model(self) -> StepModel:
-        """The prediction made of the cases. Raises RecordsError where they are too few for one."""
+        """Return the prediction made from the cases. Raise RecordsError if they are too few."""
         return self._predicting(lambda m: m.median_ms)
 
     @functools.cached_property
@@ -276,7 +281,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return max(self.host_model.step_ms(step_works(step)), 0.0)
 
     def check_errors(self) -> list[tuple[Case, float]]:
-        """Cases that predictions do not use, each with (predicted - measured) / measured."""
+        """Return the cases that predictions do not use, each with (predicted - measured) / measured."""
         found = self.cases_for(CHECK)
         return [(m.case, self.model.step_ms(m.case.works(self.replicas)) / m.median_ms - 1) for m in found]
 
@@ -299,7 +304,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def _longer(measured: Measured, together: Line | None) -> Measured:
-    """A case that one GPU measured, as long as several take."""
+    """Return a case measured on one GPU, scaled to several."""
     tokens = measured.case.work().tokens
     if together is None or not tokens:
         return measured
@@ -314,7 +319,7 @@ def write_step_times(path: Path, times: StepTimes) -> None:
 
 
 def read_step_times(path: Path) -> StepTimes:
-    """Read such a file. Raises RecordsError where it is missing, damaged, or of another version."""
+    """Read a file of step times. Raise RecordsError if it is missing, damaged, or of another version."""
     try:
         data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Version).schema_version

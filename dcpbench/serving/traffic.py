@@ -50,7 +50,7 @@ class Sample:
     cached_tokens: int | None = None
     """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens of each chunk of a stream that brought several at once; empty where each brought one."""
+    """Tokens per chunk of a stream with several tokens per chunk; empty if each chunk had one."""
 
     @property
     def cached(self) -> int | None:
@@ -73,8 +73,9 @@ class Traffic:
         concurrency: int | None,
         think_s: float = 0.0,
     ) -> None:
-        """`requests` by arrival, turns of a session one after the other; `concurrency` clients send them, or None: each
-        session at the arrival_s of its first.
+        """Create the traffic; `requests` are sorted by arrival, with the turns of a session one after the other.
+
+        `concurrency` clients send them, or with None each session starts at the arrival_s of its first turn.
         """
         if not requests:
             raise UsageError("there is no request to serve; give --num-requests 1 or more.")
@@ -119,8 +120,8 @@ class Traffic:
         return turns, new
 
     def next_arrival_s(self) -> float | None:
-        """When the next turn is due, or the next session of an open loop comes; None where neither does, or where clients
-        wait for answers.
+        """Return the due time of the next turn, or of the next session of an open loop; None without either, or if
+        clients wait for answers.
         """
         if self.stopped:
             return None
@@ -130,7 +131,7 @@ class Traffic:
         return min(known, default=None)
 
     def submit(self, turns: int, sessions: int, now_s: float) -> None:
-        """Submit the next requests. They count from when they were due, or their client was free, not from when we looked."""
+        """Submit the next requests. Their latency counts from their due time, or from when their client was free."""
         if self.concurrency is not None and not self.begun:
             self.free_s.extend([now_s] * self.concurrency)
         for _ in range(turns):
@@ -142,7 +143,7 @@ class Traffic:
             self._submit(self.sessions[self.begun - 1], came_s)
 
     def read(self, step: Step, now_s: float) -> None:
-        """The tokens that a step sampled have been read."""
+        """Record the tokens of a step that has been read."""
         for replica in step.replicas:
             for sequence in replica.emits:
                 self.sample_of[sequence.request.number].token_s.append(now_s)
@@ -173,7 +174,7 @@ class Traffic:
             self.in_flight += 1
 
     def _as_said(self, request: ServeRequest) -> ServeRequest:
-        """A later turn, with the answer before it as it was sampled, on a rank that knows it."""
+        """Return a later turn with the sampled answers before it, on a rank that has them."""
         before = self.sample_of[request.number - 1]
         if len(before.tokens) != before.request.output_tokens:
             return request
@@ -182,7 +183,7 @@ class Traffic:
         return dataclasses.replace(request, said=said)
 
     def _end(self, now_s: float) -> None:
-        """A session has ended."""
+        """Record the end of a session."""
         self.ended += 1
         if self.concurrency is not None:
             self.free_s.append(now_s)
