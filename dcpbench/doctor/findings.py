@@ -41,7 +41,7 @@ class Report:
         self.findings: list[Finding] = []
 
     def add(self, check: str, level: str, what: str, remedy: str = "", where: str = "") -> None:
-        """One more."""
+        """Add a finding."""
         assert level in LEVELS
         if len(self.findings) < MAX_ENTRIES:
             self.findings.append(Finding(check=check, level=level, where=where, what=what, remedy=remedy))
@@ -60,11 +60,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 where something is bad, 4 where something could not be read, else 0."""
+        """Return 1 if a finding is bad, 4 if a fact could not be read, else 0."""
         levels = {finding.level for finding in self.findings}
         return 1 if BAD in levels else 4 if UNREAD in levels or not levels else 0
 
 
 def said(error: Exception) -> str:
-    """An error in few words."""
+    """Return a short description of an error."""
     return (str(error).strip().rstrip(".") or type(error).__name__)[:200]

@@ -23,7 +23,7 @@ SHARED = Path("/dev/shm")  # noqa: S108 -- only looked at
 SHARED_BYTES = GIB
 """Size of /dev/shm that NCCL's documentation requires for containers (--shm-size=1g)."""
 DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB
-"""Below the first a long sweep may not end; below the second it is worth a look: logs, profiles, compiled kernels."""
+"""Free bytes below which a long sweep may fail, and below which a note is given: logs, profiles, compiled kernels."""
 OPEN_FILES, FEW_FILES = 4096, 1024
 """Connections to a server and between ranks, each a file."""
 PORTS = 1000
@@ -55,11 +55,11 @@ class Host:
     """Queries of the system, which tests replace."""
 
     def text(self, path: str) -> str:
-        """A file of /proc or /sys."""
+        """Return the contents of a file of /proc or /sys."""
         return Path(path).read_text().strip()
 
     def limit(self, which: int) -> int:
-        """The soft limit that processes started from here have; RLIM_INFINITY: none."""
+        """Return the soft limit inherited by processes started from here; RLIM_INFINITY: none."""
         return resource.getrlimit(which)[0]
 
     def free_bytes(self, folder: Path) -> int:
@@ -71,11 +71,11 @@ class Host:
         return len(os.sched_getaffinity(0))
 
     def load(self) -> float:
-        """Processes that ran or waited, on average of the last minute."""
+        """Return the mean number of running or waiting processes in the last minute."""
         return os.getloadavg()[0]
 
     def clock(self) -> tuple[bool, int]:
-        """(whether something keeps the clock, its largest error in µs), of adjtimex(2)."""
+        """Return (True if the clock is synchronised, its largest error in µs), by adjtimex(2)."""
         found = Timex()
         libc = ctypes.CDLL(None, use_errno=True)
         state = libc.adjtimex(ctypes.byref(found))
@@ -85,7 +85,7 @@ class Host:
         return state != TIME_ERROR and not found.status & STA_UNSYNC, int(found.maxerror)
 
     def bind(self, host: str, port: int) -> None:
-        """Listen there for a moment."""
+        """Listen at this address for a moment."""
         with socket.create_server((host, port)):
             pass
 
@@ -98,7 +98,7 @@ class Host:
 def examine(
     report: Report, host: Host, folder: Path, *, nnodes: int = 1, endpoint: tuple[str, int] | None = None
 ) -> None:
-    """Everything; `endpoint` is where nodes meet."""
+    """Run all checks; `endpoint` is the address at which nodes meet."""
     brief(report, host, folder)
     _limits(report, host, nnodes)
     _locks(report, host, folder)

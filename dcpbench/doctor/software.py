@@ -57,7 +57,7 @@ KNOWN = (
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """`2.27.5+cuda12.9` as (2, 27, 5). Raises ValueError without a number at its head."""
+    """Return `2.27.5+cuda12.9` as (2, 27, 5). Raise ValueError without a leading number."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     if not found:
         raise ValueError(f"{version!r} is no version")
@@ -65,7 +65,7 @@ def parts(version: str) -> tuple[int, ...]:
 
 
 def installed(*names: str) -> str:
-    """The version of the first of these packages that is installed. Raises PackageNotFoundError."""
+    """Return the version of the first of these packages that is installed. Raise PackageNotFoundError if none is."""
     for name in names[:-1]:
         try:
             return importlib.metadata.version(name)
@@ -75,7 +75,9 @@ def installed(*names: str) -> str:
 
 
 def cuda_of_torch() -> str | None:
-    """The version of CUDA that the installed torch was built for; None: for none. Raises OSError, ValueError."""
+    """Return the version of CUDA that the installed torch was built for; None without CUDA. Raise OSError or ValueError
+    on failure.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("no torch is installed")
@@ -87,7 +89,7 @@ def cuda_of_torch() -> str | None:
 
 
 def examine(report: Report, nvml: Any) -> None:  # noqa: ANN401 -- a module with pynvml's functions
-    """Everything."""
+    """Run all checks."""
     versions: dict[str, Callable[[], str]] = {
         "Linux": platform.release,
         "torch": lambda: installed("torch"),

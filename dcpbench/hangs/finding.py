@@ -549,7 +549,10 @@ def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set
 
 
 def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
-    """Return the finding of case 4: ranks blocked in the kernel that no other finding names."""
+    """Return the finding of case 4: ranks blocked in the operating system's kernel.
+
+    If `found` names such a rank, return it with this reason added; if it names only others, return None.
+    """
     held = {rank.rank: rank.seen.held_in for rank in evidence.ranks if rank.seen is not None and rank.seen.held}
     if not held or (found is not None and not set(found.ranks) & set(held)):
         return None

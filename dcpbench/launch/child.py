@@ -45,12 +45,12 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 def of_rank(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
-    """The command line of each rank, for a process that PARENT names: a torchrun that is tied itself, or this one."""
+    """Return the command line of each rank, for a tied parent named by PARENT: a torchrun, or this process."""
     return [sys.executable, "-I", "-S", __file__, "rank", worker, job, folder, logs, str(first), str(ranks)]
 
 
 def start_ticks(pid: int) -> tuple[str, int] | None:
-    """(state, clock ticks from boot to its start) of a process, in the words of proc(5); None where there is none."""
+    """Return (state, clock ticks from boot to start) of a process, by proc(5); None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 -- no path of a user
             fields = file.read().rpartition(b")")[2].split()
@@ -60,7 +60,7 @@ def start_ticks(pid: int) -> tuple[str, int] | None:
 
 
 def _tie(parent: int) -> None:
-    """Have the kernel kill this process when `parent` dies, and end now where it is dead already."""
+    """Have the kernel kill this process when `parent` dies, and exit now if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -124,7 +124,7 @@ def _be_rank(parent: int, rank: str, command: list[str], folder: str, logs: str)
 
 
 def _write(path: str, text: str) -> None:
-    """The whole file or none: it is read while others are being written."""
+    """Write a file atomically, because it is read while others are being written."""
     with open(f"{path}.part", "w", encoding="utf-8") as file:  # noqa: PTH123 -- pathlib takes longer to import
         file.write(text)
     os.replace(f"{path}.part", path)  # noqa: PTH105 -- as above

@@ -67,7 +67,7 @@ def make_folder(folder: Path) -> None:
 
 
 def new_folder(name: str, tp: Sequence[int]) -> Path:
-    """A folder that does not exist yet, named by the time, `name` and the world sizes."""
+    """Return a folder that does not exist yet, named by the time, `name` and the world sizes."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
     base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, tp))}"
     numbered = (base.with_name(f"{base.name}-{n}") for n in range(2, 100))
@@ -97,7 +97,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def _take(lock: int, folder: Path) -> None:
-    """Take the lock. Where the command that had it is gone, its workers are ending: they get ENDING_S for that."""
+    """Take the lock. If the command that held it is gone, wait ENDING_S for its workers to end."""
     refused = time.monotonic() + ENDING_S
     while True:
         try:
@@ -121,7 +121,7 @@ def _take(lock: int, folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Name a disk that cannot be written, and a folder that is gone, where a run writes into its folder."""
+    """Convert errors of writes to the run's folder into errors that name the disk, or the missing folder."""
     try:
         yield
     except OSError as e:
@@ -135,7 +135,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_there(folder: Path, lock: int) -> None:
-    """Raise OutputError where the folder is not the one that was locked any more: it was removed, or moved away."""
+    """Raise OutputError if the folder is no longer the locked one: it was removed, or moved away."""
     try:
         same = os.path.samestat(os.fstat(lock), (folder / LOCK_FILE).stat())
     except OSError:
@@ -172,7 +172,7 @@ def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
 
 
 def prepare_checks(folder: Path, *, force: bool) -> None:
-    """The same for `verify`, which never touches a sweep's records."""
+    """Create the folder for `verify`, which never touches a sweep's records."""
     if _holds(folder / RECORDS_FILE):
         raise OutputError(f"{folder} holds the records of a sweep; give verify another folder with -o.")
     if (_holds(folder / CHECKS_FILE) or _holds(folder / FAILED_FILE)) and not force:

@@ -174,7 +174,7 @@ def _keep_log_and_beats(ranks: Ranks, rank: int, folder: Path) -> None:
 
 
 def _cpu_ticks(pid: int) -> int | None:
-    """Clock ticks that a process's main thread has run."""
+    """Return the CPU time of a process's main thread in clock ticks."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:  # noqa: PTH123 -- no path of a user
             fields = file.read().rpartition(b")")[2].split()

@@ -139,7 +139,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     (workloads/checkpoint_checks.py)."""
     layout: str
     ep: int | None = None
-    """Ranks that whole experts are dealt out to; 1 where each is cut over all."""
+    """Number of expert-parallel ranks; 1 with tensor-parallel experts."""
     backend: str
     exchange: str
     """Exchange with the enabled options: `a2a +q-replicate`."""
@@ -160,19 +160,19 @@ decode_progress = msgspec.json.Decoder(Progress).decode
 
 
 def write_checks(folder: Path, checks: Iterable[Check]) -> None:
-    """Append checks to a run's, each a line with its checksum."""
+    """Append checks to those of a run, each a line with its checksum."""
     with (folder / CHECKS_FILE).open("ab") as f:
         f.writelines(checksums.seal(msgspec.json.encode(check)) + b"\n" for check in checks)
 
 
 def decode_check(line: bytes) -> Check:
-    """The check of one line, held against its checksum first. Raises records.UNREADABLE."""
+    """Return the check of one line after comparing it with its checksum. Raise records.UNREADABLE if it is damaged."""
     checksums.check(line)
     return _checks.decode(line)
 
 
 def read_checks(folder: Path) -> list[Check]:
-    """All checks of a run, none where there is no file. Raises RecordsError for a line that is none."""
+    """Return all checks of a run, none without a file. Raise RecordsError for an invalid line."""
     path = folder / CHECKS_FILE
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -197,7 +197,7 @@ def code_words(code: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address of this machine, and at no other; port 0: one that is free."""
+    """Return a socket that listens only at this address of this machine; port 0 selects a free one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(found[4][:2], family=found[0])
 

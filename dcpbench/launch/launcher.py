@@ -76,20 +76,20 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     """Descriptor of the folder's lock (folders.locked)."""
 
     def limit_s(self, stage: str) -> float:
-        """Seconds without a sign of life after which a job in this stage counts as hung."""
+        """Return the seconds without a sign of life after which a job in this stage counts as hung."""
         if stage == ENDED:
             return ENDING_S
         timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
         return self.timeout if stage in timed else max(self.timeout, PATIENCE_S)
 
     def check_folder(self) -> None:
-        """Raise OutputError where the folder is not there any more."""
+        """Raise OutputError if the folder no longer exists."""
         if self.lock is not None:
             folders.check_there(self.folder, self.lock)
 
     @property
     def records(self) -> str:
-        """File of the records that the launcher writes; measured points are only in a sweep's."""
+        """Return the file of the records that the launcher writes; measured points are only in a sweep's."""
         return FAILED_FILE if self.kind == "verify" else RECORDS_FILE
 
 
@@ -171,7 +171,9 @@ def _is_collective(failure: Failure) -> bool:
 def _run_size(
     points: list[Point], work: Work, machines: Machines, others: Leader, watch: Callable[[Progress], None]
 ) -> list[Record]:
-    """All points of one world size. Returns failures that points of other sizes share, because no size is to blame."""
+    """Run all points of one world size; return failures that also apply to points of other sizes, as no size is to
+    blame.
+    """
     stillborn = 0
     unusable = []
     failed = tries.failed(work.folder) if work.kind == "sweep" else collections.Counter[str]()
@@ -264,7 +266,7 @@ class _End:
     hung_s: float = 0.0
     """Duration of its silence in s when it was considered hung; 0 if it was not."""
     over_s: float = 0.0
-    """The limit of a point that it was past; 0 where it was not."""
+    """Exceeded time limit of a point in s; 0 if it was not exceeded."""
     begun: float = math.inf
     """When the point at work was begun, by the monotonic clock."""
     code: int = 0
@@ -315,7 +317,7 @@ class Watchdog:
         self._failing: float | None = None
 
     def hear(self) -> None:
-        """There was a sign of life."""
+        """Note a sign of life."""
         self._heard = time.monotonic()
 
     def past_grace(self, failing: Callable[[], bool]) -> bool:
@@ -331,7 +333,7 @@ class Watchdog:
 
 
 def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
-    """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
+    """Follow a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
     end, watchdog = _End(), Watchdog()
 
     def failing() -> bool:
@@ -393,7 +395,7 @@ def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:
 
 @contextlib.contextmanager
 def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[None]:
-    """An interrupt lets a run of requests write those that have finished before its ranks end."""
+    """On an interrupt, let a run of requests write its finished requests before its ranks end."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -499,7 +501,7 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
 
 
 def _unheard(running: Running, end: _End) -> Exit | None:
-    """The rank that torchrun saw end first, where it left no error of its own."""
+    """Return the rank that torchrun saw end first, if it left no error of its own."""
     first = running.seen_first()
     return first if first is not None and first.rank not in {f.rank for f in end.failures} else None
 

@@ -88,9 +88,10 @@ class Line:
             self.closed = True
 
     def receive(self, wait: float) -> bytes | None:
-        """The next line without its end, or None when none came within `wait` seconds or the peer closed.
+        """Return the next line without its end, or None if none came within `wait` seconds or the peer closed the
+        connection.
 
-        A line that is too long, or not by the peer that was trusted, sets `closed`.
+        A line that is too long, or fails authentication, sets `closed`.
         """
         end = time.monotonic() + wait
         while b"\n" not in self._pending:
@@ -153,7 +154,9 @@ class Leader:
 
 
 def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line:
-    """Another node's side: connect to node 0, which may not be up yet. Raises WorkerError where it is none of ours."""
+    """Connect another node to node 0, which may not be up yet. Raise WorkerError if the peer does not belong to the
+    sweep.
+    """
     host, port = split_endpoint(endpoint)
     key = secret()
     end = time.monotonic() + timeout
@@ -201,7 +204,7 @@ def _proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str], name: st
 
 
 def _introduced(line: Line, key: bytes, node: int, name: str) -> bool:
-    """Another node's half of the greeting; whether each side has proved itself."""
+    """Perform another node's half of the greeting; return True if both sides have proved their identity."""
     theirs = _hello(line)
     if theirs is None:
         return False
@@ -215,7 +218,7 @@ def _introduced(line: Line, key: bytes, node: int, name: str) -> bool:
 
 
 def _met(line: Line, key: bytes, name: str, expected: set[int]) -> int | None:
-    """Node 0's half of the greeting: the number of the node, or None for whoever is none of those expected."""
+    """Perform node 0's half of the greeting; return the number of the node, or None for an unexpected peer."""
     nonce = secrets.token_hex(16)
     line.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
     theirs = _hello(line)
@@ -248,7 +251,7 @@ def _ended(answer: bytes) -> Ended:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`HOST:PORT` in two. Raises UsageError."""
+    """Split `HOST:PORT`. Raise UsageError for another form."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
@@ -264,7 +267,7 @@ def _answer(line: Line) -> bytes | None:
 
 
 def _accept(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
-    """The lines to all other nodes; whoever has not the secret is sent away, and does not end the waiting."""
+    """Return the connections to all other nodes; peers without the secret are rejected, and waiting continues."""
     host, port = split_endpoint(endpoint)
     key = secret()
     try:

@@ -64,7 +64,7 @@ def environment() -> dict[str, str]:
 
 
 def must_be(wanted: Package) -> None:
-    """Raise WorkerError where this process has other files than the command that started the job."""
+    """Raise WorkerError if this process has other files than the command that started the job."""
     mine = own()
     if mine.sha256 == wanted.sha256:
         return

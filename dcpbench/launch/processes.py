@@ -34,7 +34,7 @@ def alive(folder: Path) -> tuple[str, float | None]:
 
 
 def alive_pid(folder: Path) -> int | None:
-    """A process of the run that is alive, the command before the others; None where the lock file names none."""
+    """Return a living process of the run, preferably the command; None if the lock file names none."""
     return next((pid for pid, when in _named(folder) if when is not None), None)
 
 
@@ -51,7 +51,9 @@ def _named(folder: Path) -> list[tuple[int, float | None]]:
 
 
 def _began(pid: int, written: float) -> float | None:
-    """When the process began, in Unix time; None where it is gone, or another has its id since the lock was written."""
+    """Return the Unix time at which the process started; None if it is gone, or its id was reused after the lock was
+    written.
+    """
     found = child.start_ticks(pid)
     if found is None:
         return None

@@ -102,7 +102,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._eta())
 
     def _line(self, event: jobs.Progress, name: str) -> None:
-        """A finished point stays on the screen, above the bar where there is one."""
+        """Print a finished point, which stays on the screen, above the bar if there is one."""
         of = len(self._names)
         mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
         note = f"  {mark}{event.note}" if event.note or mark else ""
@@ -166,7 +166,9 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`; a layout is named once."""
+    """Return the points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`; a layout is
+    named once.
+    """
     several = len({r["model"] for r in rows}) > 1
     reasons: dict[str, dict[tuple[str, str], dict[str, None]]] = {}
     for r in rows:
@@ -185,7 +187,7 @@ def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
 
 
 def checks_table(checks: Sequence[jobs.Check]) -> Table:
-    """`verify`: every comparison with its error and its limit."""
+    """Return the table of `verify`: every comparison with its error and its limit."""
     table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
     for name in ("check", "layout", "attention", "dtype"):
         table.add_column(name, no_wrap=name != "attention")
@@ -209,7 +211,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
 
 
 def env_table(probe: Probe) -> Table:
-    """`env`: the device and the packages."""
+    """Return the table of `env`: the device and the packages."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
     if probe.memory_bytes:

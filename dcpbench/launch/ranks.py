@@ -28,15 +28,15 @@ STACKS_WAIT_S = 2.0
 
 
 class Ranks:
-    """Ranks by their files, whoever started them."""
+    """Ranks observed through their files, regardless of which process started them."""
 
     def __init__(self, folder: Path, logs: Path, events: Path, ranks: range) -> None:
-        """`events` is the file to which rank 0 appends a line of JSON for each thing done."""
+        """Observe `ranks`; `events` is the file to which rank 0 appends a line of JSON for each event."""
         self.folder, self.logs, self.ranks = folder, logs, ranks
         self.told = Tail(events)
 
     def failures(self) -> list[Failure]:
-        """Exceptions that ranks of this machine have left behind, by rank."""
+        """Return the exceptions recorded by ranks of this machine, by rank."""
         found = []
         for path in self.files("error-{}.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -52,7 +52,9 @@ class Ranks:
         return sorted(found, key=lambda e: e.at)
 
     def last_words(self, first: Sequence[int] = ()) -> tuple[str, list[str]]:
-        """(log, its last lines) of the first of these ranks that printed any, else of one that failed, else of any."""
+        """Return (log, its last lines) of the first of these ranks with any output, else of one that failed, else of
+        any.
+        """
         ranks = [*first, *(f.rank for f in self.failures()), *self.ranks]
         for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.other_logs():
             if lines := read(path).strip().splitlines():
@@ -64,7 +66,9 @@ class Ranks:
         return []
 
     def stacks(self) -> dict[str, str]:
-        """Python stacks of every rank of this machine, by rank; they write them on SIGUSR1, there or into their logs."""
+        """Return the Python stacks of every rank of this machine; they write them on SIGUSR1, to their file or into
+        their logs.
+        """
         self.signal(signal.SIGUSR1)
         time.sleep(STACKS_WAIT_S)
         return {p.stem.partition("-")[2]: read(p) for p in self.files("stacks-{}.txt")}
@@ -80,7 +84,7 @@ class Ranks:
         return [*self.pid_of().values()]
 
     def pid_of(self) -> dict[int, int]:
-        """The same, by rank."""
+        """Return the ids of the living ranks, by rank."""
         words = {rank: read(self.folder / f"rank-{rank}.pid").split() for rank in self.ranks}
         told = {r: (int(w[0]), w[1]) for r, w in words.items() if len(w) == 2 and w[0].isdecimal()}  # noqa: PLR2004 -- id and ticks
         return {r: pid for r, (pid, ticks) in told.items() if str((child.start_ticks(pid) or ("", None))[1]) == ticks}
@@ -92,19 +96,19 @@ class Ranks:
                 path.unlink(missing_ok=True)
 
     def files(self, name: str) -> list[Path]:
-        """The files of this name that ranks of this machine have."""
+        """Return the files with this name pattern for the ranks of this machine."""
         paths = [self.folder / name.format(rank) for rank in self.ranks]
         return [p for p in paths if p.exists()]
 
 
 class Started(Ranks):
-    """Ranks that this process starts itself, on one machine and once, where torchrun would add but seconds.
+    """Ranks started by this process itself, on one machine and once, where torchrun would only add seconds.
 
-    Context manager: leaving it ends all of them, however it is left; and so does the end of this process (child.py).
+    Context manager: leaving it in any way kills all of them; so does the end of this process (child.py).
     """
 
     def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
-        """Each is to be `python -m WORKER FOLDER`, with RANK and WORLD_SIZE in its environment."""
+        """Start `python -m WORKER FOLDER` for each rank, with RANK and WORLD_SIZE in its environment."""
         super().__init__(folder, folder, events, range(count))
         self._command = child.of_rank(worker, str(folder), str(folder), str(folder), 0, count)
         self._device = device
@@ -159,7 +163,7 @@ def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
 
 
 def read(path: Path) -> str:
-    """The text of a file, none where there is no such file."""
+    """Return the text of a file, empty if it does not exist."""
     try:
         return path.read_text(errors="replace")
     except OSError:

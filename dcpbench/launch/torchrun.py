@@ -95,17 +95,17 @@ class Running(Ranks):
         self.kill()
 
     def poll(self) -> int | None:
-        """Exit code of torchrun once it has ended."""
+        """Return the exit code of torchrun once it has ended."""
         return self._agent.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Exit code of torchrun, or None if it is still running after `seconds`."""
+        """Return the exit code of torchrun, or None if it is still running after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._agent.wait(seconds)
         return None
 
     def events(self) -> Iterator[Progress]:
-        """Progress written since the last call; a damaged line is passed over."""
+        """Yield the progress written since the last call; skip damaged lines."""
         return self.told.decoded(decode_progress)
 
     def stopped(self) -> bool:
@@ -113,11 +113,11 @@ class Running(Ranks):
         return (child.start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
 
     def go_on(self) -> None:
-        """Let a stopped agent go on."""
+        """Resume a stopped agent."""
         self._agent.send_signal(signal.SIGCONT)
 
     def log_tail(self, first: Sequence[int] = ()) -> str:
-        """The last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
+        """Return the last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
         name, lines = self.last_words(first)
         return "\n".join([f"{name}:", *lines]) if lines else ""
 
@@ -134,13 +134,13 @@ class Running(Ranks):
         return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
 
     def other_logs(self) -> list[Path]:
-        """Torchrun's."""
+        """Return torchrun's log."""
         return [self.agent_log]
 
     def kill(self, wait_s: float = END_WAIT_S) -> None:
         """End all processes of the job. torchrun ends its ranks on SIGTERM; a rank that ignores it is killed.
 
-        Another Ctrl-C cuts the wait short.
+        Another Ctrl-C shortens the wait.
         """
         if self._agent.poll() is None:
             self._agent.terminate()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
 """Errors that name a remedy: repeating the same command would raise them again."""
 LEAST = 2
-"""Tries that --resume gives a point, however few --point-retries asks for."""
+"""Minimum number of attempts of a point with --resume, even if --point-retries allows fewer."""
 
 
 def may_pass(record: Record) -> bool:

@@ -27,7 +27,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     """The run's, absolute."""
     start: str = ""
-    """`--resume` or `--force` where that was typed."""
+    """`--resume` or `--force` if given."""
     again: str = "--resume"
     """Option that a restarted job adds instead."""
     nodes: int = 1
@@ -40,7 +40,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def typed(self) -> str:
-        """The command as it may be shown."""
+        """Return the command for display."""
         return shlex.join(["dcpbench", *self.words])
 
     @property
@@ -66,7 +66,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> str:
-        """The job in a sentence."""
+        """Return a description of the job."""
         return f"{'Slurm job' if self.kind == 'slurm' else 'Kubernetes job'} {self.id}"
 
     def rest(self, folder: Path) -> str:
@@ -77,13 +77,13 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep(folder: Path, job: Submitted) -> None:
-    """Note which job a run has."""
+    """Record the job of a run."""
     with folders.writing(folder):
         write_file(folder / SUBMIT_FOLDER / STATE_FILE, msgspec.json.encode(job) + b"\n")
 
 
 def kept(folder: Path) -> Submitted | None:
-    """The job that a run was submitted as last; None where there is none. Raises OutputError for a note that is none."""
+    """Return the last submitted job of a run; None without one. Raise OutputError if the file is invalid."""
     path = folder / SUBMIT_FOLDER / STATE_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Submitted)
@@ -94,7 +94,7 @@ def kept(folder: Path) -> Submitted | None:
 
 
 def job_of(folder: Path) -> Submitted:
-    """The job of a run. Raises UsageError where it was not submitted."""
+    """Return the job of a run. Raise UsageError if it was not submitted."""
     found = kept(folder)
     if found is None:
         raise UsageError(

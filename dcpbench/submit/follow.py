@@ -54,7 +54,7 @@ class Queue(Protocol):
         """Return the current state. Raise Silent if the cluster does not answer."""
 
     def output(self) -> Iterable[str]:
-        """Lines that node 0 has printed since the last call."""
+        """Return the lines printed by node 0 since the last call."""
 
     def finished(self) -> bool:
         """Return True if no more output can arrive."""
@@ -70,7 +70,7 @@ class Queue(Protocol):
 
 
 def follow(queue: Queue) -> State:
-    """Stay with the job until it has ended. Returns how it did."""
+    """Follow the job until it has ended; return its final state."""
     try:
         state = _stay(queue)
         _last_words(queue)
@@ -103,7 +103,7 @@ def _stay(queue: Queue) -> State:
 
 
 def cancel(queue: Queue) -> State:
-    """Have the job ended, and stay until it is gone. Raises WorkerError where it is not."""
+    """Cancel the job and wait until it is gone. Raise WorkerError if it remains."""
     queue.cancel()
     until = time.monotonic() + GONE_S
     while True:

@@ -74,7 +74,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
-    """The Job, and, where it has several machines, its Service and its Secret, which is empty yet."""
+    """Return the Job and, for several machines, its Service and its still empty Secret."""
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -112,7 +112,7 @@ def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def as_yaml(asked: Asked, cluster: Cluster) -> str:
-    """The manifests as kubectl takes them."""
+    """Return the manifests as YAML for kubectl."""
     parts = "---\n".join(_dumped(part) for part in manifests(asked, cluster))
     note = f"# The value of {SECRET} is made when this is submitted, and shown nowhere.\n" if asked.nodes > 1 else ""
     return f"# {' '.join(asked.typed.splitlines())}\n{note}{parts}"
@@ -151,7 +151,7 @@ class Queue:
     late_s = 30.0
 
     def __init__(self, job: Submitted, folder: Path) -> None:
-        """`folder` is where the run will lie on this machine."""
+        """Follow a job; `folder` is the run's folder on this machine."""
         self._job, self._folder = job, folder
         self._pod = ""
         self._began = self._over = False
@@ -193,7 +193,9 @@ class Queue:
                 self._fetch()
 
     def finished(self) -> bool:
-        """A log ends with its container; one that was begun before may have ended for another reason."""
+        """Return True if the log of a finished command was read to its end; an earlier reader may have ended for
+        another reason.
+        """
         return self._over and (self._read_all or not self._began)
 
     def cancel(self) -> None:
@@ -306,7 +308,9 @@ class Queue:
 
 
 def seconds(time: str) -> int:
-    """A limit as Slurm writes it: minutes, HH:MM:SS, D-HH, D-HH:MM:SS. Raises UsageError."""
+    """Return the seconds of a limit in Slurm's format: minutes, HH:MM:SS, D-HH, D-HH:MM:SS. Raise UsageError for
+    another one.
+    """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
         raise UsageError(f"--time {time}: write it as Slurm does, such as 30 (minutes), 4:00:00 or 1-12:00:00.")
@@ -454,13 +458,13 @@ def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
 
 
 def _apart(asked: Asked) -> dict[str, Any]:
-    """No two pods of a job on one machine."""
+    """Return the anti-affinity that places each pod of a job on its own machine."""
     others = {"labelSelector": {"matchLabels": {LABEL: asked.name}}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}}
 
 
 def _dumped(part: Mapping[str, Any]) -> str:
-    """YAML in which the pod's script reads as one."""
+    """Return YAML with the pod's script as a block."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -496,7 +500,7 @@ def _index(pod: Mapping[str, Any]) -> int:
 
 
 def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The status of ours, empty before it has one."""
+    """Return the status of our container, empty before it has one."""
     found = pod.get("status", {}).get("containerStatuses") or []
     return next((status for status in found if status.get("name") == CONTAINER), {})
 

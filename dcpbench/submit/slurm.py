@@ -61,7 +61,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def script(asked: Asked, cluster: Cluster) -> str:
-    """The batch script of a job. The secret of its machines is made when it begins, and stands in a file of its owner's."""
+    """Return the batch script of a job. It creates the secret of its machines at start, in a file readable only by its
+    owner.
+    """
     import jinja2
 
     env = jinja2.Environment(  # noqa: S701 -- a shell script with quoted words
@@ -81,7 +83,7 @@ def script(asked: Asked, cluster: Cluster) -> str:
 
 
 def submit(asked: Asked, cluster: Cluster) -> Submitted:
-    """Hand the job to Slurm. Raises UsageError where Slurm refuses it."""
+    """Submit the job to Slurm. Raise UsageError if Slurm refuses it."""
     path = write_script(asked, SCRIPT, script(asked, cluster))
     env = {name: value for name, value in os.environ.items() if name != SECRET}
     try:
@@ -105,12 +107,12 @@ class Queue:
     """Through a shared file system."""
 
     def __init__(self, job: Submitted, folder: Path) -> None:
-        """`folder` is the run's."""
+        """Follow a job; `folder` is the run's."""
         self._job, self._folder = job, folder
         self._log = Tail(log_of(folder, job))
 
     def output(self) -> Iterator[str]:
-        """Lines that came into its log."""
+        """Yield new lines of its log."""
         return (line.decode("utf-8", "replace").rstrip("\r") for line in self._log.lines())
 
     def finished(self) -> bool:
@@ -149,7 +151,7 @@ class Queue:
         (self._folder / SUBMIT_FOLDER / "secret").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing to end: its log is a file."""
+        """Do nothing, because its log is a file."""
 
     def _ended(self, state: str, exit_code: str) -> State:
         code, _, number = exit_code.partition(":")
@@ -170,7 +172,9 @@ class Queue:
         return State(said=f"{self._job.said} {HOW_IT_ENDED[state]}{go_on}", ended=True, code=code_of)
 
     def _forgotten(self) -> State:
-        """Slurm forgets jobs minutes after their end; the script has left its exit code."""
+        """Return the state of a job that Slurm no longer knows, minutes after its end, from the exit code that the
+        script has stored.
+        """
         path = self._folder / SUBMIT_FOLDER / f"{self._job.id}.code"
         try:
             code = int(path.read_text())

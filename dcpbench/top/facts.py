@@ -84,7 +84,7 @@ class JobFacts:
 
     @functools.cached_property
     def points(self) -> dict[int, Point]:
-        """Every point of the run that can run, where the job has a list of them, else the job's own; by point_id."""
+        """Return every point of the run that can run, if the job lists them, else the job's own; by point_id."""
         return {point_id(p): p for p in self.job.pool_points or self.job.points}
 
     def see(self, event: Progress) -> None:
@@ -134,12 +134,12 @@ class Facts:
 
     @property
     def unread(self) -> dict[str, int]:
-        """Lines, or files, that could not be read, by file name."""
+        """Return the number of unreadable lines, or files, by file name."""
         return dict.fromkeys(sorted(self._unread_jobs), 1) | {t.path.name: t.unread for t in self._tails() if t.unread}
 
     @property
     def newest(self) -> JobFacts | None:
-        """The job that began last."""
+        """Return the job that started last."""
         return max(self.jobs.values(), key=lambda j: j.began, default=None)
 
     def failure(self) -> str:
@@ -189,5 +189,5 @@ class Facts:
 
 
 def point_id(point: Point) -> int:
-    """Stands for Point.key(), which is long."""
+    """Return a short substitute for Point.key()."""
     return hash(point.key())

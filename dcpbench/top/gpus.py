@@ -33,7 +33,7 @@ class GpuNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpus:
-    """The machine's GPUs; none where NVML cannot be used."""
+    """GPUs of the machine; none if NVML cannot be used."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -46,7 +46,7 @@ class Gpus:
             self._nvml = pynvml
 
     def now(self) -> list[GpuNow]:
-        """Ask each."""
+        """Query each GPU."""
         return [self._one(index, handle) for index, handle in enumerate(self._handles)]
 
     def _one(self, index: int, gpu: Any) -> GpuNow:  # noqa: ANN401 -- NVML's handle
@@ -71,7 +71,7 @@ class Gpus:
 
 
 def _known(query: Callable[[], T]) -> T | None:
-    """The answer, or None where this GPU or its driver has none."""
+    """Return the answer, or None if this GPU or its driver has none."""
     try:
         return query()
     except Exception:  # noqa: BLE001 -- NVML raises a class for each kind of refusal

@@ -35,7 +35,7 @@ BETWEEN = ("done", "start", "end")
 QUIET_S = 60.0
 """Without a sign of life for so long a run is shown as silent; dcpbench itself ends such a job at --timeout."""
 TIMEOUT_S = 300.0
-"""--timeout, where the command does not say."""
+"""Default of --timeout."""
 SLACK_S = 2.0
 """Tolerance in s of a record's times, which are written in whole seconds."""
 WRONG, SOME_FAILED, INTERRUPTED = 1, WorkerError.exit_code, 130
@@ -89,7 +89,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`sweep`, `serve` or `verify`; empty without a job, as in a replay from --step-times, which needs none."""
     device: str
-    """`cuda`, `cpu`, or empty where there are no jobs."""
+    """`cuda`, `cpu`, or empty without jobs."""
     status: str
     exit_code: int | None = None
     """Exit code of the run's command, as far as its files show; null while it runs."""
@@ -211,7 +211,7 @@ def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
 
 
 def _points(facts: Facts) -> dict[int, Point]:
-    """Every point that can run; without a list of them, those of the jobs so far."""
+    """Return every point that can run; without a list of them, those of the jobs so far."""
     newest = facts.newest
     if newest is None:
         return {}
@@ -234,7 +234,7 @@ def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[
 
 
 def _ends(ended: dict[int, Ended], jobs: list[JobFacts], began: float | None) -> list[float]:
-    """When points ended under this command. Events say it to the microsecond, records to the second."""
+    """Return the end times of points under this command. Events have a resolution of microseconds, records of seconds."""
     told = {key: at for j in jobs for key, at in j.done.items()}
     recorded = {key: e.at for key, e in ended.items() if e.ran and e.at is not None and (e.outcome != "ok" or not jobs)}
     since = float("-inf") if began is None else began
@@ -281,7 +281,7 @@ def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:
 
 
 def _timeout(command: str) -> float:
-    """--timeout as typed."""
+    """Return --timeout from the command line."""
     try:
         words = shlex.split(command.replace("--timeout=", "--timeout "))
         return float(words[words.index("--timeout") + 1])

@@ -131,7 +131,7 @@ def _begun(folder: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Show]:
-    """A live view on a terminal that can show one, else lines."""
+    """Yield a function that shows states: a live view on a terminal that supports it, else lines."""
     terminal = console()
     if sys.stdout.isatty() and not terminal.is_dumb_terminal:
         with _live(terminal) as show:
@@ -217,7 +217,7 @@ def _print_json(state: State) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a lost terminal end it as Ctrl-C does, so that the terminal is as it was."""
+    """End on SIGTERM and on a lost terminal as on Ctrl-C, so that the terminal is restored."""
 
     def stop(number: int, _: object) -> None:
         sys.exit(128 + number)

@@ -108,7 +108,7 @@ class Finding:
 
     @property
     def ratio(self) -> float:
-        """Error over limit; infinite where the error is not finite."""
+        """Return error over limit; infinite if the error is not finite."""
         return self.error / self.limit if math.isfinite(self.error) else math.inf
 
     def __str__(self) -> str:
@@ -168,7 +168,7 @@ def find_errors(limits: Limits, compared: dict[int, Comparison]) -> list[Finding
 
 
 def find_expert_errors(limits: Limits, differences: Sequence[Difference]) -> list[Finding]:
-    """Return the errors of experts that each had a row of its own: of each layer the worst, and the median."""
+    """Return the errors of experts with one row each: for each layer the worst, and the median."""
     return [finding for d in differences for finding in (_worst(limits, d), *_median(limits, (d,)))]
 
 
@@ -225,7 +225,9 @@ def _tokens_check(
     allowed: float,
     decoded: Sequence[Decoded],
 ) -> Check:
-    """Count wrong tokens of all ranks; where transformers' best logits are closer than the error of two, each is right."""
+    """Count wrong tokens of all ranks; if transformers' best logits differ by less than two errors, each token is
+    right.
+    """
     judged = [
         is_greedy(traces[i].logits[position], token, 0.0) and is_greedy(expected[i][position], token, 2 * allowed)
         for one in decoded

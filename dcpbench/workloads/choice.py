@@ -31,7 +31,7 @@ CHUNK_SECONDS = 0.1
 
 
 def candidates(point: Point) -> list[tuple[str, str]]:
-    """Every backend and exchange that a point leaves open, named ones alone."""
+    """Return every backend and exchange that a point leaves open; named ones are the only candidates."""
     backends = TIMED_BACKENDS if point.backend == AUTO else (point.backend,)
     exchanges = AUTO_EXCHANGES if point.exchange == AUTO else (point.exchange,)
     return list(itertools.product(backends, exchanges))
@@ -81,7 +81,7 @@ def _refusal(engine: DecodeEngine, backend: str, exchange: str, plan: Callable[[
 
 
 def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> float:
-    """Median time of one layer, µs; the batch is planned."""
+    """Return the median time of one layer in µs; the batch is planned."""
     attend_all = _pass(engine, batch)
     if engine.device.type == "cuda":
         for _ in range(2):

@@ -153,7 +153,7 @@ def run(
 
 
 def _share(point: Point, dp_rank: int) -> int:
-    """Requests of one replica: as even as they divide."""
+    """Return the requests of one replica, divided as evenly as possible."""
     return point.concurrency // point.dp + (dp_rank < point.concurrency % point.dp)
 
 
@@ -194,7 +194,9 @@ def straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> Stragg
 def _behind(
     phase: str, values: Sequence[float], *, least: float, at_least: float = 0.0, faster: bool = False
 ) -> Straggler | None:
-    """The last rank by these values, where it is `least` slower than the median of the others, and by `at_least`."""
+    """Return the slowest rank by these values, if it exceeds the median of the others by the share `least` and by
+    `at_least`.
+    """
     if len(values) == 1:
         return None
     rank = (min if faster else max)(range(len(values)), key=values.__getitem__)
@@ -220,7 +222,7 @@ def _plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> 
 
 
 def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
-    """Difference between the captured step and the eager one under the present plan; 0 where both do the same."""
+    """Return the difference between the captured step and the eager one under the present plan; 0 if they are equal."""
     engine.run(batch)
     eager = _live_logits(batch)
     engine.step(batch)
@@ -229,14 +231,14 @@ def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
 
 
 def _live_logits(batch: Batch) -> torch.Tensor:
-    """The last step's logits in fp64, with 0 for rows past the vocabulary: their -inf has no difference."""
+    """Return the last step's logits in fp64, with 0 for rows past the vocabulary, because their -inf has no difference."""
     assert batch.logits is not None
     wide = batch.logits.double()
     return wide.masked_fill(wide.isneginf(), 0.0)
 
 
 def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
-    """ids_Tk of each layer with experts, over the rows of all replicas, in one eager step; on the host."""
+    """Return ids_Tk of each layer with experts, over the rows of all replicas, from one eager step; on the host."""
     model = engine.model
     model.chosen_experts = []
     engine.run(batch)
@@ -285,9 +287,11 @@ def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str,
 
 
 def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
-    """Experts hit, and rows of them, of each layer's busiest rank over the mean of its ranks; layers on average.
+    """Return the experts hit, and their rows, of each layer's busiest rank over the mean of its ranks, averaged over
+    layers.
 
-    rows_LE: rows of each expert, which are dealt out to `ranks` in runs; 1 rank where each expert is cut over all.
+    rows_LE: rows of each expert; experts are assigned to `ranks` in contiguous runs; 1 rank with tensor-parallel
+    experts.
     """
     ranked_LRe = rows_LE.unflatten(1, (ranks, -1))
     found = {

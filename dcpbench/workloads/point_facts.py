@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def device_allocations(device: torch.device) -> int:
-    """cudaMalloc, cudaFree and their like so far, of all ranks."""
+    """Return the number of calls of cudaMalloc, cudaFree and the like so far, over all ranks."""
     if device.type != "cuda":
         return 0
     stats = torch.cuda.memory_stats(device)
@@ -35,12 +35,12 @@ def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields
 
 
 def marks(**holds: bool) -> list[str]:
-    """The marks that hold."""
+    """Return the names of the warnings that apply."""
     return [name for name, does in holds.items() if does]
 
 
 def device_marks(point: Point, device: torch.device) -> list[str]:
-    """Marks of a point that no GPU ran."""
+    """Return the warnings of a point that did not run on a GPU."""
     if device.type != "cpu":
         return []
     return ["cpu", "oversubscribed"] if point.world > (os.cpu_count() or 1) else ["cpu"]

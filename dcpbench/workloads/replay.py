@@ -41,7 +41,7 @@ def run(
 ) -> Record:
     """Replay a point on rank 0, with step times for all of `points` that share its path. Collective.
 
-    Every rank returns the record. The step times lie below the run's folder afterwards, with their floors at `rates`.
+    Every rank returns the record. The step times are then stored below the run's folder, with their floors at `rates`.
     """
     path, session = engine_path(point), serving.session
     name = step_times_name(path)
@@ -70,7 +70,7 @@ def run(
 def _measured_before(
     serving: Serving, points: Sequence[Point], environment: Environment, file: Path
 ) -> StepTimes | None:
-    """The file that an earlier job of this run left, where it is of this machine and code and has every case."""
+    """Return the step times of an earlier job of this run, if they are of this machine and code and have every case."""
     found = None
     if is_first() and file.is_file():
         with contextlib.suppress(RecordsError):  # of another version, or cut short: measured anew

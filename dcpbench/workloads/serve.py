@@ -55,7 +55,7 @@ class Serving:
     """State shared by the runs of one engine path: captured graphs, prefill buffers, and the agreement of ranks."""
 
     def __init__(self, session: Session, prefill: str) -> None:
-        """Collective."""
+        """Create the state; collective."""
         engine, layout = session.engine, session.point.layout
         replica_chunk = session.plan.chunk // layout.dp
         direct = session.point.exchange == "symm" and session.emulation is None
@@ -78,7 +78,7 @@ class Serving:
         concurrency: int | None,
         ends: Callable[[float], bool] = lambda _: False,
     ) -> Loop:
-        """A run from an empty cache."""
+        """Return a run from an empty cache."""
         scheduler = Scheduler(scheduler_config(point, self.session))
         self.engine.forget()
         assert point.load is not None
@@ -118,7 +118,7 @@ def serving_for(session: Session, point: Point) -> Serving:
 
 
 def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
-    """The scheduler of a point on a built engine."""
+    """Return the scheduler configuration of a point on a built engine."""
     return SchedulerConfig.of(point, pages=session.plan.pages, max_context=session.plan.max_context)
 
 
@@ -196,7 +196,7 @@ def run(
 def _metrics(
     loop: Loop, point: Point, settings: Settings, folder: Path, found: Shares, *, interrupted: bool
 ) -> ServeMetrics:
-    """Metrics of a run that has ended; rank 0 leaves its samples in the folder."""
+    """Return the metrics of a run that has ended; rank 0 writes its samples to the folder."""
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
     if is_first():
@@ -249,8 +249,8 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
 
 
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
-    """Prompts, one after the other in each replica: a chunk of each power of two, short of a token, and one of several
-    chunks.
+    """Return the lengths of prompts, one after the other in each replica: a chunk of each power of two, minus a token,
+    and one of several chunks.
     """
     most = _longest(config)
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
@@ -259,7 +259,9 @@ def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
 
 
 def _full_steps(config: SchedulerConfig) -> list[int]:
-    """Prompts of whole pages that fill two steps when they come at once, however short a request must be."""
+    """Return the lengths of prompts of whole pages that fill two steps if they arrive at once, for any limit of the
+    request length.
+    """
     page = config.virtual_page
     most = _longest(config)
     longest, step = most // page * page, config.chunk // page * page
@@ -294,12 +296,12 @@ def _same_twice(config: SchedulerConfig, vocab: int) -> list[ServeRequest]:
 
 
 def _longest(config: SchedulerConfig) -> int:
-    """Tokens of a prompt that is answered with one."""
+    """Return the maximum number of tokens of a prompt that is answered with one token."""
     return max(min(config.max_context, (config.pages - 1) * config.virtual_page) - 1, 1)
 
 
 def _short(request: ServeRequest) -> ServeRequest:
-    """The same prompt, standing alone and answered in a few tokens."""
+    """Return a single-turn request with the same prompt and a short answer."""
     return ServeRequest(
         number=request.number, prompt=request.prompt, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT)
     )
@@ -315,7 +317,7 @@ def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequ
 
 
 def _note(loop: Loop) -> str:
-    """The last numbers, for the progress line."""
+    """Return the latest numbers, for the progress line."""
     samples = loop.traffic.samples
     tokens = sum(len(s.token_s) for s in samples)
     finished = sum(s.finished for s in samples)
@@ -324,7 +326,7 @@ def _note(loop: Loop) -> str:
 
 @contextlib.contextmanager
 def _interruptions() -> Iterator[list[int]]:
-    """Signals that came meanwhile; they end the run, not the process."""
+    """Collect signals within the block; they end the run, not the process."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in INTERRUPTIONS}
     try:

@@ -55,7 +55,7 @@ class Agreement:
             self.group = dist.group.WORLD if gloo else dist.new_group(backend="gloo")
 
     def __call__(self, *numbers: int) -> list[int]:
-        """Rank 0's `numbers`."""
+        """Return rank 0's `numbers`."""
         if self.alone:
             return list(numbers)
         said = torch.tensor(numbers, dtype=torch.int64)
@@ -84,7 +84,7 @@ class Gaps:
 
     @property
     def idle_fraction(self) -> float | None:
-        """Share of the time that was between the steps; None where no two were seen."""
+        """Return the share of the time between the steps; None if no two consecutive steps were seen."""
         whole = self.busy_ms + self.idle_ms
         return self.idle_ms / whole if whole else None
 
@@ -96,7 +96,7 @@ class Timed(NamedTuple):
     """From its first kernel to its last one."""
     decodes: int
     context: int
-    """KV rows that each of these attends to on average."""
+    """Mean number of KV rows that each of these attends to."""
     chunks: tuple[tuple[int, int], ...]
     sampled: int
     tokens: int
@@ -148,11 +148,11 @@ class Loop:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self.start
 
     def run(self, alive: Callable[[], None] = lambda: None) -> None:
-        """To the end; `alive` is called now and then."""
+        """Run to the end; `alive` is called from time to time."""
         settle_heap()
         while self.iterate():
             alive()

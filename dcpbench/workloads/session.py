@@ -53,9 +53,9 @@ class Session:
     """State shared by runs of the workload `serve` on the current path."""
 
     def follow(self, point: Point) -> None:
-        """Go on with the backend, exchange and reduction of another point of this engine. Collective.
+        """Switch to the backend, exchange and reduction of another point of this engine. Collective.
 
-        What was made for earlier points stays, except their graphs: they may come back.
+        Objects made for earlier points are kept, except their graphs, because they may be needed again.
         """
         model = self.engine.model
         if point.all_reduce not in self.all_reduces:
@@ -82,7 +82,7 @@ def build(
     seed: int,
     alive: Callable[[], None] = lambda: None,
 ) -> Session:
-    """Weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
+    """Build weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:

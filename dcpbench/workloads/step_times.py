@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dcpbench.workloads.serving_loop import Agreement
 
 SLOW_MS, SLOW_LEAST, LEAST, MOST = 150, 2, 3, 8
-"""Samples of a case: LEAST, or SLOW_LEAST of a step longer than SLOW_MS, and MOST where they differ."""
+"""Numbers of samples of a case: LEAST, or SLOW_LEAST for a step longer than SLOW_MS, and MOST if they differ."""
 SPREAD = 0.02
 """Samples agree when their range is within this share of the median."""
 CASE_MS = 1000
@@ -58,7 +58,7 @@ HOT_MS, SETTLED_MS = 500, 150
 settle_s.
 """
 HOTTEST_MS = 700
-"""Chunks that take longer are not the largest that cases are measured behind."""
+"""Maximum duration of the largest chunks after which cases are measured."""
 MOST_BETWEEN = 8
 """Decode steps before one with chunks."""
 FILL_TOKENS = 1 << 20
@@ -75,7 +75,7 @@ def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
 
 
 def kernel_changes(sharding: Sharding) -> list[int]:
-    """Most rows of a replica up to which linear layers and experts run by the same kernels on a GPU."""
+    """Return the maximum rows of a replica up to which linear layers and experts use the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
     experts = moe.changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
     return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.scaled else [])
@@ -88,9 +88,11 @@ def measure(
     tell: Callable[..., None],
     rates: Rates | None = None,
 ) -> StepTimes:
-    """Step times for all of `points`, which share one engine path. Collective; every rank returns the same samples.
+    """Measure step times for all of `points`, which share one engine path. Collective; every rank returns the same
+    samples.
 
-    `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture). What the KV cache held is gone.
+    The `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture). The contents of
+    the KV cache are lost.
     """
     session, started = serving.session, time.perf_counter()
     sharding = Sharding.of(points[0], session.shape)
@@ -150,13 +152,13 @@ def measure(
 
 
 def floor_ms(sharding: Sharding, case: Case, rates: Rates | None) -> float | None:
-    """The floor of a case's step; None without rates, or without one that it takes."""
+    """Return the floor of a case's step; None without rates, or without a required one."""
     floors = rates and step_floors(sharding, case.rows(sharding.layout.dp), rates.limits)
     return sum(floors.values()) / 1e3 if floors else None
 
 
 def slowest(mine: list[list[float]]) -> list[list[float]]:
-    """Every rank's samples of each case, as those of its slowest rank. Collective."""
+    """Return the samples of the slowest rank for each case. Collective."""
     ranks = gather_objects(mine)
     return [[max(times) for times in zip(*case, strict=True)] for case in zip(*ranks, strict=True)]
 
@@ -207,9 +209,9 @@ class Pipeline:
         """Times of the steps in between."""
 
     def run(self, steps: CaseSteps) -> Times:
-        """Times of a case, still without the last sample, which the next case or `drain` brings. Collective.
+        """Return the times of a case, without the last sample, which the next case or `drain` adds. Collective.
 
-        The first step is not counted: others than it ran before, and it writes tables.
+        The first step is not counted, because it follows other steps, and it writes tables.
         """
         times = Times()
         behind: list[float] = []
@@ -228,17 +230,17 @@ class Pipeline:
         return times
 
     def enough_between(self, took_ms: Sequence[float]) -> int:
-        """Decode steps that take as long as a step of the case, or as a device to settle: few, and one where that is not
-        known yet.
+        """Return the number of decode steps that take as long as a step of the case, or as a device to settle: few, and
+        one while that is unknown.
         """
         if not took_ms or not self.decoding_ms:
             return 1
         return min(math.ceil(min(took_ms[-1], SETTLED_MS) / max(self.decoding_ms[-1], 1e-3)), MOST_BETWEEN)
 
     def run_hot(self, steps: CaseSteps, chunks: Step, count: int, times: int) -> list[Times]:
-        """Times of each of so many steps of a case that follow `count` of `chunks`, again and again. Collective; see run.
+        """Return the times of `count` consecutive steps of a case after `chunks`, repeated. Collective; see run.
 
-        The later half counts.
+        Only the later half counts.
         """
         samples: list[list[float]] = [[] for _ in range(times)]
         self.turn(steps.first, None)
@@ -256,7 +258,7 @@ class Pipeline:
         return [Times(samples_ms=one[(rounds - 1) // 2 :]) for one in samples]
 
     def turn(self, step: Step, samples: list[float] | None) -> float:
-        """Launch a step, then read the one before it; how many ms the launch took."""
+        """Launch a step, then read the one before it; return the time of the launch in ms."""
         start = time.perf_counter()
         launched = self.engine.launch(step)
         now = time.perf_counter()
@@ -298,7 +300,9 @@ def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: 
 
 
 def _fill(serving: Serving) -> None:
-    """Random KV rows everywhere, and token ids: zeros would make a GPU clock higher, and one expert do all the work."""
+    """Fill the cache with random KV rows, and the table with token ids: zeros would make a GPU clock higher, and one
+    expert do all the work.
+    """
     session = serving.session
     engine = session.engine
     locs = engine.allocator.pages * engine.allocator.virtual_page

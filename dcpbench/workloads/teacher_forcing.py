@@ -53,7 +53,7 @@ class Difference:
     stage: str
     layer: int
     errors: torch.Tensor
-    """[P]: ‖engine − model‖ / ‖model‖ of each position; where its ‖model‖ is below the median of positions, that median."""
+    """[P]: ‖engine − model‖ / ‖model‖ of each position, with ‖model‖ at least its median over positions."""
     scores: float = 0.0
     """Root mean square of attention scores, of the attention stage."""
 
@@ -179,7 +179,7 @@ class TeacherForcing:
             _after(module, self.roundings.activation)
 
     def _round_residual(self, x: torch.Tensor) -> torch.Tensor:
-        """Round in place, because the layer adds to the same tensor behind the norm."""
+        """Round in place, because the layer adds to the same tensor after the norm."""
         return x.copy_(self.roundings.activation(x))
 
     def _attach_attention(self, attention: Any, index: int) -> None:  # noqa: ANN401

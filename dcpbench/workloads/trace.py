@@ -32,9 +32,10 @@ class Trace:
     prompt: int
     """Number of tokens of the prompt."""
     tokens: list[int]
-    """The token at each of the P positions: the prompt, and its continuation but for the last token."""
+    """Token at each of the P positions: the prompt, and its continuation without the last token."""
     results: dict[str, torch.Tensor]
-    """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN where a layer has no result."""
+    """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN for layers without the result.
+    """
     logits: torch.Tensor
     """[P, vocab]"""
 
