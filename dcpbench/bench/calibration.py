@@ -37,7 +37,7 @@ class Quality:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes received, the least and the most that were measured."""
+        """Return the smallest and the largest measured number of received bytes."""
         found = [s.received_bytes for s in self.call.samples]
         return min(found), max(found)
 
@@ -52,9 +52,9 @@ def quality(calls: Iterable[Call]) -> list[Quality]:
 
 
 def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
-    """The records of benches between ranks in files, or anywhere below folders; one that is there twice counts once.
+    """Return the records of benches between ranks in files, or anywhere below folders; duplicates count once.
 
-    Raises UsageError where there is none.
+    Raise UsageError if there is none.
     """
     files = [
         file
@@ -76,7 +76,7 @@ def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
 
 
 def step_times_in(paths: Sequence[Path]) -> list[Path]:
-    """Files of step times among these, and anywhere below folders."""
+    """Return the files of step times among these, and anywhere below folders."""
     return [
         file
         for path in paths
@@ -117,7 +117,7 @@ def prompts_in(files: Sequence[Path]) -> list[Prompts]:
 
 
 def _same_path(one: StepTimes, other: StepTimes) -> bool:
-    """But for whether a rank stood for others."""
+    """Return True if the paths are equal, apart from emulation."""
     by_all = {"emulate": ""}
     return one.path | by_all == other.path | by_all and one.environment.device == other.environment.device
 
@@ -177,7 +177,7 @@ def lacking(calls: Collection[str]) -> dict[str, list[str]]:
 
 
 def measured_on(records: Iterable[BenchRecord]) -> tuple[str, str]:
-    """(the GPU's name in the table, or empty; hardware, NCCL and driver in words)."""
+    """Return (the GPU's name in the table, or empty; hardware, NCCL and driver as text)."""
     said: dict[str, None] = {}
     card = ""
     for record in records:

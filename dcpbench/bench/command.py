@@ -54,7 +54,7 @@ class Options:
     as_json: bool = False
 
     def settings(self) -> BenchSettings:
-        """Raises UsageError for times that cannot pass."""
+        """Return the settings. Raise UsageError for invalid times."""
         check_seconds("--seconds", self.seconds, 1)
         check_seconds("--timeout", self.timeout, 300)
         if not 0 < self.backlog <= LONGEST_BACKLOG_US:
@@ -110,7 +110,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
 
 
 def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -> str:
-    """Run the job's ranks and fill the record; returns why they ended early, empty where they did not."""
+    """Run the job's ranks and fill the record; return why they ended early, or an empty string."""
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
     record.results = [
         Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
@@ -145,7 +145,7 @@ def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) ->
 
 
 def _gone(ranks: Started, seen: Container[str]) -> list[Exit]:
-    """The ranks that ended out of turn, the first one first; with 0 they may only when all is done."""
+    """Return the ranks that ended out of turn, earliest first; exit code 0 is only valid after all work is done."""
     return [e for e in ranks.exits() if e.code or "end" not in seen]
 
 
@@ -176,7 +176,7 @@ def _shown(event: Event, told: set[str]) -> Progress:
 
 
 def _last_words(ranks: Started, first: list[int]) -> str:
-    """The last lines of the first of these ranks, else of any, that printed some."""
+    """Return the last lines of the first of these ranks, else of any, that has output."""
     log, lines = ranks.last_words(first)
     of = f" of {Path(log).stem.replace('-', ' ')}" if len(ranks.ranks) > 1 else ""
     return "\n".join([f" The last lines{of}:", *lines]) if lines else ""
@@ -191,7 +191,7 @@ def _logs(folder: Path) -> bytes:
 
 
 def _where(bench: str, device: str) -> Probe:
-    """The machine as --device wants it seen. Raises CapacityError where there is no such device."""
+    """Return the machine's hardware restricted to --device. Raise CapacityError if there is no such device."""
     probe = launcher.probe()
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
@@ -218,7 +218,7 @@ def _on_cpu(bench: str) -> str:
 
 
 def _prepare(bench: str, options: Options) -> list[Path]:
-    """The JSON and PNG to write, none without -o. Raises OutputError where they are there already."""
+    """Return the JSON and PNG files to write, none without -o. Raise OutputError if they exist already."""
     if options.output is None:
         return []
     paths = [options.output / f"bench-{bench}.{kind}" for kind in ("json", "png")]

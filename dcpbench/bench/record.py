@@ -30,7 +30,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     def name(self) -> str:
-        """`filter, 16 tokens, dcp 8, …`, for progress and messages."""
+        """Return `filter, 16 tokens, dcp 8, …`, for progress and messages."""
         sizes = ", ".join(f"{name} {value}" for name, value in self.sizes.items())
         return f"{self.variant}, {sizes}"
 
@@ -39,7 +39,7 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Measurement settings of all cases."""
 
     seconds: float = 0.3
-    """Time limit of each of a case's timings; past it the timing is `noisy`."""
+    """Time limit of each timing of a case; a timing that exceeds it is `noisy`."""
     precision: float = 0.01
     backlog_us: float = 100.0
     """GPU work queued before each call with measured host time."""
@@ -101,7 +101,7 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Syncs(msgspec.Struct, frozen=True, kw_only=True):
-    """Host-blocking calls of one call, counted in a pass of its own."""
+    """Host-blocking calls per call, counted in a separate pass."""
 
     per_call: float
     detector: str
@@ -153,10 +153,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     if harmful.
     """
     error: float | None = None
-    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null where results must be equal bit by bit."""
+    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null if results must be bitwise equal."""
     work: Work | None = None
     floor_us: float | None = None
-    """See points.floors; null on the CPU, and where a limit is not known."""
+    """Lower bound by points.floors; null on the CPU, and if a limit is unknown."""
     bytes_s: float | None = None
     """`work` over the time in a graph, or over the eager time if no graph could be captured."""
     flop_s: float | None = None
@@ -167,7 +167,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Host time inside a call while the GPU is `backlog_us` behind. Null on the CPU."""
     syncs: Syncs | None = None
     graph: Graph | None = None
-    """Null where it was not tried: on the CPU, and for all but the first case of a variant that synchronises."""
+    """Result of the capture; null if it was not tried: on the CPU, and for all but the first case of a synchronising
+    variant.
+    """
     marks: list[str] = []
     """`noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl."""
     gpu: Gpu | None = None

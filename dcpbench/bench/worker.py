@@ -68,8 +68,9 @@ class Bench:
     fresh: bool = False
     """True if an engine would also have just written its inputs: the L2 cache is not kept cold."""
     turns: bool = False
-    """Variants of a case are timed in turns, as the memory has room for all: one behind a hot one would be measured at lower
-    clocks."""
+    """True if all variants of a case are timed in turns, as far as memory allows: a variant after a hot one would be
+    measured at lower clocks.
+    """
 
 
 BENCHES = {
@@ -84,7 +85,7 @@ BENCHES = {
     "dp-slice": Bench(workload=DpSlice, host=True),
     "padded-slots": Bench(workload=PaddedSlots),
 }
-"""A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
+"""Benches by name; a further bench is a class with `build(case) -> Calls`, in its own file, and an entry here."""
 
 
 @dataclasses.dataclass
@@ -118,13 +119,13 @@ class BenchWorker:
         """First case of each variant that waits for the GPU, by its variant."""
 
     def tell(self, event: Event) -> None:
-        """Append one line, from rank 0."""
+        """Append one event, on rank 0."""
         if self.rank == 0:
             with self.events.open("ab") as f:
                 f.write(msgspec.json.encode(event) + b"\n")
 
     def run(self) -> None:
-        """Limits, then all cases in up to three rounds."""
+        """Measure limits, then all cases in up to three rounds."""
         self.tell(Event(stage="start", environment=environment(self.device, self.job.command)))
         if self.device.type == "cuda" and self.bench.limits:
             found, without = limits.measure(self.bench.limits, self.device)
@@ -144,7 +145,7 @@ class BenchWorker:
         self.tell(Event(stage="end"))
 
     def groups(self) -> list[dict[int, Case]]:
-        """Cases that are measured together, by their numbers: the variants of one where they take turns."""
+        """Return the cases that are measured together, by their numbers: the variants of a case, if they take turns."""
         found: list[dict[int, Case]] = []
         for index, case in enumerate(self.job.cases):
             if self.bench.turns and self.device.type == "cuda" and found:
@@ -156,7 +157,9 @@ class BenchWorker:
         return found
 
     def measure(self, group: dict[int, Case]) -> Iterator[tuple[int, Result]]:
-        """Correctness and, on a GPU, times of each case. One that some rank could not has failed; the others go on."""
+        """Yield correctness and, on a GPU, times of each case. A case that fails on any rank is marked as failed;
+        others continue.
+        """
         ready: dict[int, Ready] = {}
         for index, case in group.items():
             self.tell(Event(stage="case", index=index))
@@ -181,7 +184,7 @@ class BenchWorker:
             yield index, result
 
     def prepare(self, index: int, case: Case) -> Ready:
-        """A case that was checked, and on a GPU timed as far as others have no part in it."""
+        """Check a case, and on a GPU take the timings that do not involve other cases."""
         calls = together(lambda: self.workload.build(case))
         found = checked(calls, calls.check, calls.run)
         ready = Ready(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
@@ -245,7 +248,7 @@ class BenchWorker:
         return [name for name, applies in found.items() if applies]
 
     def count(self, index: int, result: Result) -> None:
-        """Synchronisations of one case."""
+        """Count the synchronisations of one case."""
 
         def build(device: torch.device) -> Calls:
             own = device == self.device  # this process's own workload is kept, with its inputs
@@ -262,7 +265,7 @@ class BenchWorker:
 
 
 def failed(case: Case, error: RankError) -> Result:
-    """The result of a case that some rank could not."""
+    """Return the result of a case that failed on some rank."""
     return Result(case=case, outcome="failed", reason=str(error))
 
 

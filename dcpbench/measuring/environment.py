@@ -57,7 +57,7 @@ WANTED_FOR = {
 
 
 def environment(device: torch.device, command: str) -> Environment:
-    """The environment of this process."""
+    """Return the environment of this process."""
     cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if cuda else None
     return Environment(
@@ -107,7 +107,7 @@ def probe() -> Probe:
 
 
 def _version(package: str) -> str | None:
-    """Version of a package that can be found, None otherwise. Not imported: some take seconds."""
+    """Return the version of an installed package, or None. It is not imported, because some imports take seconds."""
     if importlib.util.find_spec(package) is None:
         return None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -119,12 +119,17 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Import name -> distributions. Reads every installed package: most of a second, so once, and for others' names."""
+    """Return a mapping of import names to distributions.
+
+    It reads every installed package, which takes most of a second: once, and only for packages with other import names.
+    """
     return importlib.metadata.packages_distributions()
 
 
 def _host_hash(gpus: int) -> str:
-    """Virtual machines often share a host name, so the system's own id and the GPUs count as well."""
+    """Return a hash of the host. Virtual machines often share a host name, so the system's own id and the GPUs are
+    included.
+    """
     machine_id = Path("/etc/machine-id")
     own = machine_id.read_text() if machine_id.is_file() else ""
     names = [socket.gethostname(), own, *(str(torch.cuda.get_device_properties(i).uuid) for i in range(gpus))]

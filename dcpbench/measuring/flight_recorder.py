@@ -21,14 +21,14 @@ EACH_S = 1.0
 
 
 def recorded() -> bytes:
-    """The recorder's JSON; empty where this torch writes none."""
+    """Return the recorder's JSON; empty if this torch has none."""
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     return b"" if dump is None else bytes(dump())
 
 
 def stacks() -> bytes:
-    """Python stacks of all threads, by the one that asks."""
+    """Return the Python stacks of all threads, collected by the calling one."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

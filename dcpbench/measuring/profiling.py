@@ -88,14 +88,14 @@ class Kernels:
         self.steps = [[k for k in work if step.launched(k)] for step in steps]
 
     def phase_of(self, kernel: Kernel) -> str:
-        """Range that the kernel's launch lies in."""
+        """Return the range that contains the kernel's launch."""
         ranges, at = self.phases, kernel.launched
         (around,) = np.nonzero((ranges.start <= at) & (ranges.end >= at) & (ranges.thread == kernel.thread))
         return self.names[around[0]] if len(around) else OTHER
 
 
 class Pass(NamedTuple):
-    """One profiled pass: its kernels, and where the host waited."""
+    """One profiled pass: its kernels, and the source lines where the host waited."""
 
     kernels: Kernels
     sites: list[Site]
@@ -130,7 +130,7 @@ def record(step: Callable[[], object], steps: int, *, enabled: bool, stacks: boo
 
 
 def read_pass(path: Path) -> Pass:
-    """A profiled pass from its trace."""
+    """Return a profiled pass from its trace."""
     reader = TraceReader(path)
     columns = read_columns(reader.blocks(), reader.trouble)
     _, sites = analyse(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
@@ -192,7 +192,9 @@ def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
 
 
 def _attribute(kernels: list[Kernel], labels: list[str], end_of_step: float) -> dict[str, float]:
-    """Every microsecond until `end_of_step` to one phase or to `idle`; where kernels overlap, to the earlier one."""
+    """Assign every microsecond until `end_of_step` to one phase or to `idle`; for overlapping kernels, to the earlier
+    one.
+    """
     sums = {"idle": 0.0}
     reached = kernels[0].ts if kernels else 0.0
     for event, label in zip(kernels, labels, strict=True):

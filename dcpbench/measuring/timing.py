@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
 
     Chunk = Callable[[int], tuple[list[float], float]]
-    """Takes so many samples: in ms, and the seconds that they took."""
+    """Function that takes a number of samples and returns them in ms, with the elapsed seconds."""
 
 CHUNK_SECONDS = 0.4
 """Approximate duration in s of the chunks in which steps are queued; between chunks ranks communicate and the stop rule
@@ -35,7 +35,7 @@ LEAST_ROUNDS = 8
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
 LEAST_MEDIANS = 2
-"""Medians that warm-up compares at the least, however slow a step is."""
+"""Minimum number of medians that warm-up compares, even for slow steps."""
 KERNELS = 100
 """Run in a stream, so that it has been used."""
 WARM_UP_SHARE = 0.5
@@ -43,7 +43,7 @@ WARM_UP_SHARE = 0.5
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
+    """Return a CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
     use_two_streams()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -111,7 +111,7 @@ class Timer:
         self.step, self.device = step, device
 
     def chunk(self, steps: int) -> tuple[list[float], float]:
-        """(samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
+        """Return (samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
         start = time.perf_counter()
         mine = self._cuda_chunk(steps) if self.device.type == "cuda" else self._cpu_chunk(steps)
         numbers = torch.tensor([*mine, time.perf_counter() - start], dtype=torch.float64, device=self.device)
@@ -147,8 +147,8 @@ def time_steps(
 ) -> Timing:
     """Warm up until two successive medians agree within 1 %, then measure until the stop rule is met.
 
-    A step that is replayed back to back has no host time in it: its sample is the time from one replay's start on the
-    GPU to the next one's. `alive` is called now and then, for whoever watches for a hang.
+    A step that is replayed back to back includes no host time: its sample is the time from one replay's start on the
+    GPU to the next one's. `alive` is called from time to time, for the hang watchdog.
     """
     rule = StopRule(precision=settings.precision, seconds=settings.seconds)
     return time_chunks(Timer(step, device).chunk, rule, alive)
@@ -157,7 +157,7 @@ def time_steps(
 def time_chunks(
     chunk: Chunk, rule: StopRule, alive: Callable[[], None] = lambda: None, chunk_seconds: float = CHUNK_SECONDS
 ) -> Timing:
-    """The same for any way to take samples."""
+    """Measure like `time_steps`, with samples from any function."""
     return time_in_turns([chunk], rule, alive, chunk_seconds)[0]
 
 
@@ -167,10 +167,11 @@ def time_in_turns(
     alive: Callable[[], None] = lambda: None,
     chunk_seconds: float = CHUNK_SECONDS,
 ) -> list[Timing]:
-    """Several ways that are to be compared, a chunk of each in turn until all are measured: all meet the same clocks.
+    """Measure several variants for comparison, a chunk of each in turn until all are done, so that all run at the same
+    clocks.
 
-    Each round has an order of its own, and there are LEAST_ROUNDS where the time is enough for them: a device at its power
-    limit is slower behind whoever takes most, and samples of one chunk agree all the same.
+    Each round has its own order, and there are LEAST_ROUNDS if time permits: a device at its power limit is slower
+    after the variant with the highest power, although samples of one chunk agree.
     """
     rounds = LEAST_ROUNDS if len(chunks) > 1 else 1
     ways = [_Way(chunk, rule, alive, chunk_seconds, rounds) for chunk in chunks]
@@ -181,7 +182,7 @@ def time_in_turns(
 
 
 def _until_all(asked: Sequence[Callable[[], bool]], orders: random.Random) -> None:
-    """Ask each in turn, until all say yes in one round."""
+    """Call each in turn, until all return True in one round."""
     said = [False]
     while not all(said):
         said = [each() for each in orders.sample(asked, len(asked))]

@@ -193,9 +193,7 @@ class Queue:
                 self._fetch()
 
     def finished(self) -> bool:
-        """Return True if the log of a finished command was read to its end; an earlier reader may have ended for
-        another reason.
-        """
+        """Return True if the command has ended and its log was read to its end, or if it never started."""
         return self._over and (self._read_all or not self._began)
 
     def cancel(self) -> None:

@@ -40,7 +40,7 @@ SPREAD = 7 / 8
 
 
 def lengths_of(case: Case, seed: int) -> list[int]:
-    """Rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
+    """Return the rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
     requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
     if case.sizes["lengths"] == "even" or requests == 1:
         return [context] * requests
@@ -58,7 +58,7 @@ def shards_of(lengths: list[int], page: int, seed: int) -> Shards:
 
 @dataclasses.dataclass
 class Pools:
-    """KV rows of requests, in as many pools as keep the L2 cache cold."""
+    """KV rows of requests, in enough pools to keep the L2 cache cold."""
 
     shards: Shards
     data: torch.Tensor
@@ -66,7 +66,7 @@ class Pools:
 
 
 class Attention:
-    """Builds cases; pools are kept from one case to the next where only heads or backend change."""
+    """Build cases; pools are reused if only heads or backend change between cases."""
 
     def __init__(self, device: torch.device, seed: int, mean: float = 0.0) -> None:
         """Create the workload; `mean` is that of values with a standard deviation of 1."""
@@ -77,7 +77,7 @@ class Attention:
         self._pools: Pools | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
+        """Return calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
         key = (*(case.sizes[n] for n in ("kv", "requests", "context", "page", "lengths")), case.calls)
         if key != self._key or self._pools is None:
             self._pools = None  # frees the old pools before new ones are made

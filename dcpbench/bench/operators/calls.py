@@ -1,4 +1,4 @@
-"""Measures calls that may wait for the GPU: eagerly, on the host behind queued work, and from a CUDA graph."""
+"""Measure calls that may wait for the GPU: eagerly, on the host behind queued work, and from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOST_CALLS = 16
 information.
 """
 COLD = 4
-"""Times the L2 cache that a pass goes through at the least; one that does not is marked `l2_warm`."""
+"""Minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`."""
 FRESH_CALLS = 16
 """Default calls of a pass for inputs that an engine has just written; a multiple of every number of buffers that an
 exchange alternates.
@@ -70,12 +70,12 @@ class Calls:
     error: Callable[[], float] | None = None
     """‖x − ref‖ / ‖ref‖ of the results of the last pass, if they are not bitwise equal."""
     work: Work | None = None
-    """The least that one call must do; None where no limit is approached."""
+    """Minimum work of one call; None without a limit to compare with."""
     overwritten: Callable[[], Overwritten] | None = None
     """Data that the last checked pass overwrote, for variants that are known to do so."""
 
     def run(self) -> None:
-        """One pass, eagerly."""
+        """Run one pass, eagerly."""
         run_all(self.calls)
 
     def run_captured(self) -> None:
@@ -84,7 +84,7 @@ class Calls:
 
 
 def run_all(calls: Sequence[Run]) -> None:
-    """One call after the other."""
+    """Run one call after the other."""
     for call in calls:
         call()
 
@@ -146,7 +146,7 @@ class Workload(Protocol):
     def __init__(self, device: torch.device, seed: int) -> None: ...
 
     def build(self, case: Case) -> Calls:
-        """A case, ready to run."""
+        """Return a case, ready to run."""
 
 
 class HostClock:
@@ -159,7 +159,7 @@ class HostClock:
         self.calls, self.cycles = calls, round(backlog_us * _cycles_per_us())
 
     def chunk(self, passes: int) -> tuple[list[float], float]:
-        """(host time inside the calls of each pass in ms, elapsed seconds); see measure.time_chunks."""
+        """Return (host time inside the calls of each pass in ms, elapsed seconds); see measure.time_chunks."""
         begin = time.perf_counter()
         return [self._pass() for _ in range(passes)], time.perf_counter() - begin
 
@@ -175,9 +175,9 @@ class HostClock:
 
 
 def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
-    """Time of a call, where `run` is a pass of so many, passes back to back, by CUDA events.
+    """Return the time of a call by CUDA events; `run` is a pass of `calls` calls, repeated back to back.
 
-    Run eagerly, the host's waiting and launching is in it; a graph's replay has none of either.
+    Eagerly, the time includes waits and launches of the host; a graph's replay has neither.
     """
     (time,), gpu = gpu_times([(run, calls)], device, settings)
     return time, gpu
@@ -186,7 +186,7 @@ def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings
 def gpu_times(
     passes: Sequence[tuple[Run, int]], device: torch.device, settings: BenchSettings
 ) -> tuple[list[Timing], Gpu | None]:
-    """The same of several that take turns, and the state that all of them met."""
+    """Return the times of several passes measured in turns, and the GPU state common to all."""
     with GpuSampler(device) as sampler:
         chunks = [Timer(run, device).chunk for run, _ in passes]
         found = time_in_turns(chunks, _rule(settings), chunk_seconds=CHUNK_SECONDS)
@@ -194,7 +194,7 @@ def gpu_times(
 
 
 def host_time(calls: Calls, settings: BenchSettings) -> Timing:
-    """Host time inside a call while the GPU is `backlog_us` behind."""
+    """Return the host time inside a call while the GPU is `backlog_us` behind."""
     clock = HostClock(calls.calls[:HOST_CALLS], settings.backlog_us)
     return _timing(time_chunks(clock.chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls))
 
@@ -311,9 +311,9 @@ def first_line(error: BaseException) -> str:
 
 
 def cold_sets(set_bytes: int, device: torch.device) -> int:
-    """Sets of tensors that a pass must go through so that none of a set is still in the L2 cache when it comes again.
+    """Return the number of tensor sets of a pass such that a set has left the L2 cache before it is used again.
 
-    Without the set itself they fill it COLD times over; a set that does so alone is enough. At most MOST_SETS.
+    The other sets fill the cache COLD times over; a single set that does so is enough. At most MOST_SETS.
     """
     if device.type == "cpu":
         return CPU_SETS
@@ -322,7 +322,7 @@ def cold_sets(set_bytes: int, device: torch.device) -> int:
 
 
 def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """‖x − truth‖ / ‖truth‖ in fp64; 0 where both are 0, infinite where x holds NaN or infinity."""
+    """Return ‖x − truth‖ / ‖truth‖ in fp64; 0 if both are 0, infinite if x holds NaN or infinity."""
     size = float(truth.double().norm())
     error = float((x.double() - truth.double()).norm())
     if not math.isfinite(error):

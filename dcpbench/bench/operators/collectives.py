@@ -73,7 +73,7 @@ def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Ten
 
 
 class Borrower:
-    """Holds registered memory as long as it lives."""
+    """Owner of registered memory for its own lifetime."""
 
 
 class Collectives:
@@ -84,7 +84,7 @@ class Collectives:
         self._borrower: Borrower | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes requests, width and ranks."""
+        """Return calls of a case with sizes requests, width and ranks."""
         shape = int(case.sizes["requests"]), int(case.sizes["width"])
         messages = [self._message(shape, rank) for rank in range(self.group.size)]
         wanted = expected(case.variant, messages, self.group.rank)
@@ -124,7 +124,7 @@ class Collectives:
         )
 
     def _registered(self, message: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """So many messages, and as much memory for their results, in registered memory that is lent to this bench."""
+        """Return `count` messages, and as much memory for their results, in registered memory lent to this bench."""
 
         def carve(carver: Carver) -> list[torch.Tensor]:
             return [carver.take(message.numel(), dtype=message.dtype) for _ in range(2 * count)]

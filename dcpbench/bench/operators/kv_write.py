@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.record import Case
 
 SPARE_ROWS = 64
-"""Rows of a pool that no token goes to, in every layer."""
+"""Unused rows of a pool, in every layer."""
 POISON = {torch.bfloat16: 0x7FEB, torch.uint8: 0xFF}
 """Bits of the NaN that fills pools, by dtype of the pool: bf16 and float8_e4m3fn as bytes."""
 FOREIGN = 0x7FC0
@@ -41,7 +41,7 @@ STORAGE = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
 def check_all(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
-    """Before the fix: reads a value of the mask on the host, then filters with it where it has to."""
+    """Write with the code before the fix: read a value of the mask on the host, then filter with it if necessary."""
     valid = loc_B >= 0
     if not valid.all():
         loc_B, new_BQ = loc_B[valid], new_BQ[valid]
@@ -49,7 +49,7 @@ def check_all(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, sc
 
 
 def filter_always(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
-    """The published fix: filters without looking, and each boolean index has to know how many rows remain."""
+    """Write with the published fix: always filter; each boolean index needs the number of remaining rows."""
     valid = loc_B >= 0
     kv_KQ[loc_B[valid]] = _stored(new_BQ[valid], kv_KQ.dtype, scale)
 
@@ -83,7 +83,7 @@ class Inputs:
 
     @functools.cached_property
     def wanted(self) -> torch.Tensor:
-        """A layer of the pool as the reference, one row at a time on the host, leaves it."""
+        """Return a layer of the pool as written by the reference, one row at a time on the host."""
         wanted = torch.empty_like(self.pool[0], device="cpu")
         poison(wanted)
         write_rows_reference(wanted, self.new[0].cpu(), self.loc.cpu(), self.scale)
@@ -101,7 +101,7 @@ class Inputs:
 
 
 class KvWrite:
-    """Builds cases; inputs are kept from one case to the next where only the variant changes."""
+    """Build cases; inputs are reused if only the variant changes between cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
@@ -109,7 +109,9 @@ class KvWrite:
         self._inputs: Inputs | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes tokens, dcp, owned, dtype and maybe scale, one for each of `case.calls` layers."""
+        """Return calls of a case with sizes tokens, dcp, owned, dtype and optionally scale, one for each of
+        `case.calls` layers.
+        """
         key = (*case.sizes.items(), case.calls)
         if key != self._key or self._inputs is None:
             self._inputs = None  # frees the old pool before the new one is made
@@ -158,7 +160,7 @@ def poison(kv: torch.Tensor) -> None:
 
 
 def _stored(new_BQ: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Rows as the pool holds them; without a scale by the plain cast of the published code."""
+    """Return rows in the pool's format; without a scale by the plain cast of the published code."""
     if dtype == torch.uint8 and scale == 1.0:
         return new_BQ.to(torch.float8_e4m3fn).view(dtype)
     return as_stored(new_BQ, dtype, scale)

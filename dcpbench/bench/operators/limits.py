@@ -51,7 +51,7 @@ REST_S = 0.1
 
 
 def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], list[str]]:
-    """The limits called `wanted`, and the reasons of those that cannot be had. Collective."""
+    """Return the limits named in `wanted`, and the reasons for missing ones. Collective."""
     found: list[Limit] = []
     without = []
     for name in wanted:
@@ -164,7 +164,7 @@ def _repeated(call: Run) -> Callable[[], None]:
 
 
 def _symmetric(numbers: int, group: Group, device: torch.device):  # noqa: ANN202 - torch's class has no public name
-    """(fp32 numbers that peers can read, their symmetric memory). Raises CapacityError where they cannot."""
+    """Return (fp32 numbers that peers can read, their symmetric memory). Raise CapacityError if peers cannot read them."""
     from torch.distributed import _symmetric_memory as symmetric
 
     if group.handle is None:

@@ -49,21 +49,21 @@ class Sizes:
 
 
 def triton(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """kernels/linear.py. Raises UsageError for bf16, which has no kernel of ours."""
+    """Return a call of kernels/linear.py. Raise UsageError for bf16, which has no kernel of ours."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("triton multiplies fp8 weights; use --variant torch with --weights bf16.")
     return lambda: (kernels.linear(x_TK, weight_NK),)
 
 
 def by_torch(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """`torch.nn.functional.linear`. Raises UsageError for fp8."""
+    """Return a call of `torch.nn.functional.linear`. Raise UsageError for fp8."""
     if isinstance(weight_NK, Scaled):
         raise UsageError("torch has no product for block scales; use --variant triton,deepgemm with --weights fp8.")
     return lambda: (torch.nn.functional.linear(x_TK, weight_NK),)
 
 
 def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """DeepGEMM's product. Raises MissingPackageError without it, UsageError for bf16."""
+    """Return a call of DeepGEMM's product. Raise MissingPackageError without it, UsageError for bf16."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("deepgemm multiplies fp8 weights here; use --variant torch with --weights bf16.")
     try:
@@ -84,7 +84,7 @@ def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[
 
 
 def flashinfer(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """FlashInfer's product. Raises MissingPackageError without it, UsageError for bf16."""
+    """Return a call of FlashInfer's product. Raise MissingPackageError without it, UsageError for bf16."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("flashinfer multiplies fp8 weights here; use --variant torch with --weights bf16.")
     try:
@@ -113,7 +113,7 @@ class Linear:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with the sizes of `Sizes`."""
+        """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         random = torch.Generator(self.device).manual_seed(self.seed)
         product = Product(sizes.inputs, sizes.outputs)

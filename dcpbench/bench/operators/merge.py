@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def own(self) -> int:
-        """Heads of one rank."""
+        """Return the heads of one rank."""
         return self.heads // self.dcp
 
 
@@ -61,7 +61,7 @@ class Ready:
 
 
 def head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """q [N, B, h, Q] to [B, H, Q], bf16."""
+    """Return the kernel for q [N, B, h, Q] to [B, H, Q], bf16."""
     q_NBhQ = numbers(s.dcp, s.requests, s.own, KV_WIDTH).to(DTYPE)
     return Ready(
         call=lambda: (in_head_order(q_NBhQ),),
@@ -71,7 +71,7 @@ def head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def packed(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """o [B, H, R] in bf16 and lse [B, H] to N messages."""
+    """Return the kernel for o [B, H, R] in bf16 and lse [B, H] to N messages."""
     o_BHR, lse_BH = numbers(s.requests, s.heads, LATENT).to(DTYPE), numbers(s.requests, s.heads)
     message = Message(s.requests, s.own, LATENT, DTYPE)
     return Ready(
@@ -82,7 +82,7 @@ def packed(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def combined(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """N messages of o in bf16 and lse to [h, B, R] in fp32."""
+    """Return the kernel for N messages of o in bf16 and lse to [h, B, R] in fp32."""
     message = Message(s.requests, s.own, LATENT, DTYPE)
     wire_NW = numbers(s.dcp, message.words)
     o_NBhR, lse_NBh = message.views(wire_NW)
@@ -101,7 +101,7 @@ def combined(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def correct(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """o [B, H, R] in bf16 and lse [N, B, H] to [H, B, R] in fp32."""
+    """Return the kernel for o [B, H, R] in bf16 and lse [N, B, H] to [H, B, R] in fp32."""
     o_BHR = numbers(s.requests, s.heads, LATENT).to(DTYPE)
     lse_NBH = 3 * numbers(s.dcp, s.requests, s.heads)
     rank = s.dcp - 1
@@ -113,7 +113,7 @@ def correct(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def value_proj(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """o [h, B, R] in fp32 and W_UV [h, R, V] in bf16 to [B, h, V] in bf16."""
+    """Return the kernel for o [h, B, R] in fp32 and W_UV [h, R, V] in bf16 to [B, h, V] in bf16."""
     o_hBR = numbers(s.own, s.requests, LATENT)
     w_uv = (numbers(s.own, LATENT, VALUE) / LATENT**0.5).to(DTYPE)
     out_bytes = s.requests * s.own * VALUE * DTYPE.itemsize
@@ -134,7 +134,7 @@ VARIANTS: dict[str, Callable[[Sizes, Callable[..., torch.Tensor]], Ready]] = {
 
 
 def _by_rank(x_BH: torch.Tensor, own: int) -> torch.Tensor:
-    """[N, B, h, …] of [B, H, …]."""
+    """Return [N, B, h, …] from [B, H, …]."""
     return x_BH.unflatten(1, (-1, own)).transpose(0, 1)
 
 
@@ -145,7 +145,7 @@ class Merge:
         self.device, self.seed = device, seed
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes heads, requests and dcp."""
+        """Return calls of a case with sizes heads, requests and dcp."""
         sizes = Sizes(**{name: int(value) for name, value in case.sizes.items()})
         random = torch.Generator(self.device).manual_seed(self.seed)
 

@@ -41,9 +41,9 @@ LIMIT = 8e-3
 CHECKED = 8
 """Number of experts with rows compared with fp64: the fullest, and others spread over all."""
 SLAB_ROWS = 64
-"""DeepGEMM's slabs are multiples of so many rows."""
+"""Row count of DeepGEMM's slabs, or a divisor of it."""
 SPREAD = 90.0
-"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five of them."""
+"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five standard deviations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Sizes:
     product: str
     """`gate-up` or `down`."""
     experts: int
-    """All of them here, cut by width."""
+    """Number of experts, all on this rank, divided by width."""
     top_k: int
     hidden: int
     width: int
@@ -73,7 +73,7 @@ class Sizes:
 
     @property
     def weight(self) -> tuple[int, int, int]:
-        """[E, out, in]."""
+        """Return the weight's shape [E, out, in]."""
         if self.gated:
             return self.experts, 2 * self.width, self.hidden
         return self.experts, self.hidden, self.width
@@ -94,7 +94,7 @@ class Inputs:
 
     @functools.cached_property
     def sorted_rows(self) -> torch.Tensor:
-        """The rows in the order of experts, [T·k, in]."""
+        """Return the rows in the order of experts, [T·k, in]."""
         if not self.sizes.gated:
             return self.x
         order = torch.sort(self.ids.flatten(), stable=True).indices
@@ -113,14 +113,14 @@ class Inputs:
         return rows, y
 
     def _wide(self, expert: int) -> torch.Tensor:
-        """An expert's weight as fp64 [out, in]."""
+        """Return an expert's weight as fp64 [out, in]."""
         if isinstance(self.weight, Scaled):
             one = Scaled(self.weight.data[expert], self.weight.scale[expert])
             return block_scaled.dequantise_weight(one).double()
         return self.weight[expert].double()
 
     def work(self) -> Work:
-        """Weights of experts that have a row, and each row read and each result written once."""
+        """Return the work: weights of experts that have a row, and each row read and each result written once."""
         _, height, depth = self.sizes.weight
         return expert_work(
             Product(depth, height),
@@ -169,7 +169,7 @@ def triton(inputs: Inputs) -> Ready:
 
 
 def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
-    """The same over fp8 weights; gate-up with the quantisation of its tokens."""
+    """Return the calls over fp8 weights; gate-up includes the quantisation of its tokens."""
     plan = scaled.plan(inputs.ids, 0, inputs.sizes.experts)
     top_k = inputs.sizes.top_k
     if inputs.sizes.gated:
@@ -186,7 +186,7 @@ def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
 
 
 def by_torch(inputs: Inputs) -> Ready:
-    """`torch._grouped_mm`. Raises UsageError for fp8."""
+    """Return a call of `torch._grouped_mm`. Raise UsageError for fp8."""
     if isinstance(inputs.weight, Scaled):
         raise UsageError(
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
@@ -198,7 +198,9 @@ def by_torch(inputs: Inputs) -> Ready:
 
 
 def deepgemm(inputs: Inputs) -> Ready:
-    """DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or that for fp8. Raises MissingPackageError without it."""
+    """Return a call of DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or of its fp8 version. Raise MissingPackageError
+    without it.
+    """
     try:
         import deep_gemm
     except ImportError as e:
@@ -237,7 +239,7 @@ VARIANTS: dict[str, Callable[[Inputs], Ready]] = {"triton": triton, "torch": by_
 
 
 class Moe:
-    """Builds cases. The weights are kept for the cases that follow: whole models of them take seconds to draw."""
+    """Build cases. The weights are kept for the following cases, because drawing a whole model takes seconds."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
@@ -245,7 +247,7 @@ class Moe:
         self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled]] = ((), [])
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with the sizes of `Sizes`."""
+        """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         if sizes.weights == "fp8" and (sizes.width % SCALE_BLOCK or sizes.hidden % SCALE_BLOCK):
             raise UsageError(

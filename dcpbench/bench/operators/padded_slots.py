@@ -37,7 +37,7 @@ LIVE, PADDING = "slot-0-live", "slot-0-padding"
 KNOWN = "known"
 """The engine has the ids of the prompt, and a KV row of its first token that it has computed itself."""
 VICTIM = 0
-"""The request that has slot 0 where that is a request's."""
+"""Index of the request in slot 0, if that slot is not reserved."""
 ALONE = Layout(1)
 HELD_MOE = 4
 """Distinct MoE layers in memory, which the others reuse in turn; far more than the L2 cache."""
@@ -132,7 +132,7 @@ class PaddedSlots:
         self.weights = load_weights(source, self.shape, ALONE, 0, Layers(whole.dense, min(HELD_MOE, whole.moe)))
 
     def build(self, case: Case) -> Calls:
-        """Calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""
+        """Return calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""
         requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
         known, spare = case.sizes["ids"] == KNOWN, padded_batch(requests) - requests
         scene = self._scene(requests, 0, context, padding=case.variant == PADDING)
@@ -185,7 +185,7 @@ class PaddedSlots:
         return Scene(engine, live, others, batch, logits)
 
     def _prepare(self, scene: Scene, context: int, *, known: bool, guest: int = 0) -> None:
-        """KV and token ids of all requests as they were before the step; `guest` is the token of each guest."""
+        """Restore KV and token ids of all requests to their state before the step; `guest` is the token of each guest."""
         engine, both = scene.engine, [*scene.live, *scene.guests]
         engine.requests.tokens.zero_()
         for number, request in enumerate(scene.live):
@@ -206,7 +206,7 @@ class PaddedSlots:
             scene.engine.requests.set_tokens(request.slot, 0, self._prompt(number, context))
 
     def _prompt(self, number: int, context: int) -> list[int]:
-        """Token ids of a request, none of them 0."""
+        """Return the token ids of a request, none of them 0."""
         return [1 + (7919 * (number + 1) + 104729 * i) % (self.shape.vocab - 1) for i in range(context)]
 
 

@@ -59,9 +59,9 @@ def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str
 
 
 def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Store:
-    """Served by rank 0 at one address: torch's own would listen on all, and let anyone read and write.
+    """Return the store served by rank 0 at one address: torch's own would listen on all, without access control.
 
-    On one machine the system gives the port: one that was free a moment ago may be taken by now.
+    On one machine the system selects the port, because a port that was free a moment ago may be in use.
     """
     host, port = at or (LOOPBACK, 0)
     make = functools.partial(TCPStore, host, world_size=ranks, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
@@ -79,7 +79,7 @@ def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Sto
 
 
 def everyone() -> Group:
-    """The group of all ranks; of one where there are no others."""
+    """Return the group of all ranks; a group of one if there are no others."""
     if not dist.is_initialized():
         return Group(size=1, rank=0, handle=None)
     return Group(size=dist.get_world_size(), rank=dist.get_rank(), handle=dist.group.WORLD)
@@ -103,7 +103,9 @@ def together(step: Callable[[], Value]) -> Value:
 
 
 def one_of(text: str) -> str:
-    """The first rank's text that is not empty, with its rank where there are several; the same on all ranks."""
+    """Return the first rank's text that is not empty, prefixed with its rank if there are several; the same on all
+    ranks.
+    """
     texts = gather_objects(text)
     rank, found = next(((rank, text) for rank, text in enumerate(texts) if text), (0, ""))
     return f"rank {rank}: {found}" if found and len(texts) > 1 and not all(t == found for t in texts) else found

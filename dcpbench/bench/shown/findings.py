@@ -42,7 +42,9 @@ UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),),
 
 
 def findings(record: BenchRecord) -> list[str]:
-    """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
+    """Return sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are
+    numbers.
+    """
     ok = [r for r in record.results if r.outcome == "ok"]
     of = grouped(ok)
     notes = [f"WRONG: {r.case.name()}: {r.difference}." for r in ok if r.correct is False]
@@ -72,12 +74,12 @@ def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda
 
 
 def gpu_time(r: Result) -> Timing | None:
-    """A call's time without the host where that is known: from a CUDA graph, else eagerly."""
+    """Return a call's time without the host if available: from a CUDA graph, else eagerly."""
     return r.graph.time if r.graph and r.graph.time else r.time
 
 
 def share(r: Result) -> float | None:
-    """The least time that a call can take on this machine, as a share of the time that it took."""
+    """Return the minimum time of a call on this machine as a share of its measured time."""
     time = gpu_time(r)
     return r.floor_us / time.median_us if time and r.floor_us else None
 
@@ -93,13 +95,13 @@ def speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | Non
 
 
 def baselines(record: BenchRecord) -> list[str]:
-    """Baselines that have times, where there is anything to compare with them."""
+    """Return the baselines with times, if other variants can be compared with them."""
     timed = {r.case.variant for r in record.results if gpu_time(r)}
     return [name for name in BASELINES.get(record.bench, ()) if timed - {name} and name in timed]
 
 
 def limit_notes(record: BenchRecord) -> list[str]:
-    """A line with this machine's limits, and one for each that could not be measured."""
+    """Return a line with this machine's limits, and one for each limit that could not be measured."""
     ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
     measured = ", ".join(f"{limit.name} {amount(limit)}" for limit in record.limits)
     lines = [f"Measured on this machine in the same run{ranks}: {measured}."] if measured else []
@@ -107,7 +109,7 @@ def limit_notes(record: BenchRecord) -> list[str]:
 
 
 def amount(limit: Limit) -> str:
-    """`4.38 TB/s`, `790 TFLOP/s`, `3.1 µs`."""
+    """Return a limit as `4.38 TB/s`, `790 TFLOP/s` or `3.1 µs`."""
     return with_unit(limit.median, UNITS[limit.unit])
 
 
@@ -117,13 +119,13 @@ def corrupts(r: Result) -> bool:
 
 
 def mark_notes(results: Sequence[Result]) -> list[str]:
-    """A sentence for each mark that some result has."""
+    """Return a sentence for each warning of any result."""
     counts = {name: sum(name in r.marks for r in results) for name in MARKS}
     return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
 
 
 def times(count: float) -> str:
-    """`once`, `twice`, `3 times`; `1.5 times` where not every call of a pass did the same."""
+    """Return `once`, `twice`, `3 times`; `1.5 times` if the calls of a pass differ."""
     words: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
     return words.get(count, f"{count:g} times")
 
@@ -140,7 +142,7 @@ def _syncs(variant: str, results: Sequence[Result]) -> str:
 
 
 def _where(variant: str, results: Sequence[Result]) -> str:
-    """The lines that wait, of the result that has the most."""
+    """Return the source lines that wait, of the result with the most."""
     counted = [r.syncs for r in results if r.syncs and r.syncs.sites]
     if not counted:
         return ""
@@ -198,7 +200,7 @@ def _rates(record: BenchRecord) -> list[str]:
 
 
 def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
-    """Such as: symm is 3.40× as fast as ag_rs at requests 1, 3.30× at requests 8."""
+    """Return a sentence such as: symm is 3.40× as fast as ag_rs at requests 1, 3.30× at requests 8."""
     ratios = [(r, ratio) for r in mine if (ratio := speed_up(r, baseline, results))]
     if not ratios:
         return ""
@@ -242,7 +244,7 @@ def _outgrown(r: Result) -> str:
 
 
 def _at(r: Result, among: Sequence[Result]) -> str:
-    """` at heads 128, requests 1`: the sizes in which results differ."""
+    """Return the sizes in which results differ: ` at heads 128, requests 1`."""
     sizes = [
         f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
         for name, value in r.case.sizes.items()

@@ -55,7 +55,7 @@ WHAT = {
 TOKENS_PANEL, BYTES_PANEL, ROOFLINE = (3.9, 3.1), (7.2, 4.4), (7.2, 4.3)
 """Inches of a panel."""
 ASIDE = 0.06
-"""Backends stand side by side by this share of their intensity, which is the same for all."""
+"""Horizontal offset between backends, as a share of their common intensity."""
 WITHOUT = ("padded-slots",)
 """Benches shown without a picture: two times that should be equal need none."""
 
@@ -73,7 +73,7 @@ def write_picture(record: BenchRecord, path: Path) -> None:
 
 
 def _panels(groups: Groups, size: tuple[float, float], draw: Draw) -> Figure:
-    """A figure with a panel for each group."""
+    """Return a figure with a panel for each group."""
     columns = columns_for(len(groups))
     rows = -(-len(groups) // columns)
     figure = Figure((size[0] * columns, size[1] * rows + 0.9), layout="constrained")
@@ -88,7 +88,7 @@ def _title(figure: Figure, record: BenchRecord, what: str, width: int = 90) -> N
 
 
 def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line2D:  # noqa: ANN401 - as matplotlib's
-    """Medians with their intervals."""
+    """Draw medians with their intervals."""
     times = [t for _, t in points]
     spread = [[t.median_us - t.low_us for t in times], [t.high_us - t.median_us for t in times]]
     drawn = ax.errorbar(
@@ -98,7 +98,7 @@ def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line
 
 
 def _over_tokens(record: BenchRecord) -> Figure:
-    """Times, or on the CPU how often each variant waits."""
+    """Draw times, or on the CPU the number of waits of each variant."""
     ok = [r for r in record.results if r.outcome == "ok"]
     variants, groups, timed = list(grouped(ok)), grouped(ok, _but_tokens), record.performance
 
@@ -143,7 +143,7 @@ def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) ->
 
 
 def _most_syncs(results: Sequence[Result], variants: Sequence[str]) -> dict[str, float]:
-    """Synchronisations per call of each variant that has been counted, the most of all tokens."""
+    """Return the maximum synchronisations per call of each counted variant over all tokens."""
     counted = [(r.case.variant, r.syncs.per_call) for r in results if r.syncs]
     return {v: max(c for name, c in counted if name == v) for v in variants if any(name == v for name, _ in counted)}
 
@@ -167,7 +167,7 @@ def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]
 
 
 def _over_bytes(record: BenchRecord) -> Figure:
-    """Time per call against bytes, both logarithmic, and the least time this machine allows."""
+    """Draw time per call against bytes, both logarithmic, and the minimum time of this machine."""
     timed = [r for r in record.results if r.outcome == "ok" and _time(r) and _bytes(r)]
     names, along = list(dict.fromkeys(map(_name, timed))), ALONG.get(record.bench, ("requests",))
     handles: dict[str, Line2D] = {}
@@ -234,7 +234,7 @@ def _name(r: Result) -> str:
 
 
 def _roofline(record: BenchRecord) -> Figure:
-    """Operations per second against operations per byte, a point for each result that was timed."""
+    """Draw operations per second against operations per byte, a point for each timed result."""
     timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and gpu_time(r)]
     limits = {limit.name: limit.median for limit in record.limits}
     read = limits.get("read", 0.0)
@@ -256,7 +256,7 @@ def _roofline(record: BenchRecord) -> Figure:
 
 
 def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
-    """Colour by backend, marker by heads; returns the legend."""
+    """Draw points, with colour by backend and marker by heads; return the legend."""
     variants = list(grouped(timed))
     heads = sorted({int(r.case.sizes["heads"]) for r in timed})
     for r in timed:

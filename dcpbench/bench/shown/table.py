@@ -48,7 +48,7 @@ L2 = {
 
 
 def table(record: BenchRecord, width: int = WIDE) -> Table:
-    """One row for each case; times only of a GPU, and without their intervals where the terminal is narrow."""
+    """Return one row for each case, with times of a GPU only, and without their intervals in a narrow terminal."""
     wide = width >= WIDE
     sizes, same = _sizes(record.results)
     title = ", ".join([f"bench {record.bench}", *same])

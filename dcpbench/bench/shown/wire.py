@@ -57,13 +57,15 @@ def table(found: Iterable[Quality]) -> Table:
 
 
 def markdown(found: Iterable[Quality]) -> str:
-    """The same as a table in Markdown."""
+    """Return the table in Markdown."""
     rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(row, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
 def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
-    """A PNG: a panel for each call, measured times as marks and the model as a line, a colour for each number of ranks."""
+    """Write a PNG: a panel for each call, measured times as marks and the model as a line, a colour for each number of
+    ranks.
+    """
     from matplotlib.figure import Figure
 
     from dcpbench.show.figures import COLOURS, MARKERS, columns_for, drawing, save
