@@ -18,7 +18,7 @@ from dcpbench.measuring.timing import capture
 
 BLOCK = 4096
 MOST_BLOCKS = 32
-"""About as many as NCCL takes for a large message."""
+"""Maximum number of blocks, about as many as NCCL uses for a large message."""
 PASSES, CALLS = 5, 200
 
 

@@ -1,10 +1,10 @@
-"""The KV prefix of several requests in token order, from rows that lie interleaved on the ranks of a DCP group.
+"""Gather the KV prefix of several requests into token order, from rows interleaved on the ranks of a DCP group.
 
 A rank packs its own rows, request by request and in token order, into a part: `part[first(request) + k]` is its k-th
-row of that request. Of all ranks' parts, wherever they lie, `in_token_order` makes `out[start(request) + token]`. As
-token_idx % N == loc % N, who holds a token follows from its index alone, and no table has to travel.
+row of that request. From all ranks' parts, at any addresses, `in_token_order` makes `out[start(request) + token]`.
+Because token_idx % N == loc % N, the owner of a token follows from its index alone, and no table has to be sent.
 
-Of either kernel a program copies ROWS rows, 16 bytes per thread, all of them under way before it writes.
+In both kernels a program copies ROWS rows, 16 bytes per thread, all of them loaded before it writes.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def fill_pages(
 
 
 def pages_of(locs: list[int], share: Share) -> list[int]:
-    """Pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
+    """Return the pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
     mine = layout.local_tokens(len(locs), share.rank, share.dcp, share.interleave)
     rows = [layout.row(locs[token], share.dcp, share.interleave) for token in mine]
     return [row // share.page_size for row in rows[:: share.page_size]]
@@ -72,7 +72,7 @@ def fill_reference(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """One local row at a time, with the integer arithmetic of layout.py."""
+    """Fill one local row at a time, with the integer arithmetic of layout.py."""
     ends = [0]
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
         found = pages_of(table_SC[slot, :length].tolist(), share)

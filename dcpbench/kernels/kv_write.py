@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.kv_indices import Share
 
 NUMBERED_FROM = 8192
-"""Tokens from which on programs number the rows that they store, where few are."""
+"""Number of tokens from which programs number the rows that they store, if few are stored."""
 
 
 def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
@@ -245,7 +245,7 @@ def launch(
 
 @functools.cache
 def _launches_dependents(device: torch.device) -> bool:
-    """Hopper and later do; Triton's interpreter does not."""
+    """Return True for Hopper and later; Triton's interpreter does not launch dependents."""
     return e4m3.capability(device) >= (9, 0)
 
 

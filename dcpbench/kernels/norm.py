@@ -15,7 +15,7 @@ class Mark(NamedTuple):
     """Marker that a norm writes when it begins, which shows the host the progress of a step, also within a graph."""
 
     at: torch.Tensor
-    """int32 [1], in pinned memory of the host where there is a GPU."""
+    """int32 [1], in pinned host memory if there is a GPU."""
     number: int
 
 

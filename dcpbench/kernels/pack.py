@@ -36,25 +36,25 @@ class Message:
 
     @property
     def o_words(self) -> int:
-        """Words that o takes, padding included."""
+        """Return the words of o, padding included."""
         return _aligned(self.batch * self.heads * self.columns * self.dtype.itemsize)
 
     @property
     def words(self) -> int:
-        """Words of the whole message."""
+        """Return the words of the whole message."""
         return self.o_words + _aligned(self.batch * self.heads * WORD)
 
     def views(self, wire_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [N, B, h, R] in its dtype and lse [N, B, h], in the memory of N messages."""
+        """Return o [N, B, h, R] in its dtype and lse [N, B, h], as views of N messages."""
         o = wire_NW[:, : self.o_words].view(self.dtype)
         lse = wire_NW[:, self.o_words :]
         return _view(o, self.batch, self.heads, self.columns), _view(lse, self.batch, self.heads)
 
 
 def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Messages to all N ranks, [N, words] fp32; H = N·h, and rank n gets heads n·h to (n + 1)·h.
+    """Return messages to all N ranks, [N, words] fp32; H = N·h, and rank n gets heads n·h to (n + 1)·h.
 
-    o is contiguous in fp32, fp16 or bf16, and lse in fp32. Nothing is rounded; NaN in o travels as it is.
+    o is contiguous in fp32, fp16 or bf16, and lse in fp32. Values are not rounded; NaN in o is preserved.
     """
     batch, heads, columns = o_BHR.shape
     message = Message(batch, heads // ranks, columns, o_BHR.dtype)

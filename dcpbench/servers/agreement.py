@@ -368,7 +368,7 @@ def _summarise(effect: str, server: str, context: int, prompts: Sequence[Sequenc
 
 
 def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
-    """Comparisons of each effect of each server, by length."""
+    """Return the comparisons of each effect of each server, by length."""
     found: dict[Key, list[Comparison]] = {}
     for c in sorted(comparisons, key=lambda c: c.context):
         found.setdefault((c.effect, c.server), []).append(c)
@@ -376,7 +376,7 @@ def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
 
 
 def _tested(groups: dict[Key, list[Comparison]], key: Key) -> list[int]:
-    """Return the places of an effect's lengths that are tested by themselves, and -1 for all of them together."""
+    """Return the indices of an effect's lengths that are tested separately, and -1 for all of them together."""
     if key[0] != REPEAT:
         return [*range(len(groups[key])), -1]
     other = groups.get((REPEAT, "A" if key[1] == "B" else "B"))

@@ -118,12 +118,12 @@ class Streamed:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks with output so far."""
+        """Return the number of chunks with output so far."""
         return len(self._chunks)
 
     @property
     def counts(self) -> Counts:
-        """The chunks with tokens so far, and how many tokens each brought."""
+        """Return the chunks with tokens so far, and the number of tokens in each."""
         if self._counts is None or self._counts[0] != len(self._chunks):
             counts = count_tokens(
                 self._chunks,
@@ -137,7 +137,7 @@ class Streamed:
 
     @property
     def chunk_s(self) -> list[float]:
-        """The time at which each chunk with tokens arrived."""
+        """Return the arrival time of each chunk with tokens."""
         return self.counts.time_s.tolist()
 
     def chunk_tokens(self) -> list[int]:
@@ -146,17 +146,17 @@ class Streamed:
 
     @property
     def counted_by(self) -> str:
-        """BY_IDS, BY_USAGE or BY_CHUNKS."""
+        """Return the source of the counts: BY_IDS, BY_USAGE or BY_CHUNKS."""
         return COUNTED_BY.get(self.counts.by, BY_USAGE)
 
     @property
     def counts_each(self) -> bool:
-        """True if the server reports the tokens of each chunk."""
+        """Return True if the server reports the tokens of each chunk."""
         return self.counts.by in (Counting.IDS, Counting.CUMULATIVE, Counting.DELTAS)
 
     @property
     def hidden_tokens(self) -> int:
-        """Reasoning tokens that the server generated and did not send."""
+        """Return the number of reasoning tokens that the server generated and did not send."""
         reasoning = self.usage.reasoning if self.usage is not None and not self._reasoned else 0
         return count_hidden(self._chunks, self._total, reasoning)
 

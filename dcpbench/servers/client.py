@@ -74,7 +74,7 @@ class RequestError(Exception):
 
     @classmethod
     def of_stream(cls, error: StreamError) -> RequestError:
-        """Return the failure of a request after its stream was given up."""
+        """Return the failure of a request after its stream was abandoned."""
         return cls("bad stream", f"{str(error).rstrip('.')}.", bad=error.bad)
 
     def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
@@ -174,7 +174,7 @@ class Target:
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """All bytes of a request."""
+        """Return all bytes of a request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
         lines += ["Accept-Encoding: identity", "User-Agent: dcpbench"]
@@ -186,7 +186,7 @@ class Target:
 
 
 class Reply(Protocol):
-    """An object that takes an answer as it arrives."""
+    """Interface of an object that receives an answer as it arrives."""
 
     awaits: str  # description of the missing answer if the request times out
     heard_s: float  # time.perf_counter() of the last progress, which restarts the time limit
@@ -228,7 +228,7 @@ class Whole:
 
     @property
     def data(self) -> bytes:
-        """The body."""
+        """Return the body."""
         return b"".join(self._pieces)
 
 
@@ -290,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """True if a request can be sent, as far as the event loop knows."""
+        """Return True if a request can be sent, as far as the event loop knows."""
         return self._transport is not None and not self._transport.is_closing()
 
     def is_alive(self, *, encrypted: bool) -> bool:
@@ -427,7 +427,7 @@ class Connection(asyncio.BufferedProtocol):
             self._parse(rest, now)
 
     def _take_head(self, text: bytes) -> tuple[tuple[int, dict[bytes, bytes]] | None, bytes]:
-        """Return the status and the headers of the final head, and what follows it; None while it is incomplete."""
+        """Return the status and the headers of the final head, and the bytes after it; None while it is incomplete."""
         while True:
             head, blank, rest = text.partition(b"\r\n\r\n")
             if not blank:
@@ -501,7 +501,7 @@ def _no_chunk() -> RequestError:
 
 
 def _acked_bytes(sock: socket.socket) -> int | None:
-    """Return how many bytes the peer's kernel has acknowledged; None where the system does not report it."""
+    """Return how many bytes the peer's kernel has acknowledged; None if the system does not report it."""
     try:
         found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
         return int(ACKED_BYTES.unpack_from(found, ACKED_AT)[0])
@@ -542,7 +542,7 @@ class Client:
             connection.abort()
 
     async def open(self, count: int) -> None:
-        """Have `count` connections ready. Raise RequestError if one of them cannot be made."""
+        """Open connections until `count` are ready. Raise RequestError if one of them cannot be made."""
         missing = range(count - len(self._idle))
         limit_s = self.target.timeout_s
         found = await asyncio.gather(*(self._connect_within(limit_s) for _ in missing), return_exceptions=True)
@@ -552,7 +552,7 @@ class Client:
                 raise failure
 
     async def get(self, path: str, timeout_s: float | None = None, limit: int = MAX_BODY) -> Whole:
-        """Return the answer to a GET, whatever its status, of at most `limit` bytes. Raise RequestError if there is none."""
+        """Return the answer to a GET with any status, of at most `limit` bytes. Raise RequestError if there is none."""
         reply = Whole(limit)
         await self.exchange(self.target.request("GET", path), reply, timeout_s)
         return reply
@@ -668,7 +668,7 @@ class Client:
 
 
 async def _connected(host: str, port: int) -> StampedSocket:
-    """A socket to the first of a host's addresses that takes one. Raises OSError, that of the last."""
+    """Return a socket connected to the first of a host's addresses that accepts. Raise the OSError of the last one."""
     loop = asyncio.get_running_loop()
     error: OSError | None = None
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -61,9 +61,10 @@ async def compare_servers(
     contexts: Sequence[int] | None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Comparison], list[CacheUse]]:
-    """Ask one or two servers, one after the other at each length, and compare their answers; not yet judged.
+    """Send the questions to one or two servers, one after the other at each length, and compare their answers; not yet
+    judged.
 
-    Raises WorkerError if a server does not answer, UsageError for lengths that it does not take.
+    Raise WorkerError if a server does not answer, UsageError for lengths that it does not accept.
     """
     clients = [Client(target) for target in targets]
     try:

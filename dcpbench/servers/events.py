@@ -68,7 +68,7 @@ MAX_SHOWN_NUMBER = 10**18  # larger numbers are shown as a power of ten
 
 
 def format_bad_stream(bad: BadStream) -> str:
-    """Return the sentence for a stream that was given up, without its full stop."""
+    """Return the sentence for an abandoned stream, without its full stop."""
     return FORMATS[bad.fault](bad)
 
 
@@ -184,12 +184,12 @@ class Usage(msgspec.Struct, frozen=True):
 
     @property
     def cached(self) -> int | None:
-        """Prompt tokens found in the prefix cache."""
+        """Return the prompt tokens found in the prefix cache."""
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
     @property
     def reasoning(self) -> int:
-        """Output tokens of reasoning; 0 if the server does not report them."""
+        """Return the output tokens of reasoning; 0 if the server does not report them."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens if details else None) or self.reasoning_tokens or 0
 
@@ -213,19 +213,19 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def thoughts(self) -> str:
-        """The text of the reasoning."""
+        """Return the text of the reasoning."""
         return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
-        """All generated text, reasoning included."""
+        """Return all generated text, reasoning included."""
         if isinstance(self.content, list):
             return self.thoughts + "".join(part.text or "" for part in self.content)
         return self.thoughts + (self.content or "")
 
     @property
     def calls_tools(self) -> bool:
-        """True if it holds a part of a tool call."""
+        """Return True if it holds a part of a tool call."""
         return self.tool_calls is not NULL and bytes(self.tool_calls) not in (b"null", b"[]")
 
 
@@ -241,18 +241,18 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def new_message(self) -> Message | None:
-        """The message of a chat; None in completions."""
+        """Return the message of a chat; None in completions."""
         return self.delta or self.message
 
     @property
     def new_text(self) -> str:
-        """The generated text, of completions and of chats."""
+        """Return the generated text, of completions and of chats."""
         message = self.new_message
         return message.text if message is not None else self.text or ""
 
     @property
     def has_output(self) -> bool:
-        """True if it brings text or a part of a tool call."""
+        """Return True if it brings text or a part of a tool call."""
         message = self.new_message
         return bool(self.text) if message is None else bool(message.text) or message.calls_tools
 
@@ -271,7 +271,7 @@ _completion = msgspec.json.Decoder(Completion)
 
 
 def read_completion(data: bytes) -> Completion:
-    """Parse an event or a whole answer. Raise StreamError if it is none, or if it reports an error."""
+    """Parse an event or a whole answer. Raise StreamError if it is invalid, or if it reports an error."""
     try:
         found = _completion.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

@@ -25,7 +25,7 @@ READ_BYTES = 1 << 16
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, nearest first."""
+    """Return all descendants of a process, nearest first."""
     found: list[int] = []
     left = [pid]
     while left:

@@ -42,7 +42,7 @@ UNAVAILABLE = 503
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request as it is sent."""
+    """One request in the form in which it is sent."""
 
     number: int  # in the load
     data: bytes  # head and body
@@ -53,7 +53,7 @@ class Call:
 
     @property
     def requests(self) -> int:
-        """The number of requests: this one and the later turns of its session."""
+        """Return the number of requests: this one and the later turns of its session."""
         return 1 + (len(self.session.left) if self.session is not None else 0)
 
 
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def requests(self) -> int:
-        """The number of requests in the load."""
+        """Return the number of requests in the load."""
         return sum(call.requests for call in self.calls)
 
     @property
@@ -261,7 +261,7 @@ async def retry_while_busy(
 
 
 def may_retry(error: RequestError) -> bool:
-    """Return whether the server may accept the same request a moment later: it is busy, or does not listen yet."""
+    """Return whether the server may accept the same request later, because it is busy or does not listen yet."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
 
 
@@ -303,7 +303,7 @@ async def _until(moment_s: float) -> None:
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """Turn garbage collection off while times are taken: it stops the process for as long as a token takes."""
+    """Turn garbage collection off during timings, because it stops the process for as long as a token takes."""
     gc.collect()
     gc.freeze()
     gc.disable()

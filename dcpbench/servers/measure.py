@@ -59,7 +59,9 @@ CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_l
 KV_SOURCES_DIFFER = "kv_sources_differ"
 """Marks; reports/explain.py has a sentence for each."""
 MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
-"""A process that is busier, or later at p99 than so many ms and this share of the median ITL, was the bottleneck."""
+"""Thresholds above which a process was the bottleneck: its CPU share; its lateness at p99 in ms, and as a share of the
+median ITL.
+"""
 NEAR = 0.05
 """Relative deviation of answer lengths from the requested ones above which a warning is given."""
 WARM_UP, WARM_UP_OUTPUT = 8, 16
@@ -67,7 +69,7 @@ NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
 """Names of facts: why the server was not profiled, and how its counters are turned on."""
 HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
 PROFILED = 8
-"""Requests that a server serves while it is profiled."""
+"""Number of requests served while the server is profiled."""
 MOST_OPEN = 256
 """Connections that are made before an open loop begins; others are made when they are needed."""
 CHUNKS_EACH = 8_000
@@ -199,7 +201,7 @@ class _Sent:
     null: dict[str, float | int] = dataclasses.field(default_factory=dict)
     """Measurements of the client alone; empty if they were not taken."""
     waits: tuple[float, list[SyncSite]] | None = None
-    """Host-blocking calls of a step of the server, and where they are."""
+    """Host-blocking calls of a step of the server, and their source lines."""
     unprofiled: str = ""
     """Reason why the waits are unknown, if they were requested."""
 
@@ -283,7 +285,9 @@ async def _send(
 async def _profile(
     point: Point, asked: Asked, manner: Manner, sent: _Sent, folder: Path, tell: Callable[[str], None]
 ) -> None:
-    """A few requests of the load again, with the server's profiler at work: never in the times, which stand without it."""
+    """Send a few requests of the load again, with the server's profiler on; their times are not part of the
+    measurement.
+    """
     try:
         async with Client(asked.target) as client:
             calls = _short(client, manner, sent.requests[:PROFILED])
@@ -311,9 +315,10 @@ def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: fl
 
 
 async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Sequence[ServeRequest]) -> float | None:
-    """Short answers to prompts of the load's lengths, all at once; returns the median gap of their chunks in s.
+    """Send requests with the load's prompt lengths and short answers, all at once; return the median gap of their
+    chunks in s.
 
-    Raises WorkerError where all of them fail.
+    Raise WorkerError if all of them fail.
     """
     calls = _short(client, manner, requests[: asked.warm_up])
     if not calls:
@@ -328,7 +333,7 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
 
 
 def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> list[Call]:
-    """Requests like these, with other tokens and short answers."""
+    """Return requests of the same lengths, with other tokens and short answers."""
     generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
     calls = []
     for request in requests:
@@ -460,7 +465,7 @@ def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) 
 
 
 def _sample(outcome: Outcome, sent: _Sent) -> Sample:
-    """A request as our samples have it; times after the start of the run."""
+    """Return a request as a Sample; times after the start of the run."""
     assert sent.run is not None
     start, answer = sent.run.start_s, outcome.answer
     request = sent.requests[outcome.call.number]

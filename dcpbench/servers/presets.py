@@ -4,15 +4,15 @@
     command = "vllm serve {model} --host {host} --port {port}"
     ready = "/health"
     profiler = "--profiler-config.torch_profiler_dir {traces}"    # added with --traces
-    [layout]                       # flags of degrees and of the exchange, added where they say more than 1 or none
+    [layout]                       # flags of degrees and of the exchange, added if a degree exceeds 1 or an exchange is set
     tp = "--tensor-parallel-size {attn_tp}"
     dcp = "--decode-context-parallel-size {dcp}"
-    [flags]                        # axes: each combination is a server of its own
+    [flags]                        # axes: each combination is a separate server
     max-num-seqs = [32, 64]
     [env]
     VLLM_LOGGING_LEVEL = "WARNING"
 
-`{tp}` counts all GPUs of a layout, `{attn_tp}` is tp / dp: what vLLM calls tensor parallel.
+`{tp}` counts all GPUs of a layout, `{attn_tp}` is tp / dp, which vLLM calls tensor parallel.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ async def profile(
     extra_body: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Return the traces that the server wrote into `folder`, which it shares with this process, while it served a small load.
+    """Return the traces that the server wrote into `folder`, on a shared file system, while it served a small load.
 
-    Raises UsageError for a folder that cannot be made, WorkerError where the server does not profile or no trace comes.
+    Raise UsageError for a folder that cannot be made, WorkerError if the server does not profile or no trace appears.
     """
     await asyncio.to_thread(make_traces_folder, folder)
     async with Client(target) as client:

@@ -232,7 +232,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Text of words, as many as the server counts as the given number of tokens."""
+    """Text of words, with as many words as give the requested number of tokens on the server."""
 
     per_word: float  # tokens of a word
     fixed: float  # tokens of a prompt besides its words, such as those of a chat template
@@ -271,7 +271,9 @@ class Tokenized:
         self.fixed = fixed
 
     def __call__(self, ids: np.ndarray) -> str:
-        """See Text. The text is tokenized again, and cut or prolonged until it has as many tokens."""
+        """Return text for ids, see Text. The text is tokenized again, and cut or extended until it has the requested
+        tokens.
+        """
         wanted = max(len(ids) - round(self.fixed), 1)
         found, more = np.resize(ids, wanted).tolist(), itertools.cycle(ids.tolist())
         for _ in range(TRIES):
@@ -392,7 +394,7 @@ class Trial:
         return WorkerError(f"{url} cannot be measured: {last.sentence}")
 
     async def _find_other_endpoint(self, manner: Manner, last: RequestError) -> str | None:
-        """Return the other endpoint if it answers where this one does not."""
+        """Return the other endpoint if it answers and this one does not."""
         if last.status not in NO_ENDPOINT and not (_may_be_fields(last) and last.status):
             return None
         other = CHAT if self.endpoint == COMPLETIONS else COMPLETIONS

@@ -63,7 +63,9 @@ def came_s(told: list[tuple[int, int, bytes]]) -> float | None:
 
 
 def _apart_ns() -> int:
-    """The date less time.perf_counter(), now, as clocks may be set; read again where this process was stopped in between."""
+    """Return the difference of the date and time.perf_counter() now, as clocks may be set; repeated if the process was
+    interrupted.
+    """
     while True:
         before = time.perf_counter_ns()
         date = time.time_ns()

@@ -52,7 +52,7 @@ DPI = 150
 
 @contextlib.contextmanager
 def drawing(more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The look of everything that is drawn and saved inside, with `more` of matplotlib's settings."""
+    """Apply the common style to all figures drawn and saved in the block, with `more` of matplotlib's settings."""
     import matplotlib as mpl
 
     with mpl.rc_context({**RC, **(more or {})}), warnings.catch_warnings():
@@ -95,7 +95,7 @@ def _write_png(canvas: FigureCanvasAgg, file: Path) -> None:
 
 
 def colour(place: int) -> str:
-    """The colour of the so-manieth series."""
+    """Return the colour of the series at this index."""
     return COLOURS[place % len(COLOURS)]
 
 
@@ -119,7 +119,7 @@ def axis_labels(figure: Figure, x: str, y: str) -> None:
 
 
 def _scaled(label: str, scale: str) -> str:
-    """The label, and in its brackets that the axis is logarithmic where it is."""
+    """Return the label, with a note in its brackets if the axis is logarithmic."""
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
@@ -128,7 +128,7 @@ LETTERS_IN_AN_INCH = 11
 
 
 def headline(figure: Figure, title: str, *, width: int = 90) -> None:
-    """Title of a figure, broken into lines of at most `width` characters, or as many as it is wide for."""
+    """Set the title of a figure, broken into lines of at most `width` characters, by default by the figure's width."""
     room = min(width, int(figure.get_figwidth() * LETTERS_IN_AN_INCH))
     figure.suptitle("\n".join(textwrap.wrap(title, room, break_on_hyphens=False)), fontsize=12)
 
@@ -139,7 +139,7 @@ LEGEND_LINE_INCHES = 0.2
 
 
 def legend_below(figure: Figure, handles: list[Any]) -> None:
-    """A legend outside the panels, in as many columns as the figure is wide, which grows with a long one."""
+    """Draw a legend below the panels, in as many columns as fit the figure, which grows with a long one."""
     labels = [str(handle.get_label()).splitlines() for handle in handles]
     longest = max(len(line) for lines in labels for line in lines)
     columns = max(1, min(int(figure.get_figwidth() * 72 / (longest * 5.4 + 48)), len(handles)))
@@ -157,7 +157,7 @@ def hollow(means: str, line: Line = "") -> Line2D:
 
 
 def columns_for(panels: int) -> int:
-    """Panels side by side: one on a small screen, else up to three, and no single one left over from four."""
+    """Return the number of panels side by side: one for a single panel, two for two or four, else three."""
     return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 
@@ -179,13 +179,13 @@ def watermark(ax: Axes) -> None:
 
 
 def watermark_below(ax: Axes) -> None:
-    """The same below the axis of a panel of bars, which would cover it."""
+    """Write the watermark below the axis of a panel with bars, which would cover it."""
     said = WATERMARK.replace("\n", " ")
     ax.set_xlabel("\n".join(filter(None, (ax.get_xlabel(), said))))
 
 
 def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
-    """Put the ticks of the x axis where something was measured, logarithmic when the values are far apart."""
+    """Put the ticks of the x axis at the measured values, logarithmic if the values are far apart."""
     ticks = sorted(set(values))
     if ticks and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:  # noqa: PLR2004 - two doublings
         ax.set_xscale("log", base=2)
@@ -198,7 +198,7 @@ def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
 
 
 def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
-    """Start an axis at 0, or make it logarithmic where the values span more than LOG_RANGE."""
+    """Start an axis at 0, or make it logarithmic if the values span more than LOG_RANGE."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     known = [v for v in values if v > 0]

@@ -62,7 +62,7 @@ def paled(name: str, share: float) -> str:
 
 
 def split(name: str) -> tuple[str, str]:
-    """`tp4·dcp4` and `1P2D` of `tp4·dcp4 1P2D`; the latter is empty where there is one instance."""
+    """Split `tp4·dcp4 1P2D` into `tp4·dcp4` and `1P2D`; the latter is empty for a single instance."""
     layout, *instances = INSTANCES.split(name)
     return layout, instances[0] if instances else ""
 
@@ -94,7 +94,7 @@ def _lch(name: str) -> Lch:
 
 
 def _step(dp: int, dcp: int) -> int:
-    """The place of these degrees in their family."""
+    """Return the index of these degrees in their family."""
     of_dp, of_dcp = (max(round(math.log2(degree)), 1) for degree in (dp, dcp))
     if dp == 1 or dcp == 1:
         return min(max(of_dp, of_dcp), len(DCP)) - 1
@@ -117,7 +117,9 @@ def _encoded(part: float) -> float:
 
 
 def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """Linear red, green and blue, below 0 or above 1 where a screen cannot show them (bottosson.github.io/posts/oklab)."""
+    """Return linear red, green and blue, below 0 or above 1 outside the displayable range
+    (bottosson.github.io/posts/oklab).
+    """
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l, m, s = (
         (lightness + x * a + y * b) ** 3

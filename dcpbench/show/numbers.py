@@ -25,7 +25,7 @@ def missing(value: object) -> bool:
 
 
 def finite(value: object) -> object:
-    """A value of JSON with null for each number in it that JSON does not have."""
+    """Return a JSON value with null for each number that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -36,12 +36,12 @@ def finite(value: object) -> object:
 
 
 def text(value: object) -> str:
-    """A string, or the dash."""
+    """Return a string, or the dash."""
     return ABSENT if missing(value) or value == "" else str(value)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """`12.50`: to `digits` significant digits, so that columns are even; thousands apart, whole from there on."""
+    """Return `12.50`: a number to `digits` significant digits, for even columns; thousands are separated, large numbers are whole."""
     if not _known(value):
         return ABSENT
     value = float(value)
@@ -54,19 +54,19 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def short_number(value: float | None, digits: int = 3) -> str:
-    """`12.5`: the same without zeros at its end, for sentences and narrow tables."""
+    """Return `12.5`: a number without trailing zeros, for sentences and narrow tables."""
     if not _known(value):
         return ABSENT
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def count(value: float | None) -> str:
-    """`128,000`: whole, thousands apart."""
+    """Return `128,000`: an integer with separators."""
     return f"{value:,.0f}" if _known(value) else ABSENT
 
 
 def percent(value: float | None) -> str:
-    """`2.5 %` of 0.025: a share, to two digits, and whole from 10 on."""
+    """Return `2.5 %` for 0.025: a share, to two digits, as an integer from 10."""
     if not _known(value):
         return ABSENT
     share = value * 100
@@ -74,12 +74,12 @@ def percent(value: float | None) -> str:
 
 
 def times(ratio: float | None, decimals: int = 3) -> str:
-    """`1.031×`."""
+    """Return `1.031×`."""
     return f"{ratio:.{decimals}f}×" if _known(ratio) else ABSENT
 
 
 def gib(value: float | None) -> str:
-    """Bytes in GiB, for a column that names the unit."""
+    """Return bytes in GiB, for a column that names the unit."""
     if not _known(value):
         return ABSENT
     return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
@@ -93,7 +93,7 @@ def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """`8 s`, `12 min`, `3 h 20 min`."""
+    """Return `8 s`, `12 min`, `3 h 20 min`."""
     if not _known(seconds):
         return ABSENT
     if seconds < 2 * MINUTE:
@@ -104,12 +104,12 @@ def span(seconds: float | None) -> str:
 
 
 def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
-    """`12.50 [12.41–12.60]`: a median and its interval, of a table's cell."""
+    """Return `12.50 [12.41–12.60]`: a median and its interval, for a table cell."""
     return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
 
 
 def reach(values: Iterable[float], form: str = "{:.2f}×") -> str:
-    """`1.02–1.06×`, or one of them where they look the same."""
+    """Return `1.02–1.06×`, or a single value if both look the same."""
     known = sorted(values)
     low, high = form.format(known[0]), form.format(known[-1])
     return high if low == high else f"{low.rstrip('×')}–{high}"
@@ -122,7 +122,7 @@ def with_reach(value: float, low: float, high: float, form: str = "{:.2f}×") ->
 
 
 def tok_s(value: float, low: float, high: float, unit: str = " tok/s") -> str:
-    """`286 tok/s [285–286]`."""
+    """Return `286 tok/s [285–286]`."""
     said, ends = number(value, 3), (number(low, 3), number(high, 3))
     return f"{said}{unit}" + ("" if set(ends) == {said} else f" [{ends[0]}–{ends[1]}]")
 

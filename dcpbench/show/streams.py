@@ -113,7 +113,7 @@ def forget_output() -> None:
 
 
 def _formed(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs."""
+    """Return the ASCII replacement, as an error handler of codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_form, error.object[error.start : error.end])), error.end

@@ -24,7 +24,7 @@ QUIET_SECONDS = 2.0
 
 
 def console(*, error: bool = False) -> Console:
-    """Rich's console, on stderr with `error`."""
+    """Return Rich's console, on stderr with `error`."""
     found = _console(stderr=error)
     if not found.is_terminal:
         found.width = PLAIN_WIDTH
@@ -47,7 +47,7 @@ def _console(**more: Any) -> Console:  # noqa: ANN401 - as of Rich's
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Write a line to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -84,7 +84,7 @@ class ProgressLine:
             sys.stderr.flush()
 
     def __call__(self, message: str) -> None:
-        """Show one message, as long as it is not too soon after the last."""
+        """Show one message, unless the last one was too recent."""
         if not self._terminal:
             self._line(printable(message))
             return

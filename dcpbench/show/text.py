@@ -28,12 +28,12 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def counted(n: int, what: str) -> str:
-    """`1 point`, `2 points`."""
+    """Return `1 point`, `2 points`."""
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def listed(parts: Sequence[str], last: str = "and") -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     return f" {last} ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
@@ -48,7 +48,7 @@ def natural(text: object) -> list[tuple[int, str]]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""The text with everything spelled out that a terminal, a log or a browser would obey: ESC becomes `\x1b`.
+    r"""Return the text with all control sequences for a terminal, a log or a browser escaped: ESC becomes `\x1b`.
 
     `keep`: characters that stay, such as LINES.
     """
@@ -58,18 +58,18 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return the text without secrets, or its beginning with `…`: at most so many characters."""
+    """Return the text without secrets, cut with `…` to at most `most` characters."""
     text = redact(text)  # half of a secret could not be found any more
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def short(text: str, most: int = LONGEST_NAME) -> str:
-    """A name in printable characters, at most so many: it, or its beginning with `…`. Its spaces stay."""
+    """Return a name in printable characters, cut with `…` to at most `most`. Its spaces stay."""
     return cut(printable(cut(text, most)), most)
 
 
 def one_line(text: str, most: int = LONGEST_LINE) -> str:
-    """A sentence, also one of several lines, in one printable line of at most so many characters."""
+    """Return a sentence in one printable line of at most `most` characters."""
     return short(" ".join(cut(text, most).split()), most)
 
 
@@ -106,13 +106,13 @@ def markdown(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
+    """Return text in an HTML code element for a table cell, because a `|` or a backtick would end a Markdown one."""
     escaped = re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", html.escape(text, quote=False))
     return f"<code>{escaped}</code>"
 
 
 def spreadsheet_cell(text: str) -> str:
-    """Text that no spreadsheet takes for a formula."""
+    """Return text that no spreadsheet interprets as a formula."""
     return f"'{text}" if text.startswith(FORMULA_STARTS) else text
 
 

@@ -89,7 +89,7 @@ def _put(half: Path, place: Path, last: Sequence[str], ours: Callable[[Path], bo
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Each gets the name of the other, at once. Raises OSError where the file system cannot."""
+    """Exchange the names of two paths atomically. Raise OSError if the file system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

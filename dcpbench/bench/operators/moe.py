@@ -41,7 +41,7 @@ LIMIT = 8e-3
 CHECKED = 8
 """Number of experts with rows compared with fp64: the fullest, and others spread over all."""
 SLAB_ROWS = 64
-"""Row count of DeepGEMM's slabs, or a divisor of it."""
+"""Number of which the row count of DeepGEMM's slabs is a multiple."""
 SPREAD = 90.0
 """Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five standard deviations."""
 

@@ -1,4 +1,4 @@
-"""Paged MLA decode attention over one rank's KV rows, with log-sum-exp, behind one small protocol."""
+"""Paged MLA decode attention over one rank's KV rows, with log-sum-exp; all backends implement one small protocol."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Backend(Protocol):
         """
 
     def divide(self) -> None:
-        """Outside the graph, without waiting: divide the work of `tables`, which a step has filled. Nothing without."""
+        """Divide the work of `tables`, which a step has filled; outside the graph, without waiting. No-op without
+        tables.
+        """
 
     def plan(self, shards: Shards) -> None:
         """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
@@ -55,8 +57,8 @@ class Backend(Protocol):
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Attend to one layer's rows `kv` [pages, page_size, Q] in the spec's KV dtype; all tensors are contiguous.
 
-        Writes o_BHR in q's dtype and lse_BH in fp32, natural logarithm: where they lie is the exchange's choice.
-        lse = -inf and any finite o where a request has no rows here.
+        Writes o_BHR in q's dtype and lse_BH in fp32, natural logarithm, to buffers chosen by the exchange. For a
+        request without rows on this rank, lse = -inf and o is any finite number.
         """
 
 
@@ -88,15 +90,16 @@ class AttentionSpec:
 
 
 def rounding_error(rounds: Collection[str], deviation: float) -> float:
-    """Relative error of o that these leave, in the mean square, over rows and queries of normal numbers.
+    """Return the relative mean square error of o caused by these roundings, for rows and queries of normal numbers.
 
-    Errors of weights average like their values and give that much; those of a query give it times the `deviation` of scores.
+    Errors of weights average like their values and contribute the rounding error itself; those of a query contribute it
+    times the `deviation` of scores.
     """
     return ROUNDING * ((QUERIES in rounds) * deviation**2 + (WEIGHTS in rounds)) ** 0.5
 
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:
-    """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
     if name == "reference":
         from dcpbench.kernels.attention.reference import ReferenceBackend
 

@@ -28,7 +28,7 @@ PAGE = 64
 
 @triton.jit
 def _take_kernel(o, lse, lengths, o_out, lse_out, heads, BLOCK_H: tl.constexpr, R: tl.constexpr):
-    """Copies BLOCK_H heads of a request; the log-sum-exp of one without rows is -inf here and +inf there."""
+    """Copy BLOCK_H heads of a request; the log-sum-exp of a request without rows is +inf in FlashMLA and -inf here."""
     b = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = h < heads
@@ -46,7 +46,7 @@ def _round_kernel(q, out, count, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
 
 
 def rounded(q: torch.Tensor) -> torch.Tensor:
-    """Queries as e4m3, ±448 at most; contiguous."""
+    """Return queries as e4m3, limited to ±448; contiguous."""
     out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     block = 2048
     grid = (triton.cdiv(q.numel(), block),)
@@ -57,7 +57,7 @@ def rounded(q: torch.Tensor) -> torch.Tensor:
 def take(
     o_BHR: torch.Tensor, lse_BH: torch.Tensor, lengths_B: torch.Tensor, o_out: torch.Tensor, lse_out: torch.Tensor
 ) -> None:
-    """Put FlashMLA's contiguous results where they are wanted, with lse = -inf for requests without rows."""
+    """Copy FlashMLA's contiguous results to their destination, with lse = -inf for requests without rows."""
     batch, heads, latent = o_out.shape
     grid = (batch, triton.cdiv(heads, 4))
     _take_kernel[grid](o_BHR, lse_BH, lengths_B, o_out, lse_out, heads, BLOCK_H=4, R=latent)

@@ -28,7 +28,7 @@ MMA_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 @gluon.jit
 def _piece(length, start, begin, end, TILE: gl.constexpr):
-    """A request's tiles, and which of them [t0, t1) lie in the share."""
+    """Return the number of a request's tiles, and the range [t0, t1) of them in the share."""
     tiles = (length + (TILE - 1)) // TILE
     return tiles, gl.maximum(begin - start, 0), gl.minimum(tiles, end - start)
 
@@ -117,7 +117,7 @@ def _load(
 
 @gluon.jit
 def _products(q_tiles, kv_tiles, full, done, zero, STAGES: gl.constexpr):
-    """S = q · kᵀ of the next tile, once it has landed."""
+    """Return S = q · kᵀ of the next tile, once it has been loaded."""
     q_left, q_right, q_rope = q_tiles
     left, right, rope = kv_tiles
     i = done % STAGES

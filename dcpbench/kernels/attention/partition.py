@@ -60,7 +60,7 @@ def pieces(tiles, t1, size):
 def merge_kernel(
     part_o, part_lse, pieces_of, lengths, o, lse, heads, ln2, R: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
 ):
-    """Programs (request, i) take every num_programs(1)-th stretch of COLUMNS of the request's heads.
+    """Merge cut requests: programs (request, i) take every num_programs(1)-th range of COLUMNS of the request's heads.
 
     `pieces_of` [B, 2] int32 holds the first share and the number of pieces of each request that has rows; a request in
     one piece is in `o` already. Partial outputs are normalised, and their log-sum-exps have base 2.

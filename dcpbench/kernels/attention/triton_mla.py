@@ -1,4 +1,4 @@
-"""The backend `triton`: our own kernels, their workspace, and which of them runs where."""
+"""The backend `triton`: our own kernels, their workspace, and the selection of the kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOPPER_FP8 = {
 ROUNDS: dict[str, tuple[str, ...]] = {"hopper-fp8": (QUERIES,), "hopper-apart-fp8": (QUERIES, WEIGHTS)}
 """Tensors that a kernel rounds to e4m3, for kernels that round any."""
 INTERPRETED_PARTS = 4
-"""Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
+"""Programs without a GPU to query for its multiprocessors: enough to cut requests."""
 
 
 def kernel_for(spec: AttentionSpec) -> str:
@@ -119,7 +119,7 @@ class TritonBackend:
         self.tables.fill(shards)
 
     def divide(self) -> None:
-        """See Backend. Each run divides its own work."""
+        """Do nothing, see Backend: each run divides its own work."""
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""

@@ -54,7 +54,9 @@ def _busiest_kernel(
 
 
 def busiest_first(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """Ids of experts, [T, k] contiguous, turned round so that the run of the busiest of so many ranks comes first."""
+    """Return the ids of experts, [T, k] contiguous, rotated so that the run of the busiest of `ranks` ranks comes
+    first.
+    """
     if ids_Tk.device.type != "cuda":
         return busiest_first_reference(ids_Tk, experts, ranks)
     out_Tk = torch.empty_like(ids_Tk)

@@ -192,7 +192,7 @@ class Plan:
     rows: int
     """Maximum number of rows of a tile."""
     total: torch.Tensor | None = None
-    """int32 [1]: how many tiles there are, where a program goes from tile to tile."""
+    """int32 [1]: number of tiles, for programs that loop over tiles; None otherwise."""
 
 
 def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
@@ -248,7 +248,7 @@ def _columns(weight: torch.Tensor, gated: bool) -> int:
 
 
 def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape) -> None:
-    """One product of the planned rows into `out`; see `product`."""
+    """Run one product of the planned rows into `out`; see `product`."""
     columns, depth = out[0].shape[1], weight[0].shape[-1]
     block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](

@@ -66,10 +66,11 @@ def _one_shot_kernel(
 
 
 def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
+    """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
-    slots_2: room for x twice in every buffer, at the same place, [2, bytes] uint8 of this function alone. One meeting
-    is enough: a slot is overwritten in the next call but one, and whoever met a rank in the next call had read it.
+    slots_2: space for x twice in every buffer, at the same place, [2, bytes] uint8, used by no other function. One
+    meeting is enough: a slot is overwritten in the call after the next, and a rank that has met another in the next
+    call knows that it has read the slot.
     """
     out = torch.empty_like(x)
     _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](

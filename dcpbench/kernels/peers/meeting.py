@@ -41,7 +41,7 @@ REST_S = 0.005
 
 
 def _rest() -> None:
-    """Leave the core to the ranks that are waited for: there may be more of them than cores. For the interpreter."""
+    """Yield the core to the ranks that are awaited, because there may be more ranks than cores. For the interpreter."""
     time.sleep(REST_S)
 
 
@@ -63,7 +63,7 @@ def tensor_at(address, ELEMENT: tl.constexpr):
 
 @triton.jit
 def append(values, value):
-    """A tuple and one more value; Triton knows no unpacking."""
+    """Return a tuple with one more value, because Triton does not support unpacking."""
     return values + (value,)  # noqa: RUF005
 
 
@@ -88,7 +88,9 @@ def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDEN
 
 @triton.jit
 def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Wait until the same block of all peers has come here. Each block has N columns; its own counts its calls."""
+    """Wait until the same block of all peers has reached this point. Each block has N columns; its own counts its
+    calls.
+    """
     n = tl.arange(0, N_BLOCK)
     others = (n > 0) & (n < N)
     row = tl.program_id(0) * N
@@ -113,7 +115,7 @@ def _theirs(peers, counters, n, N: tl.constexpr):
 
 @triton.jit
 def _wait_for(flags, others, count):
-    """Look at the flags until all of others' have reached a count: by difference, as counters wrap around."""
+    """Poll the flags until all those of peers have reached a count: by difference, because counters wrap around."""
     if INTERPRETED:
         behind = tl.full((), -1, tl.int32)
         while behind < 0:

@@ -67,7 +67,7 @@ class PrefillBackend(Protocol):
 
 
 def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
-    """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
     if name == "sdpa":
         from dcpbench.kernels.prefill.sdpa import SdpaPrefill
 

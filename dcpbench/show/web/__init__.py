@@ -93,7 +93,7 @@ def json_block(data: object) -> str:
 
 
 def without_markup(text: str) -> str:
-    """JSON of any kind with the characters escaped that could end a script or begin markup."""
+    """Return JSON with the characters escaped that could end a script or begin markup."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
