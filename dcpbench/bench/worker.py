@@ -301,7 +301,7 @@ def main(path: str) -> None:
     if job.ranks > 1:
         dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
     if worker.blocking or job.ranks > 1:
-        # A refused capture is still open in torch, whose tear-down would complain about it; that of a group waits for
+        # A refused capture is still open in torch, and its tear-down would report it; that of a group waits for
         # graphs which hold its collectives.
         sys.stderr.flush()
         os._exit(0)

@@ -47,7 +47,7 @@ class Card:
         """Return the name of the GPU in findings."""
         return f"GPU {self.index}"
 
-    def ask(self, check: str, function: str, *args: object) -> Any:  # noqa: ANN401 -- what NVML answers
+    def ask(self, check: str, function: str, *args: object) -> Any:  # noqa: ANN401 -- any result of NVML
         """Return the result of an NVML function for this GPU; without one, add a finding and return None."""
         return self.report.read(check, lambda: getattr(self.nvml, function)(self.handle, *args), where=self.name)
 

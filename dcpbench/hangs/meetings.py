@@ -54,7 +54,7 @@ class Wait:
     number: int
     """Number of the meeting among those of its kind, from 1."""
     passed: list[int]
-    """Peers that have ended this meeting, or whose signal of it other ranks have: their signal to this rank is missing.
+    """Peers that have ended this meeting, or have signalled it to other ranks: their signal to this rank is missing.
     """
     absent: list[int]
     """Peers that have not begun the meeting, as far as is known."""

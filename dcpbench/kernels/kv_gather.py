@@ -40,7 +40,7 @@ def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> Non
     """Pack this rank's rows: `part_JQ[j] = kv_KQ[row_J[j]]`. No host sync.
 
     row_J is int32, as kv_indices.fill_pages makes it with pages of one row; part_JQ has at least as many rows, is
-    contiguous and of the dtype of kv_KQ, whose last dimension is contiguous.
+    contiguous and of the dtype of kv_KQ, which has a contiguous last dimension.
     """
     (pack_fused if kv_KQ.is_cuda else pack_reference)(part_JQ, kv_KQ, row_J)
 

@@ -59,7 +59,7 @@ def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
     def wait() -> None:
         while pipe.exists():
             with contextlib.suppress(OSError):
-                pipe.read_bytes()  # until whoever asks has closed it
+                pipe.read_bytes()  # until the other end has closed it
             for file, say in says.items():
                 writing = threading.Thread(target=_write, args=(file, say), name=file.stem, daemon=True)
                 writing.start()

@@ -120,7 +120,7 @@ def of_a_record(line: bytes) -> bool:
 
 
 def is_strange(error: Exception) -> bool:
-    """Return True if a line is intact JSON whose record this version does not read."""
+    """Return True if a line is intact JSON with a record that this version does not read."""
     if isinstance(error, checksums.RewrittenError):
         return True
     return isinstance(error, msgspec.ValidationError) and not isinstance(error, checksums.DamageError)

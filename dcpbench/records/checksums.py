@@ -33,7 +33,7 @@ class DamageError(msgspec.ValidationError):
 
 
 class RewrittenError(DamageError):
-    """A line with a checksum whose bytes were not written by this package."""
+    """A line with a checksum and bytes that this package did not write."""
 
 
 class UnfinishedError(msgspec.DecodeError):

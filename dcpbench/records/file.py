@@ -180,7 +180,7 @@ def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read:
 
 
 def record_at(path: Path, place: int) -> Record | None:
-    """Return the record whose line begins at this byte offset; None if there is no readable record."""
+    """Return the record of the line at this byte offset; None if there is no readable record."""
     try:
         with path.open("rb") as f:
             f.seek(place)

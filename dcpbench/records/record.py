@@ -646,7 +646,7 @@ def origin(record: Record) -> str:
 
 
 def of_a_file(name: str) -> bool:
-    """Return True if an origin is another tool whose result file was imported."""
+    """Return True if an origin is another tool, from which a result file was imported."""
     return name != OURS and not name.startswith(A_SERVER)
 
 

@@ -80,7 +80,7 @@ def read_run(
 ) -> Run:
     """Return the run in a folder, or of a records.jsonl given directly; `name` replaces the path as the run's name.
 
-    `keep` maps each record, whose samples are already removed, to the one that stays in memory. Lines that cannot be
+    `keep` maps each record, without its samples, to the one that stays in memory. Lines that cannot be
     read are an error, or are listed in the run with `skip_bad_lines`, as long as any other line can be read. Raise
     RecordsError as `records.file.read_records` does, and for more than `most` points.
     """

@@ -61,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str] = []  # the tokens as keys of `tops`
     logprobs: list[float] = []  # of the tokens; empty if unknown
     tops: list[dict[str, float]] = []  # log-probabilities of the likeliest tokens at each place; empty if unknown
-    cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not say
+    cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not report it
 
 
 class PromptAnswers(msgspec.Struct, frozen=True, kw_only=True):

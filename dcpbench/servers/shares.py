@@ -172,7 +172,7 @@ class Shares:
                 pipe.send(message)
 
     async def _stop(self, taking: Sequence[asyncio.Task[None]]) -> None:
-        """Stop the processes whose outcomes have not come, and wait for them."""
+        """Stop the processes that have not sent their outcomes, and wait for them."""
         left = {task for task in taking if not task.done()}
         if left:
             self._send_all(STOP)

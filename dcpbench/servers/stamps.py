@@ -40,7 +40,7 @@ class StampedSocket(socket.socket):
                 pass
         return self
 
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ANN401 -- whatever asyncio reads into
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ANN401 -- any buffer of asyncio
         """See socket.socket."""
         if not self._stamps:
             return super().recv_into(buffer, nbytes, flags)

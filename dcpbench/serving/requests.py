@@ -82,7 +82,7 @@ class Sequence:
     node: Node | None = None
     """Locked node of the prefix cache."""
     computed: int = 0
-    """Tokens whose KV rows are stored, or will be once the steps decided so far have run."""
+    """Tokens with stored KV rows, including those that the steps decided so far will store."""
     generated: int = 0
     """Output tokens sampled, including those of the steps decided so far."""
     cached: int = 0

@@ -79,13 +79,13 @@ class Redacted:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a stream has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of a stream
         return getattr(self._stream, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)
 
-    def write(self, text: Any) -> int:  # noqa: ANN401 - the stream raises TypeError for what is no text
+    def write(self, text: Any) -> int:  # noqa: ANN401 - the stream raises TypeError for other types
         """Write a text without secrets."""
         return self._stream.write(redact(text) if isinstance(text, str) else text)
 

@@ -274,7 +274,7 @@ def _cut_step(config: SchedulerConfig) -> list[int]:
     """Return the lengths of as few simultaneous prompts as overfill a step, so that the last one is split between two
     steps.
 
-    The list is empty if all prompts are shorter. Longer prompts are limited to two steps.
+    The list is empty if no prompt exceeds a page. Longer prompts are limited to two steps.
     """
     page = config.virtual_page
     most = min(_longest(config), 2 * config.chunk)

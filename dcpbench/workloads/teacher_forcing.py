@@ -92,7 +92,7 @@ class TeacherForcing:
     """A model with a forward pass that compares with a trace and continues with its results. One per model, reusable."""
 
     def __init__(self, model: Any, roundings: Roundings) -> None:  # noqa: ANN401 - transformers' classes differ by version
-        """Attach hooks to a transformers model in fp32, whose parameters are rounded here."""
+        """Round the parameters of a transformers model in fp32, and attach hooks to it."""
         self.model, self.roundings, self.config = model, roundings, model.config
         self.interleaved = bool(getattr(self.config, "rope_interleave", False))
         self.trace: Trace | None = None
@@ -252,7 +252,7 @@ class TeacherForcing:
 
 
 ROUNDED_INPUTS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers with e4m3 weights whose inputs are rounded to e4m3."""
+"""Linear layers with e4m3 weights and inputs rounded to e4m3."""
 QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
 """Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""
 

@@ -52,7 +52,7 @@ def slot_of(part, continues):
 
 @triton.jit
 def pieces(tiles, t1, size):
-    """Return the number of pieces of a request whose first one ends at tile t1; each later one has up to `size` tiles."""
+    """Return the number of pieces of a request, the first of which ends at tile t1; later ones have up to `size` tiles."""
     return 1 + (tiles - t1 + size - 1) // size
 
 

@@ -54,7 +54,7 @@ def _one_shot_kernel(
     for start in range(first, size, step):
         i = start + tl.arange(0, BLOCK)
         pulled = ()
-        for summand in tl.static_range(N):  # in rank order, whoever adds
+        for summand in tl.static_range(N):  # in rank order on every rank
             address = peers[0]
             for n in tl.static_range(1, N):
                 address = tl.where((rank + n) % N == summand, peers[n], address)
