@@ -228,7 +228,7 @@ def moe_cases(asked: Asked) -> list[Case]:
         if weights == "fp8" and name == "torch" and not asked.typed["variant"]:
             continue
         odd = model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK
-        # Nobody typed the CPU's tiny model, and options are looked at before it is known whether there is a GPU.
+        # The CPU's tiny model is a default, and options are checked before the device is known.
         if weights == "fp8" and odd and asked.typed["model"]:
             raise UsageError(
                 f"--weights fp8 needs widths that are multiples of {SCALE_BLOCK}, and {shape.name}'s experts are "
@@ -295,7 +295,7 @@ def kv_gather_cases(asked: Asked) -> list[Case]:
             continue  # it is NCCL that memory is registered with
         part_bytes = Prefix.uneven(t, r, ranks).part_rows * ROW_BYTES
         received = part_bytes * ranks
-        # In registered memory the own part lies behind those that are received, at a multiple of 256 bytes.
+        # In registered memory the own part follows the received ones, at a multiple of 256 bytes.
         need = -(-received // 256) * 256 + -(-part_bytes // 256) * 256 if kind == "registered" else received
         fits = (part_bytes if name == "direct" else need) <= pool
         grown = {"pool": "outgrown", "registered": "registered-outgrown"}

@@ -120,6 +120,6 @@ class Gatherer:
     def _direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
         part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
         pack(part_JQ, kv_KQ, task.rows)
-        fence(self.counters, self.met)  # all parts are there
+        fence(self.counters, self.met)  # all parts have arrived
         in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
         fence(self.counters, self.met)  # all have been read

@@ -69,7 +69,7 @@ def register(group: Group, nbytes: int, device: torch.device, option: str, inste
     )
     group.all_reduce(own[:1])  # a communicator is made by its first collective
     torch.cuda.synchronize(device)
-    symmetric_memory.everywhere(group, None)  # registering is collective, too: all have their communicator
+    symmetric_memory.everywhere(group, None)  # registration is collective as well: all ranks have their communicator
     symmetric_memory.agreed(
         group, lambda: backend.register_mem_pool(pool, symm=True), error, "registering memory with NCCL"
     )

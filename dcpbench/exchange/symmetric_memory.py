@@ -146,7 +146,7 @@ def _on_cpu(group: Group, nbytes: int, device: torch.device, error: str) -> Peer
 def _new_file(nbytes: int) -> str:
     descriptor, name = tempfile.mkstemp(prefix="dcpbench-", dir=SHARED_FOLDER)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # a file with holes would end us where the folder is full
+        os.posix_fallocate(descriptor, 0, nbytes)  # with a sparse file, a full folder would kill the process on a write
     except OSError:
         Path(name).unlink()
         raise

@@ -153,7 +153,7 @@ def of_files(paths: Sequence[Path]) -> Evidence:
             found.unread.append(str(e))
             missed.append(dumps.rank_of(path))
     known = {rank.rank for rank in found.ranks}
-    if NOBODY not in known:  # else numbers in names may be of processes
+    if NOBODY not in known:  # otherwise numbers in names may be process ids
         found.unknown = sorted({*missed} - known - {NOBODY})
     found.ranks.sort(key=lambda r: (r.rank == NOBODY, r.rank, r.name))
     if not found.ranks:

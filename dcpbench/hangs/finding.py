@@ -470,7 +470,7 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
     for_whom = {rank: _late(groups, one) - {rank} for rank, one in waits.items()}
     late = set().union(*for_whom.values()) - {wait.rank for wait in at_meetings(evidence)}
     unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
-    roots = {r for r in late - unread if not for_whom.get(r)}  # in no collective, or in one to which all have come
+    roots = {r for r in late - unread if not for_whom.get(r)}  # in no collective, or in one that all have reached
     if not late:
         return None
     if not roots:

@@ -151,8 +151,7 @@ def _rows_kernel(
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Return the options of a launch whose programs may start while the preceding kernel ends: they wait for it by
-    themselves.
+    """Return the options of a launch with programs that start while the preceding kernel ends, and wait for it themselves.
 
     All programs of all kernels launched this way must wait. They let the next kernel's programs begin before they wait,
     so these may exist while earlier kernels still run; but a kernel that is waited for has itself waited, so a kernel
@@ -185,7 +184,7 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
 
 
 def quantise_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:
-    """Quantise slowly and obviously, in groups of any number of columns; the last group may be smaller."""
+    """Return the reference quantisation, in groups of any number of columns; the last group may be smaller."""
     scaled = _quantise(x_TK.unsqueeze(-2), (1, group))
     return Scaled(scaled.data.squeeze(-2), scaled.scale.squeeze(-2), (1, group))
 

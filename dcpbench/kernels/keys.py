@@ -108,7 +108,7 @@ def _widened(source, target, live, scale, WIDTH: tl.constexpr, HEAD: tl.constexp
     tl.store(target + t, tail.to(target.dtype.element_ty), mask=in_tail)
 
 
-# Places may begin anywhere in a longer tensor, and none of this is compiled anew for that.
+# Places may begin anywhere in a longer tensor, without recompilation.
 @triton.jit(do_not_specialize_on_alignment=["count", "places"])
 def _lay_kernel(
     out,

@@ -68,7 +68,7 @@ def linear(
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
-    """Multiply slowly and obviously, over blocks of any size: the represented e4m3 values in fp32."""
+    """Return the reference product over blocks of any size, from the represented e4m3 values in fp32."""
     rows = dequantise_rows(quantise_rows_reference(x_TK, weight_NK.block[1]))
     return functional.linear(rows, dequantise_weight(weight_NK)).to(x_TK.dtype)
 
@@ -100,7 +100,7 @@ def _product_kernel(
     k = tl.arange(0, 128)
     depth = groups * 128
     begin, end = groups * part // parts, groups * (part + 1) // parts
-    # Were the last row read in place of those that are not there, all programs would read the same few bytes at a time.
+    # If the last row were read in place of missing ones, all programs would read the same few bytes at a time.
     live = m < rows
     x_at = x + m.to(tl.int64)[:, None] * depth + k[None, :]
     w_at = weight + (n % columns).to(tl.int64)[:, None] * depth + k[None, :]
@@ -161,7 +161,7 @@ def product(
     if out is None:
         out = torch.empty(rows, columns, dtype=dtype, device=device)
     if how is None and rows > FEW_ROWS and capability(device)[0] == HOPPER:
-        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+        # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels import hopper_linear
 
         hopper_linear.product(x, weight, out, multiprocessors(device))

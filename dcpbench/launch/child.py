@@ -84,7 +84,7 @@ def _account_for(worker: str, job: str, folder: str, logs: str, first: str, rank
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none is lost while there is no process to pass it on to
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # no signal is lost before the process exists
     child = os.fork()
     if child == 0:
         try:

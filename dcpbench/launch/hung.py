@@ -48,7 +48,7 @@ GPUS = (
     "power.draw",
     "ecc.errors.uncorrected.volatile.total",
 )
-HELD = "D"  # state of a process in the kernel, where no signal reaches it
+HELD = "D"  # state letter of uninterruptible sleep
 FINDING_FILE = "finding.json"
 BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
 DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
@@ -70,7 +70,7 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     held = {rank for rank, pid in pids.items() if _state(pid) == HELD}
     gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
     nccl = threading.Thread(target=ask_nccl, args=(folder / NCCL_FILE,), daemon=True)
-    if gpus is not None:  # else there is no NCCL of ours that could answer
+    if gpus is not None:  # without a GPU there is no NCCL that could answer
         nccl.start()
     asked = [rank for rank in pids if _ask(ranks.logs / ASK.format(rank))]
     stacks = ranks.stacks()

@@ -207,7 +207,7 @@ def _run_size(
             points.remove(stuck)
             failed[key] += 1
             if again := tries.may_pass(record) and failed[key] <= work.retries:
-                points.append(stuck)  # behind the others, which it cannot keep from being measured
+                points.append(stuck)  # after the others, so that it cannot prevent their measurement
             _tell(record, work, watch, again=again)
             if _is_model_error(record):
                 unusable.append(record)
@@ -366,7 +366,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
             _tell_of_lingering(end, watch)
             break
         time.sleep(POLL_S)
-    end.exits = running.exits()  # before kill, which is none of the ranks' doing
+    end.exits = running.exits()  # before kill, which would add exits that the ranks did not cause
     if end.hung or end.code != 0:
         running.kill()
     end.failures = running.failures()

@@ -36,7 +36,7 @@ def folder() -> Path:
 def own() -> Package:
     """Return this process's package, as it is on the disk now."""
     here, found = folder(), hashlib.sha256()
-    for path in sorted(path for kind in SOURCES for path in here.rglob(f"[!.]*{kind}")):  # none of an editor's
+    for path in sorted(path for kind in SOURCES for path in here.rglob(f"[!.]*{kind}")):  # not hidden
         code = path.read_bytes()
         found.update(f"{path.relative_to(here)} {len(code)}\n".encode() + code)
     return Package(folder=str(here), sha256=found.hexdigest())

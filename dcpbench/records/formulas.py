@@ -233,7 +233,7 @@ def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
 
 
 def goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
-    """Goodput: requests that meet all `objectives` / wall time of the run. Unit: requests/s.
+    """Goodput: requests that meet all objectives in `slo` / wall time of the run. Unit: requests/s.
 
     Raises UsageError as `wall_s` does.
     """

@@ -180,7 +180,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: OutputDetails | None = None
-    reasoning_tokens: int | None = None  # where SGLang puts it
+    reasoning_tokens: int | None = None  # field of SGLang
 
     @property
     def cached(self) -> int | None:

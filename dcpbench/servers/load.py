@@ -154,7 +154,7 @@ class Run:
                 pass
             finally:
                 self.pace.cpu_s = time.process_time() - cpu
-                end = starved_s()  # None where /proc cannot be opened any more
+                end = starved_s()  # None if /proc cannot be opened
                 self.pace.starved_s = None if starved is None or end is None else max(end - starved, 0.0)
                 self.pace.ages_s = self.client.ages_s
                 self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began

@@ -181,7 +181,7 @@ class Manner:
     vocab: int  # ids of prompts are below it
     text: Text | None = None  # None: prompts are token ids
     prompts: str = IDS  # IDS, TOKENIZER or COUNTED
-    id_extras: dict[str, Any] | None = None  # fields with which the ids of the answer come; None: the server has none
+    id_extras: dict[str, Any] | None = None  # fields that request the ids of the answer; None: unsupported
     extra_body: Mapping[str, object] = dataclasses.field(
         default_factory=dict
     )  # fields of --extra-body, sent with every request
@@ -262,7 +262,7 @@ class Tokenized:
         path = folder / "tokenizer.json" if folder.is_dir() else folder
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises nothing else
+        except Exception as e:  # the only type that the library raises
             raise UsageError(
                 f"--tokenizer {folder}: no tokenizer could be read from {path.name} ({str(e)[:200]}); name the folder of "
                 "the served model, with its tokenizer.json."

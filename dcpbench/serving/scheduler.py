@@ -211,7 +211,7 @@ class Scheduler:
             allocation = sequence.allocation
             assert allocation is not None
             if sequence.computed < allocation.tokens:
-                index += 1  # in prefill, for which there is room
+                index += 1  # in prefill, with allocated pages
                 continue
             if sequence.computed % page == 0:
                 replica.make_room(1)

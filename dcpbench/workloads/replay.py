@@ -50,7 +50,7 @@ def run(
         old = _measured_before(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")
-            serving.engine.capture()  # all else is compiled in the first step of a case, which is not counted
+            serving.engine.capture()  # all other kernels are compiled in the first step of a case, which is not counted
             old = step_times.measure(serving, sharing, environment, tell, rates)
             if is_first():
                 write_step_times(folder / name, old)
@@ -73,7 +73,7 @@ def _measured_before(
     """Return the step times of an earlier job of this run, if they are of this machine and code and have every case."""
     found = None
     if is_first() and file.is_file():
-        with contextlib.suppress(RecordsError):  # of another version, or cut short: measured anew
+        with contextlib.suppress(RecordsError):  # of another version, or incomplete: measured again
             old = read_step_times(file)
             same = (environment.host_hash, environment.git_commit)
             here = (old.environment.host_hash, old.environment.git_commit) == same

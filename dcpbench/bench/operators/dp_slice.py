@@ -110,7 +110,7 @@ class DpSlice:
         """Return calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
         tokens, dp = int(case.sizes["tokens"]), int(case.sizes["dp"])
         batch, rank = self._batch(uneven_counts(tokens, dp), tokens), dp - 1
-        # During capture no batch is there yet: every rank is taken to have all the rows of the graph.
+        # No batch exists during capture: every rank is assumed to have all the rows of the graph.
         in_graph = dataclasses.replace(
             batch,
             counts=[tokens] * dp,

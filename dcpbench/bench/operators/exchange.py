@@ -143,7 +143,7 @@ class ExchangeBench:
                 spoil(got_hBR)
                 if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # equal if no q is gathered
                     spoil(q_BHQ)
-            gather_objects(None)  # peers may write the gathered q: none begins before all have spoilt theirs
+            gather_objects(None)  # peers may write the gathered q: no rank begins before all have poisoned theirs
             run()
             if not all(torch.equal(q_BHQ, inputs.q_BHQ) for q_BHQ, _ in last):
                 return "gathered q is not all ranks' q"

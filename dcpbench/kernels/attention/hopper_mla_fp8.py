@@ -83,7 +83,7 @@ def _load(
             next_ids = _page_ids(table, (t0 + 1) * BLOCK_K + r, length, PAGE)
             for t in range(t0, t1):
                 k = t * BLOCK_K + r
-                # Of rows past the end, which no page holds: -1.
+                # Rows past the end are on no page: -1.
                 at = gl.where(k < length, ids * PAGE + k % PAGE, -1)
                 kv_rows = kv + (at.to(gl.int64) * WIDTH)[:, None]
                 live = (at >= 0)[:, None]

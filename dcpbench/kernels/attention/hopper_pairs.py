@@ -40,9 +40,7 @@ def reads(page_size: int) -> bool:
 
 
 def few_heads(spec: AttentionSpec) -> bool:
-    """Return True if the kernel for few heads is used, which handles products whose smaller side is the number of
-    heads.
-    """
+    """Return True if the kernel for few heads is used, for products with the number of heads as the smaller side."""
     return not spec.fp8 and spec.heads <= FEW_HEADS[-1]
 
 

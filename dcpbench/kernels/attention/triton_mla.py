@@ -139,7 +139,7 @@ class TritonBackend:
         )
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         block_b = max(32, triton.next_power_of_2(spec.batch))
-        # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
+        # Hopper kernels are imported only where they run: Triton before 3.6 and its interpreter cannot import them.
         if self.kernel in ("hopper-pairs", "hopper-apart-fp8", "hopper-few"):
             scale = spec.scale * spec.kv_scale * LOG2_E
             hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))

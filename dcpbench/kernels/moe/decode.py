@@ -156,7 +156,7 @@ def _product_kernel(
     for group in tl.range(0, groups, num_stages=STAGES):
         at = group * BLOCK_K
         inside = (at + k < depth)[None, :]
-        # Of few rows many may not be there. All of their programs would read the first row again and again.
+        # With few rows many of a tile may be missing. All of their programs would read the first row repeatedly.
         x_MK = tl.load(x_at + at, mask=inside & live[:, None] if ROWS == 16 else inside, other=0.0)
         scale_M = tl.load(x_scale_at + group * scale_group) if SCALED else 1.0
         of_w = scale_M * tl.load(w_scale_at + group) if SCALED else 1.0

@@ -310,7 +310,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # The weights are the first operand of the rows that are too many, which then are the narrow side of a wgmma.
+    # For the surplus rows the weights are the first operand, so that the rows are the narrow side of a wgmma.
     x, x_more, weight, _, out = tensors
     w_row, n, begin, end, columns, depth = where
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)

@@ -53,7 +53,7 @@ def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
 def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
     """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
     if plan.total is not None:
-        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+        # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels.moe import hopper_scaled
 
         return hopper_scaled.product(x, weight, plan.tiles, plan.total)

@@ -45,7 +45,7 @@ def _rest() -> None:
     time.sleep(REST_S)
 
 
-_rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # else the compiler refuses code that it leaves out
+_rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # otherwise the compiler rejects code that it removes
 
 
 @triton.jit
