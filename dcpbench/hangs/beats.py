@@ -156,7 +156,7 @@ class Beats:
         self._numbers: dict[Hashable, int] = {}
         self._texts: dict[Hashable, int] = {}
         self._in_place: list[Hashable] = [None] * TEXTS
-        self._codes: set[object] = set()  # keeps objects alive used as keys by id: hashing them is slow
+        self._codes: set[object] = set()  # keeps code objects alive, as keys use their ids: hashing is slow
         self._names = {"": 0}
         self._phase, self._at = 0, RING_AT
         self.layer(NO_LAYER)
