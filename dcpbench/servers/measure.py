@@ -302,7 +302,7 @@ def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: fl
     """Return the number of client processes for the expected rate of chunks, leaving one core free.
 
     The rate of an open loop follows from its requests; that of a closed loop from the ITL of the warm-up, which a
-    loaded server does not exceed.
+    loaded server does not undercut.
     """
     if point.clients is not None:
         rate = point.clients / warm_itl_s if warm_itl_s else 0.0
