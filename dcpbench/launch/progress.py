@@ -16,8 +16,9 @@ from dcpbench.plan.grid import point_name, varied
 from dcpbench.points.axes import Role, words
 from dcpbench.points.point import point_axes
 from dcpbench.points.sizes import size_text
+from dcpbench.show.model_fit import format_no_fit, format_range
 from dcpbench.show.numbers import span
-from dcpbench.show.text import listed
+from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -133,6 +134,19 @@ def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
         f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {size_text(gpu.memory_bytes)} as "
         f"drivers report them, and {gpu.memory_bytes_s / 1e12:.3g} TB/s on paper; FlashInfer and FlashMLA are taken to be installed."
     )
+
+
+def no_fit_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Return that whole models do not fit, a line for each model, with the layers that points hold; empty if all are held."""
+    held: dict[tuple[str, str], list[int]] = {}
+    for r in rows:
+        if not r["reason"] and r["layers"] and int(str(r["layers_held"])) < int(str(r["layers"])):
+            held.setdefault((str(r["model"]), str(r["layers"])), []).append(int(str(r["layers_held"])))
+    several = len({r["model"] for r in rows}) > 1
+    return [
+        capital(f"{format_no_fit(format_range(counts), layers)}{f' ({model})' if several else ''}.")
+        for (model, layers), counts in held.items()
+    ]
 
 
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.layout import DEGREES, MOST_RANKS
+from dcpbench.points.layout import DEGREES, MOST_RANKS, OUTER_DEGREES
 from dcpbench.records import checksums
 from dcpbench.records.bounds import bad_values, record_type
 from dcpbench.records.metrics import METRICS
-from dcpbench.records.record import Interval
+from dcpbench.records.record import Interval, of_a_file, origin
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -158,16 +158,27 @@ def _layout(record: Record) -> Problem | None:
         return Problem(
             field="point.dcp", what=f" {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
         )
-    return _instances(record.point)
+    return _check_outer_degrees(record.point) or _check_instances(record)
 
 
-def _instances(point: Point) -> Problem | None:
+def _check_outer_degrees(point: Point) -> Problem | None:
+    """Check the degrees that multiply the GPUs of an imported server."""
+    for name in OUTER_DEGREES:
+        if not 1 <= getattr(point, name) <= MOST_RANKS:
+            return Problem(field=f"point.{name}", what=f" is {getattr(point, name)}, which no layout that ran has")
+    return None
+
+
+def _check_instances(record: Record) -> Problem | None:
+    """Check the number of instances and the speed of their links, which is unknown for an imported result."""
+    point = record.point
     try:
         split = point.instances.disaggregated
     except UsageError:
-        said = f" is {point.disaggregate[:40]!r}, which no instances that ran are"
-        return Problem(field="point.disaggregate", what=said)
-    if split and not point.transfer_gb_s > 0:
+        return Problem(
+            field="point.disaggregate", what=f" is {point.disaggregate[:40]!r}, which no instances that ran are"
+        )
+    if split and not point.transfer_gb_s > 0 and not of_a_file(origin(record)):
         return Problem(
             field="point.transfer_gb_s", what=f" is {point.transfer_gb_s:g}, at which no KV can have crossed"
         )

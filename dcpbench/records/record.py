@@ -229,8 +229,9 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     itl_p50_ms_low: Number | None = None
     itl_p50_ms_high: Number | None = None
     """Minimum and maximum over three replays: with the forecast steps, with steps shortened, and with steps lengthened
-    by the relative error of the largest decode step; steps with prompts use `chunks_low` and `chunks_high` where that
-    is more.
+    by the relative error of the largest decode step; steps with prompts use `chunks_low` and `chunks_high` if that is
+    more. The bounds of TTFT and ITL are at least as far apart as the errors of published forecasts
+    (points/latency_bands.py), except in older records.
     """
 
 
@@ -451,6 +452,10 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of several instances; null for a single one."""
     samples_file: str = ""
     """Parquet file in the folder of the records, with one row per request."""
+    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because the stream chunks of an import hold several tokens.
+    Unset in other records, in which it is 1000 / median ITL.
+    """
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.points import latency_bands
 from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import forecast_error, latencies
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.latency_bands import Metric
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Latencies, ServeMetrics
+    from dcpbench.records.record import Emulated, Latencies, ServeMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.step_times import EnginePath, StepTimes
 
@@ -253,7 +255,10 @@ def replay_point(
     emulated = times.emulated
     if emulated is not None:
         ends = [measured(served(times.scaled(*factors)), "") for factors in _forecast_factors(times)]
-        emulated = msgspec.structs.replace(emulated, **_spans([metrics, *ends]))
+        spans = _spans([metrics, *ends])
+        if not times.blocking:
+            spans |= _widen(spans, metrics, emulated, point)
+        emulated = msgspec.structs.replace(emulated, **spans)
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
         point=point,
@@ -321,6 +326,22 @@ def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
     return {
         f"{name}_{end}": pick(of) for name, of in known.items() if of for end, pick in (("low", min), ("high", max))
     }
+
+
+def _widen(spans: dict[str, float], found: ServeMetrics, emulated: Emulated, point: Point) -> dict[str, float]:
+    """Return the ends of TTFT and ITL p50 so far apart that every published forecast of loads like this one would be inside."""
+    assert point.load is not None
+    kind = latency_bands.TOGETHER if emulated.prompts else latency_bands.EMULATED
+    wider: dict[str, float] = {}
+    metrics: tuple[tuple[Metric, Latencies], ...] = (("ttft", found.ttft_ms), ("itl", found.itl_ms))
+    for metric, latencies_ms in metrics:
+        ms = latencies_ms.p50
+        band = latency_bands.find_band(kind, metric, point.load.arrival, latency_bands.load_published())
+        if ms is not None and band is not None:
+            low, high = band.around(ms)
+            wider[f"{metric}_p50_ms_low"] = min(low, spans[f"{metric}_p50_ms_low"])
+            wider[f"{metric}_p50_ms_high"] = max(high, spans[f"{metric}_p50_ms_high"])
+    return wider
 
 
 def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:

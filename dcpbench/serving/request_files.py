@@ -176,6 +176,13 @@ def _cells(path: Path, number: int, line: str) -> list[str]:
 
 def _mooncake(path: Path, number: int, given: Mapping[str, object]) -> Row:
     """Parse a row of Mooncake's format; unknown fields are ignored, because other tools add theirs."""
+    if "chat_id" in given:
+        _wrong(
+            path,
+            number,
+            "'chat_id', a field of Qwen traces, whose timestamps are in seconds while Mooncake's are in ms; write the times "
+            "as 'arrival_s' in s, with 'input_tokens' and 'output_tokens', instead of 'timestamp' and its lengths",
+        )
     inputs = _tokens(path, number, given, "input_length")
     hashes = given.get("hash_ids")
     if hashes is not None:
