@@ -22,8 +22,8 @@ HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
 DIVISION = {"LEAST": hopper_pairs.LEAST, "SLACK": hopper_pairs.SLACK}
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
-"""Parameters that fill the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md lists the
-alternatives.
+"""Parameters that fill the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md lists variants that are
+not faster.
 """
 HOPPER_FP8 = {
     "BLOCK_K": 64,
