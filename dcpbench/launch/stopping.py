@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end a command once what is at work has cleaned up, with a sentence."""
+"""End a command on Ctrl-C, SIGTERM or a lost terminal (SIGHUP) after the running work has cleaned up, with a sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def said_when_stopped(text: str) -> Iterator[None]:
-    """End the command with this sentence, if any, where it is stopped in this block."""
+    """End the command with this sentence, if any, if it is stopped in this block."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
@@ -37,7 +37,7 @@ def said_when_stopped(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """What would stop the command waits until the end of this block."""
+    """Delay signals that would stop the command until the end of this block."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
@@ -51,7 +51,7 @@ def held_back() -> Iterator[None]:
 
 
 def _stop(number: int, _: object) -> None:
-    """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
+    """End as by Ctrl-C, once: a closing shell sends SIGHUP twice, and the second must not end the clean-up."""
     for repeated in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(repeated, signal.SIG_IGN)
     sys.exit(128 + number)
