@@ -15,10 +15,10 @@ FROM_LOCK := $(PIP) --require-hashes -r $(LOCK) && $(PIP) --no-deps --no-build-i
 LOCKING := $(VENV)/locking
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test test-long soak fuzz mutation results lint types format lock audit unpack clean
+.PHONY: help sweep test test-versions test-long soak fuzz mutation results lint types format lock audit unpack clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 sweep: $(RUNTIME) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report into runs/
 	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
@@ -28,6 +28,9 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## Run the test suite, but for its long tests and those of pages in a browser
 	$(PYTEST) -m "not long and not browser and not soak" $(ARGS)
+
+test-versions: $(STAMP) ## Run the tests of reports and commands with the lowest and the newest versions of pandas, Matplotlib, Typer, msgspec
+	$(BIN)/python -m tools.version_tests $(ARGS)
 
 test-long: $(STAMP) ## Run the other tests: real jobs of many ranks, killed sweeps, charts of pages in a browser
 	$(PYTEST) -m "(long or browser) and not soak" $(ARGS)

@@ -1,5 +1,7 @@
-"""What benches between ranks say of a machine's wire: their records as samples of points.wire, and how well the model holds; and what
-step times of several GPUs and of one that stood for them say of steps with prompts. No torch.
+"""Calibrate the wire model of a machine from benchmarks between ranks, and assess its quality.
+
+Records become samples of points.wire. Step times of several GPUs and of a single emulating GPU calibrate steps with
+prompts. No torch.
 """
 
 from __future__ import annotations
@@ -27,32 +29,32 @@ BENCHES = {"collectives": COLLECTIVES, "exchange": AUTO_VARIANTS}
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How well the model holds for a call."""
+    """Quality of the model for a call."""
 
     call: Call
     errors: list[float]
-    """At sizes between two others, without them; sorted."""
+    """Relative errors at sizes between two others, predicted without them; sorted."""
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes received, the least and the most that were measured."""
+        """Return the smallest and the largest measured number of received bytes."""
         found = [s.received_bytes for s in self.call.samples]
         return min(found), max(found)
 
     def percentile(self, share: float) -> float | None:
-        """Of the errors; None where no size lies between two others."""
+        """Return a percentile of the errors; None if no size lies between two others."""
         return self.errors[min(int(share * len(self.errors)), len(self.errors) - 1)] if self.errors else None
 
 
 def quality(calls: Iterable[Call]) -> list[Quality]:
-    """Of each call."""
+    """Return the quality of each call."""
     return [Quality(call, sorted(call.errors_without())) for call in calls]
 
 
 def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
-    """The records of benches between ranks in files, or anywhere below folders; one that is there twice counts once.
+    """Return the records of benches between ranks in files, or anywhere below folders; duplicates count once.
 
-    Raises UsageError where there is none.
+    Raise UsageError if there is none.
     """
     files = [
         file
@@ -74,7 +76,7 @@ def records_in(paths: Sequence[Path]) -> list[BenchRecord]:
 
 
 def step_times_in(paths: Sequence[Path]) -> list[Path]:
-    """Files of step times among these, and anywhere below folders."""
+    """Return the files of step times among these, and anywhere below folders."""
     return [
         file
         for path in paths
@@ -84,10 +86,10 @@ def step_times_in(paths: Sequence[Path]) -> list[Path]:
 
 
 def prompts_in(files: Sequence[Path]) -> list[Prompts]:
-    """How many times as long steps with prompts took on several GPUs as on one that stood for them: by prompt tokens, medians over
-    cases and over all pairs of such files of one engine path.
+    """Return the ratio of step times with prompts on several GPUs to those on a single emulating GPU.
 
-    Raises UsageError for files of a CPU, and for one that no other can be held against; RecordsError for one that cannot be read.
+    It is given by prompt tokens, as medians over cases and over all pairs of such files of one engine path. Raise
+    UsageError for files of a CPU, and for a file without a counterpart; RecordsError for one that cannot be read.
     """
     times = {file: read_step_times(file) for file in files}
     ratios: dict[int, list[float]] = {}
@@ -115,7 +117,7 @@ def prompts_in(files: Sequence[Path]) -> list[Prompts]:
 
 
 def _same_path(one: StepTimes, other: StepTimes) -> bool:
-    """But for whether a rank stood for others."""
+    """Return True if the paths are equal, apart from emulation."""
     by_all = {"emulate": ""}
     return one.path | by_all == other.path | by_all and one.environment.device == other.environment.device
 
@@ -138,7 +140,7 @@ def _read(path: Path) -> BenchRecord:
 
 
 def samples_of(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
-    """Each timed call of a record with its name: medians of the slowest rank, in a CUDA graph; nothing of a CPU."""
+    """Yield each timed call of a record with its name: medians of the slowest rank, in a CUDA graph; none for a CPU."""
     if record.bench not in BENCHES or not record.performance:
         return
     for result in record.results:
@@ -152,7 +154,7 @@ def samples_of(record: BenchRecord) -> Iterator[tuple[str, Sample]]:
 
 
 def calls_of(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
-    """By call, in the order of ranks and sizes. Raises UsageError where records come from different GPUs."""
+    """Return samples by call, in the order of ranks and sizes. Raise UsageError if records come from different GPUs."""
     records = list(records)
     devices = {r.environment.device for r in records if r.environment is not None and list(samples_of(r))}
     if len(devices) > 1:
@@ -169,13 +171,13 @@ def calls_of(records: Iterable[BenchRecord]) -> dict[str, list[Sample]]:
 
 
 def lacking(calls: Collection[str]) -> dict[str, list[str]]:
-    """By bench: the calls that a machine should know and that were not measured."""
+    """Return by bench the calls that a machine needs and that were not measured."""
     found = {bench: [name for name in names if name not in calls] for bench, names in BENCHES.items()}
     return {bench: names for bench, names in found.items() if names}
 
 
 def measured_on(records: Iterable[BenchRecord]) -> tuple[str, str]:
-    """(the GPU's name in the table, or empty; hardware, NCCL and driver in words)."""
+    """Return (the GPU's name in the table, or empty; hardware, NCCL and driver as text)."""
     said: dict[str, None] = {}
     card = ""
     for record in records:

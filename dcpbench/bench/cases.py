@@ -1,4 +1,4 @@
-"""Options of each bench -> its cases, with the device's defaults for what was not typed. No torch."""
+"""Convert the options of each bench to its cases, with defaults by device. No torch."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
 REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])
-"""NCCL's in memory that is registered with it; run where they are named."""
+"""NCCL's collectives in registered memory; run only if named."""
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
-"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last is run where it is named."""
+"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last one is run only if named."""
 AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
-"""What SGLang reserves for it (#24040)."""
+"""Bytes that SGLang reserves for it (#24040)."""
 CPU_POOL_BYTES = 1 << 20
 ROW_BYTES = 2 * KV_WIDTH
-"""Of a KV row in bf16."""
+"""Bytes of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
 MAX_COUNT = 999_999_999
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of a bench as typed, by name, and what the defaults of the others depend on.
+    """Options of a bench by name, and the values on which the defaults of others depend.
 
-    Its functions, and those that make cases of it, raise UsageError for values that cannot work.
+    Its functions, and those that make cases from it, raise UsageError for values that cannot work.
     """
 
     cpu: bool
@@ -84,7 +84,7 @@ class Asked:
         return tuple(dict.fromkeys(found))
 
     def names(self, name: str, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
-        """A comma list of known names, in their usual order; by default all of them, or those given."""
+        """Return a comma list of known names, in their usual order; by default all of them, or `default`."""
         if self.typed[name] is None:
             return tuple(known if default is None else default)
         items = [item.strip() for item in self.typed[name].split(",")]
@@ -96,7 +96,7 @@ class Asked:
         return tuple(one for one in known if one in items)
 
     def heads(self, default: Sequence[int], option: str, ranks: int) -> tuple[int, ...]:
-        """Heads that the ranks of a DCP group, as many as `option` says, can share evenly."""
+        """Return the numbers of heads, each divisible by the ranks of a DCP group, which `option` sets."""
         counts = self.counts("heads", default, (128,))
         for h in counts:
             if h % ranks:
@@ -107,19 +107,19 @@ class Asked:
         return counts
 
     def calls(self, name: str = "layers", default: int = 16, untyped: int = 0) -> int:
-        """Calls of a pass, `untyped` where none are asked for; 0: as many as the bench finds useful."""
+        """Return the number of calls of a pass, `untyped` by default; 0: chosen by the bench."""
         typed: int | None = self.typed[name]
         if typed is not None and typed < 1:
             raise UsageError(f"--{name} {typed} is not a positive number; try --{name} {default}.")
         return untyped if typed is None else typed
 
     def case(self, variant: str, **sizes: float | str) -> Case:
-        """A case whose calls are --layers."""
+        """Return a case with --layers calls."""
         return Case(variant=variant, calls=self.calls(), sizes=sizes)
 
 
 def attention_cases(asked: Asked) -> list[Case]:
-    """Every backend at every size; those of one pool follow each other, so that they can share it."""
+    """Return every backend at every size, with those of one pool adjacent, so that they can share it."""
     installed = [name for name, package in LIBRARIES.items() if importlib.util.find_spec(package)]
     usual = ("reference", "triton") if asked.cpu else (*installed, "triton")
     backends = asked.names("backend", BACKENDS, usual)
@@ -143,7 +143,7 @@ def attention_cases(asked: Asked) -> list[Case]:
 
 
 def exchange_cases(asked: Asked) -> list[Case]:
-    """Every exchange at every size."""
+    """Return every exchange at every size."""
     value = VALUE if asked.typed["project_first"] else LATENT
     q = "replicated" if asked.typed["q_replicate"] else "gathered"
     grid = itertools.product(
@@ -155,7 +155,7 @@ def exchange_cases(asked: Asked) -> list[Case]:
 
 
 def merge_cases(asked: Asked) -> list[Case]:
-    """Every kernel at every size; one request's queries are in the order of heads already."""
+    """Return every kernel at every size; one request's queries are in the order of heads already."""
     cases = []
     for n in asked.counts("dcp", (2,), (4,)):
         counts = asked.heads((8,), "--dcp", n)
@@ -169,7 +169,9 @@ def merge_cases(asked: Asked) -> list[Case]:
 
 
 def linear_cases(asked: Asked) -> list[Case]:
-    """Linear layers of a model on one rank, at every number of rows; variants as far as they multiply such weights."""
+    """Return the linear layers of a model on one rank, at every number of rows, for the variants that support its
+    weights.
+    """
     shape = load_shape(asked.typed["model"] or ("tiny" if asked.cpu else "deepseek-v3"))
     usable = [
         name
@@ -199,7 +201,7 @@ def linear_cases(asked: Asked) -> list[Case]:
 
 
 def linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
-    """Linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
+    """Return the linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
     attention = attention_products(shape, Layout(tp=tp))
     found: dict[str, Product] = {name: attention[name] for name in ("qkv_a", "q_b", "o") if name in attention}
     for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", shape.dense_inter):
@@ -208,9 +210,9 @@ def linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
 
 
 def moe_cases(asked: Asked) -> list[Case]:
-    """Both products of a model's experts, each expert cut by width over tp, at every size.
+    """Return both products of a model's experts, with each expert divided by width over tp, at every size.
 
-    DeepGEMM takes part where it is installed.
+    DeepGEMM is included if it is installed.
     """
     shape = load_shape(asked.typed["model"] or ("tiny" if asked.cpu else "deepseek-v3"))
     usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not asked.cpu else MOE_VARIANTS[:-1]
@@ -230,7 +232,7 @@ def moe_cases(asked: Asked) -> list[Case]:
         if weights == "fp8" and name == "torch" and not asked.typed["variant"]:
             continue
         odd = model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK
-        # Nobody typed the CPU's tiny model, and options are looked at before it is known whether there is a GPU.
+        # The CPU's tiny model is a default, and options are checked before the device is known.
         if weights == "fp8" and odd and asked.typed["model"]:
             raise UsageError(
                 f"--weights fp8 needs widths that are multiples of {SCALE_BLOCK}, and {shape.name}'s experts are "
@@ -241,7 +243,7 @@ def moe_cases(asked: Asked) -> list[Case]:
 
 
 def collectives_cases(asked: Asked) -> list[Case]:
-    """Every collective at every size."""
+    """Return every collective at every size."""
     ranks, widths = asked.ranks, asked.counts("width", (64,), (7168,))
     for w in widths:
         if w % ranks:
@@ -257,7 +259,9 @@ def collectives_cases(asked: Asked) -> list[Case]:
 
 
 def kv_write_cases(asked: Asked) -> list[Case]:
-    """Every variant at every size. --empty adds, for each, a rank of the largest dcp that owns none of the tokens."""
+    """Return every variant at every size. --empty adds, for each, a rank of the largest dcp that owns none of the
+    tokens.
+    """
     scale = asked.typed["scale"]
     if not 0 < scale < math.inf:
         raise UsageError(f"--scale {scale:g} is not a positive number; try --scale 1.")
@@ -278,7 +282,7 @@ def kv_write_cases(asked: Asked) -> list[Case]:
 
 
 def kv_gather_cases(asked: Asked) -> list[Case]:
-    """Both ways with every buffer at every size; `outgrown` is a pool that is too small for a case."""
+    """Return both ways with every buffer at every size; `outgrown` is a pool that is too small for a case."""
     ranks, typed = asked.ranks, asked.typed["pool_bytes"]
     default = CPU_POOL_BYTES if asked.cpu else POOL_BYTES
     pool = default if typed is None else parse_bytes("pool_bytes", typed)
@@ -295,7 +299,7 @@ def kv_gather_cases(asked: Asked) -> list[Case]:
             continue  # it is NCCL that memory is registered with
         part_bytes = Prefix.uneven(t, r, ranks).part_rows * ROW_BYTES
         received = part_bytes * ranks
-        # In registered memory the own part lies behind those that are received, at a multiple of 256 bytes.
+        # In registered memory the own part follows the received ones, at a multiple of 256 bytes.
         need = -(-received // 256) * 256 + -(-part_bytes // 256) * 256 if kind == "registered" else received
         fits = (part_bytes if name == "direct" else need) <= pool
         grown = {"pool": "outgrown", "registered": "registered-outgrown"}
@@ -309,7 +313,7 @@ def kv_gather_cases(asked: Asked) -> list[Case]:
 
 
 def dp_slice_cases(asked: Asked) -> list[Case]:
-    """Every variant for every number of ranks and of tokens of the busiest one."""
+    """Return every variant for every number of ranks and of tokens of the busiest one."""
     variants = asked.names("variant", DP_SLICE_VARIANTS)
     sizes = asked.counts("tokens", (16, 64), (16, 256, 4096))
     ranks = asked.counts("dp", (4,), (8,))
@@ -322,7 +326,7 @@ def dp_slice_cases(asked: Asked) -> list[Case]:
 
 
 def padded_slots_cases(asked: Asked) -> list[Case]:
-    """Both variants at every size that leaves a padding row."""
+    """Return both variants at every size that leaves a padding row."""
     cases = []
     for b, s, kind, name in itertools.product(
         asked.counts("requests", (3,), (3, 33)),
@@ -351,4 +355,4 @@ CASES: dict[str, Callable[[Asked], list[Case]]] = {
     "dp-slice": dp_slice_cases,
     "padded-slots": padded_slots_cases,
 }
-"""What makes the cases of each bench of its options."""
+"""Functions that make the cases of each bench from its options."""

@@ -1,4 +1,4 @@
-"""What `dcpbench bench …` does: has a worker run the cases, follows it, prints and writes what it found. No torch."""
+"""Run `dcpbench bench …`: start a worker for the cases, follow it, print and write the results. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CPU_NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How every bench is run, as typed."""
+    """Options common to all benches."""
 
     seconds: float = BenchSettings().seconds
     backlog: float = BenchSettings().backlog_us
@@ -54,7 +54,7 @@ class Options:
     as_json: bool = False
 
     def settings(self) -> BenchSettings:
-        """Raises UsageError for times that cannot pass."""
+        """Return the settings. Raise UsageError for invalid times."""
         check_seconds("--seconds", self.seconds, 1)
         check_seconds("--timeout", self.timeout, 300)
         if not 0 < self.backlog <= LONGEST_BACKLOG_US:
@@ -67,8 +67,8 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
 
     Args:
         bench: Its name in cases.CASES.
-        sizes: What its cases are made of, as typed; with `ranks` for a bench of what ranks send to each other.
-        asked: How it is run.
+        sizes: Options that determine the cases; with `ranks` for a bench of communication between ranks.
+        asked: Common options.
     """
     settings, sizes = asked.settings(), dict(sizes)
     between_ranks, asked_ranks = "ranks" in sizes, sizes.pop("ranks", None)
@@ -76,7 +76,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
         raise UsageError(
             f"--ranks {asked_ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}."
         )
-    # Bad options are refused before the machine is asked, which takes seconds.
+    # Bad options are refused before the machine is probed, which takes seconds.
     CASES[bench](Asked(cpu=True, ranks=asked_ranks or CPU_RANKS, typed=sizes))
     paths = _prepare(bench, asked)
     probe = _where(bench, asked.device)
@@ -110,7 +110,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
 
 
 def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -> str:
-    """Run the job's ranks and fill the record; returns why they ended early, empty where they did not."""
+    """Run the job's ranks and fill the record; return why they ended early, or an empty string."""
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
     record.results = [
         Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
@@ -145,12 +145,12 @@ def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) ->
 
 
 def _gone(ranks: Started, seen: Container[str]) -> list[Exit]:
-    """The ranks that ended out of turn, the first one first; with 0 they may only when all is done."""
+    """Return the ranks that ended out of turn, earliest first; exit code 0 is only valid after all work is done."""
     return [e for e in ranks.exits() if e.code or "end" not in seen]
 
 
 def _take(event: Event, record: BenchRecord) -> None:
-    """Put what an event says into the record."""
+    """Add an event to the record."""
     if event.environment:
         record.environment = event.environment
     if event.stage == "limits":
@@ -163,7 +163,7 @@ def _take(event: Event, record: BenchRecord) -> None:
 
 
 def _shown(event: Event, told: set[str]) -> Progress:
-    """An event as the bar shows it; a reason is said once, and added to those that were told."""
+    """Return an event in the form of the progress bar; a reason is shown once, and added to `told`."""
     key = str(event.index) if event.stage in ("case", "done", "counted", "graph") else ""
     note, r = "", event.result
     if r and event.stage == "done":
@@ -176,14 +176,14 @@ def _shown(event: Event, told: set[str]) -> Progress:
 
 
 def _last_words(ranks: Started, first: list[int]) -> str:
-    """The last lines of the first of these ranks, else of any, that printed some."""
+    """Return the last lines of the first of these ranks, else of any, that has output."""
     log, lines = ranks.last_words(first)
     of = f" of {Path(log).stem.replace('-', ' ')}" if len(ranks.ranks) > 1 else ""
     return "\n".join([f" The last lines{of}:", *lines]) if lines else ""
 
 
 def _logs(folder: Path) -> bytes:
-    """What all ranks printed, one after the other."""
+    """Return the logs of all ranks, one after the other."""
     parts = []
     for path in sorted(folder.glob("rank-*.log")):
         parts += [f"{path.name}:\n".encode(), path.read_bytes(), b"\n"]
@@ -191,7 +191,7 @@ def _logs(folder: Path) -> bytes:
 
 
 def _where(bench: str, device: str) -> Probe:
-    """The machine as --device wants it seen. Raises CapacityError where there is no such device."""
+    """Return the machine's hardware restricted to --device. Raise CapacityError if there is no such device."""
     probe = launcher.probe()
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
@@ -202,7 +202,7 @@ def _where(bench: str, device: str) -> Probe:
 
 
 def _ranks(bench: str, probe: Probe, asked: int | None) -> int:
-    """How many ranks take part. Raises CapacityError where there are not as many GPUs."""
+    """Return the number of ranks. Raise CapacityError if there are too few GPUs."""
     if probe.device == "cpu":
         return asked or CPU_RANKS
     wanted = asked or max(probe.count, CPU_RANKS)
@@ -218,7 +218,7 @@ def _on_cpu(bench: str) -> str:
 
 
 def _prepare(bench: str, options: Options) -> list[Path]:
-    """The JSON and PNG to write, none without -o. Raises OutputError where they are there already."""
+    """Return the JSON and PNG files to write, none without -o. Raise OutputError if they exist already."""
     if options.output is None:
         return []
     paths = [options.output / f"bench-{bench}.{kind}" for kind in ("json", "png")]

@@ -1,10 +1,10 @@
-"""What a bench is asked to do, what it says while it runs, and the record that it leaves: plain JSON. No torch.
+"""Data of a bench as plain JSON: its job, its events while it runs, and its record. No torch.
 
 job.json        BenchJob, written by command.py, read by every rank of worker.py
 events.jsonl    Event, one line each, written by rank 0 of worker.py while it runs
 bench-NAME.json BenchRecord, in the folder given with -o
 
-Times are microseconds and of one call, of the slowest rank. What was not measured is null, never 0.
+Times are microseconds per call, of the slowest rank. Values that were not measured are null, never 0.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ SCHEMA_VERSION = 1
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a bench's table, as asked for."""
+    """One row of a bench's table, as requested."""
 
     variant: str
     sizes: dict[str, int | float | str]
-    """What it is measured at, by the name of the column, in the table's order."""
+    """Sizes by the name of the column, in the table's order."""
     calls: int
-    """Calls in one pass over all layers (or steps); times are a pass's, divided by them. 0: as many as the bench finds
-    useful, which the result says."""
+    """Calls in one pass over all layers (or steps); times are those of a pass divided by it. 0: chosen by the bench,
+    and stated in the result.
+    """
 
     def name(self) -> str:
-        """`filter, 16 tokens, dcp 8, …`, for progress and messages."""
+        """Return `filter, 16 tokens, dcp 8, …`, for progress and messages."""
         sizes = ", ".join(f"{name} {value}" for name, value in self.sizes.items())
         return f"{self.variant}, {sizes}"
 
 
 class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How every case is measured."""
+    """Measurement settings of all cases."""
 
     seconds: float = 0.3
-    """Time limit of each of a case's timings; past it the timing is `noisy`."""
+    """Time limit of each timing of a case; a timing that exceeds it is `noisy`."""
     precision: float = 0.01
     backlog_us: float = 100.0
-    """GPU work queued before each call whose host time is taken."""
+    """GPU work queued before each call with measured host time."""
     seed: int = 0
 
 
@@ -56,11 +57,11 @@ class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: BenchSettings = BenchSettings()
     command: str = ""
     package: Package | None = None
-    """As of launch.jobs.Job."""
+    """Package of the command, as in launch.jobs.Job."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine can do, measured before the cases of the same run; the slowest rank's."""
+    """A limit of this machine, measured before the cases of the same run; the slowest rank's."""
 
     name: str
     """`read`, `copy` (device memory, copied bytes count twice), `matmul` (bf16), `peer` (every rank reads its
@@ -100,7 +101,7 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Syncs(msgspec.Struct, frozen=True, kw_only=True):
-    """Host-blocking calls of one call, counted in a pass of its own."""
+    """Host-blocking calls per call, counted in a separate pass."""
 
     per_call: float
     detector: str
@@ -109,53 +110,55 @@ class Syncs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of capturing a pass into a CUDA graph."""
+    """Result of capturing a pass into a CUDA graph."""
 
     captured: bool
     reason: str = ""
-    """Why it could not be captured, in the words of the error."""
+    """Error message if it could not be captured."""
     time: Timing | None = None
-    """Of a replay: GPU time, no host time in it."""
+    """GPU time of a replay, without host time."""
     correct: bool | None = None
 
 
 class Overwritten(msgspec.Struct, frozen=True, kw_only=True):
-    """What the padding rows of a step did to live requests, and the memory that is set aside for them."""
+    """Effect of the padding rows of a step on live requests, and the memory reserved for padding."""
 
     kv_rows: int
-    """KV rows, of all layers, that were stored before the step and are others after it."""
+    """Number of KV rows, over all layers, that were stored before the step and changed by it."""
     token_ids: int
-    """Likewise of the prompts' ids in the request table."""
+    """Number of the prompts' ids in the request table changed by it."""
     logit_error: float
     """‖x − ref‖ / ‖ref‖ of the live request that is off furthest, against the same step without padding rows."""
     table_bytes: int
-    """Of the request tables' row for slot 0; 0 where that is a request's."""
+    """Bytes of the request tables' row for slot 0; 0 if it belongs to a request."""
     page_bytes: int
-    """Of the KV pool's page 0 on a rank, all layers."""
+    """Bytes of the KV pool's page 0 on a rank, all layers."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found for one case."""
+    """Result of one case."""
 
     case: Case
     outcome: str = "ok"
     """`ok` or `failed`."""
     reason: str = ""
-    """Why it failed."""
+    """Reason of the failure."""
     calls: int = 0
     """Calls of a pass."""
     correct: bool | None = None
     difference: str = ""
-    """Where it differs from the reference."""
+    """Position of the first difference from the reference."""
     overwritten: Overwritten | None = None
-    """Of padded-slots, whose results are `correct` where padding rows did what is said of the variant, be it harm."""
+    """Effect of padding, for padded-slots; results are `correct` if the effect is the expected one of the variant, even
+    if harmful.
+    """
     error: float | None = None
-    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null where results must be equal bit by bit."""
+    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null if results must be bitwise equal."""
     work: Work | None = None
     floor_us: float | None = None
-    """See points.floors; null on the CPU, and where a limit is not known."""
+    """Lower bound by points.floors; null on the CPU, and if a limit is unknown."""
     bytes_s: float | None = None
-    """`work` over the time in a graph, or over the eager time where nothing could be captured."""
+    """`work` over the time in a graph, or over the eager time if no graph could be captured."""
     flop_s: float | None = None
     received_bytes_s: float | None = None
     time: Timing | None = None
@@ -164,20 +167,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Host time inside a call while the GPU is `backlog_us` behind. Null on the CPU."""
     syncs: Syncs | None = None
     graph: Graph | None = None
-    """Null where it was not tried: on the CPU, and for all but the first case of a variant that synchronises."""
+    """Result of the capture; null if it was not tried: on the CPU, and for all but the first case of a synchronising
+    variant.
+    """
     marks: list[str] = []
     """`noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl."""
     gpu: Gpu | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a worker: its environment first, then what becomes of each case."""
+    """One line of a worker: its environment first, then the progress of each case."""
 
     stage: str
     """`start`, `limits`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then
     `graph` for captures tried last, and `end`."""
     index: int = 0
-    """Of the case, in the job."""
+    """Index of the case in the job."""
     environment: Environment | None = None
     limits: list[Limit] = []
     without: list[str] = []
@@ -193,9 +198,9 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     bench: str
     performance: bool
-    """False on the CPU, where nothing is timed."""
+    """False on the CPU, where no times are taken."""
     findings: list[str] = []
-    """What the numbers say, in sentences made from them."""
+    """Findings in sentences generated from the numbers."""
     ranks: int = 1
     limits: list[Limit] = []
     """Measured before the cases; none on the CPU, and none for a bench that needs none."""

@@ -1,9 +1,9 @@
-"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by command.py.
+"""Run the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by command.py.
 
-FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
-first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows
-whatever follows it, and at the end the captures that are expected to be refused, since a refused capture leaves torch's
-allocator in a state that nothing should follow. With several ranks all take every branch together.
+FOLDER/job.json is the job; rank 0 appends a line to FOLDER/events.jsonl for each step of the work. The machine's limits
+come first, then up to three rounds over the cases: first timing, because the detector that counts synchronisations
+afterwards slows all later work, and at the end the captures that are expected to be refused, because a refused capture
+leaves torch's allocator in an undefined state. With several ranks all take every branch together.
 """
 
 from __future__ import annotations
@@ -52,21 +52,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured of a bench, beside the time of its cases in a CUDA graph."""
+    """Measurements of a bench in addition to the time of its cases in a CUDA graph."""
 
     workload: type[Workload]
     limits: tuple[str, ...] = ()
-    """What its cases are held against; see operators/limits.py."""
+    """Limits with which its cases are compared; see operators/limits.py."""
     host: bool = False
-    """Its variants may wait for the GPU: eager time, host time and synchronisations count. The others must be
-    capturable, and a graph that is captured proves that nothing waits."""
+    """True if its variants may wait for the GPU: eager time, host time and synchronisations are measured. All others
+    must be capturable, and a captured graph proves that they do not wait.
+    """
     eager_calls: int = 0
-    """Calls of an eager pass to be timed beside the graph, where they do what a graph cannot; else 0."""
+    """Number of calls of an eager pass to be timed in addition to the graph, if they do work that a graph cannot; else
+    0.
+    """
     fresh: bool = False
-    """Its inputs were just written in an engine, too: nothing keeps the L2 cache cold."""
+    """True if an engine would also have just written its inputs: the L2 cache is not kept cold."""
     turns: bool = False
-    """Variants of a case are timed in turns, as the memory has room for all: one behind a hot one would be measured at lower
-    clocks."""
+    """True if all variants of a case are timed in turns, as far as memory allows: a variant after a hot one would be
+    measured at lower clocks.
+    """
 
 
 BENCHES = {
@@ -81,7 +85,7 @@ BENCHES = {
     "dp-slice": Bench(workload=DpSlice, host=True),
     "padded-slots": Bench(workload=PaddedSlots),
 }
-"""A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
+"""Benches by name; a further bench is a class with `build(case) -> Calls`, in its own file, and an entry here."""
 
 
 @dataclasses.dataclass
@@ -91,7 +95,7 @@ class Ready:
     calls: Calls
     result: Result
     states: list[Gpu | None] = dataclasses.field(default_factory=list)
-    """Of the GPU, while it was timed."""
+    """State of the GPU during its timings."""
     replay: Run | None = None
     """A pass as a graph."""
 
@@ -115,13 +119,13 @@ class BenchWorker:
         """First case of each variant that waits for the GPU, by its variant."""
 
     def tell(self, event: Event) -> None:
-        """Append one line, from rank 0."""
+        """Append one event, on rank 0."""
         if self.rank == 0:
             with self.events.open("ab") as f:
                 f.write(msgspec.json.encode(event) + b"\n")
 
     def run(self) -> None:
-        """Limits, then all cases in up to three rounds."""
+        """Measure limits, then all cases in up to three rounds."""
         self.tell(Event(stage="start", environment=environment(self.device, self.job.command)))
         if self.device.type == "cuda" and self.bench.limits:
             found, without = limits.measure(self.bench.limits, self.device)
@@ -141,7 +145,7 @@ class BenchWorker:
         self.tell(Event(stage="end"))
 
     def groups(self) -> list[dict[int, Case]]:
-        """Cases that are measured together, by their numbers: the variants of one where they take turns."""
+        """Return the cases that are measured together, by their numbers: the variants of a case, if they take turns."""
         found: list[dict[int, Case]] = []
         for index, case in enumerate(self.job.cases):
             if self.bench.turns and self.device.type == "cuda" and found:
@@ -153,7 +157,9 @@ class BenchWorker:
         return found
 
     def measure(self, group: dict[int, Case]) -> Iterator[tuple[int, Result]]:
-        """Correctness and, on a GPU, times of each case. One that some rank could not has failed; the others go on."""
+        """Yield correctness and, on a GPU, times of each case. A case that fails on any rank is marked as failed;
+        others continue.
+        """
         ready: dict[int, Ready] = {}
         for index, case in group.items():
             self.tell(Event(stage="case", index=index))
@@ -178,7 +184,7 @@ class BenchWorker:
             yield index, result
 
     def prepare(self, index: int, case: Case) -> Ready:
-        """A case that was checked, and on a GPU timed as far as others have no part in it."""
+        """Check a case, and on a GPU take the timings that do not involve other cases."""
         calls = together(lambda: self.workload.build(case))
         found = checked(calls, calls.check, calls.run)
         ready = Ready(calls=calls, result=Result(case=case, calls=len(calls.calls), work=calls.work, **found))
@@ -199,11 +205,11 @@ class BenchWorker:
         return ready
 
     def replayed(self, ready: Ready, replay: Run, time: Timing, gpu: Gpu | None) -> None:
-        """Add what was found of the graph, whose results are checked now."""
+        """Add the results of the graph, and check them."""
         calls, result = ready.calls, ready.result
         found = checked(calls, calls.check_graph or calls.check, replay)
         graph = Graph(captured=True, time=time, correct=found["correct"])
-        if not result.correct:  # what was wrong before is what is told
+        if not result.correct:  # an earlier error takes precedence
             found |= {"correct": False, "difference": result.difference}
         elif not graph.correct:
             found |= {"difference": f"replayed graph: {found['difference']}"}
@@ -211,7 +217,7 @@ class BenchWorker:
         ready.states.append(gpu)
 
     def finished(self, ready: Ready) -> Result:
-        """With what follows from its times, which a CPU has none of."""
+        """Return the result with values derived from its times, if there are any; a CPU has none."""
         if self.device.type == "cpu":
             return ready.result
         gpu = worst(state for each in gather_objects(ready.states) for state in each)
@@ -221,7 +227,7 @@ class BenchWorker:
         )
 
     def rates(self, calls: Calls, result: Result) -> dict[str, float | None]:
-        """What a call comes to by its time, and its floor."""
+        """Return the rates of a call by its time, and its floor."""
         work, time = calls.work, result.graph.time if result.graph else result.time
         if work is None or time is None:
             return {}
@@ -230,7 +236,7 @@ class BenchWorker:
         return rates | {"floor_us": floor_us(work, self.limits)}
 
     def marks(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
-        """What to be careful about, in the words of records.jsonl."""
+        """Return the warnings of a result, by their names in records.jsonl."""
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
         timings = [t for t in (result.time, result.host, result.graph and result.graph.time) if t]
         found = {
@@ -242,7 +248,7 @@ class BenchWorker:
         return [name for name, applies in found.items() if applies]
 
     def count(self, index: int, result: Result) -> None:
-        """Synchronisations of one case."""
+        """Count the synchronisations of one case."""
 
         def build(device: torch.device) -> Calls:
             own = device == self.device  # this process's own workload is kept, with its inputs
@@ -251,7 +257,7 @@ class BenchWorker:
 
         try:
             syncs = together(lambda: measuring.count_syncs(build, self.device))
-        except RankError as e:  # as in `run`; what was timed stays
+        except RankError as e:  # as in `run`; existing times are kept
             failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
             self.tell(Event(stage="counted", index=index, result=failed))
         else:
@@ -259,12 +265,12 @@ class BenchWorker:
 
 
 def failed(case: Case, error: RankError) -> Result:
-    """The result of a case that some rank could not."""
+    """Return the result of a case that failed on some rank."""
     return Result(case=case, outcome="failed", reason=str(error))
 
 
 def checked(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:
-    """Fields of a result, after a pass by `run`: what differs on some rank, and the largest error of all ranks."""
+    """Return fields of a result after a pass by `run`: the difference on any rank, and the largest error of all ranks."""
     difference = one_of(together(lambda: check(run)))
     return {
         "correct": not difference,
@@ -295,7 +301,7 @@ def main(path: str) -> None:
     if job.ranks > 1:
         dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
     if worker.blocking or job.ranks > 1:
-        # A refused capture is still open in torch, whose tear-down would complain about it; that of a group waits for
+        # A refused capture is still open in torch, and its tear-down would report it; that of a group waits for
         # graphs which hold its collectives.
         sys.stderr.flush()
         os._exit(0)

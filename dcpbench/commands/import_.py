@@ -1,27 +1,42 @@
-"""`dcpbench import`: runs made of another engine's benchmark results."""
+"""`dcpbench import`: runs made of the results of another engine's benchmark."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import Group, panel
+from dcpbench.commands.command import SOME_FAILED, Group, panel
 from dcpbench.show.terminal import say
 
-LAYOUT = panel("What the engine ran on, where its file does not say")
+LAYOUT = panel("What the engine ran on, if its file does not say it")
 
 
 class Engine(Group):
-    """What the user says of results that do not say it themselves."""
+    """Options for what result files do not contain."""
 
     model: str | None = LAYOUT("Name of the model. Default: as the file says.", metavar="NAME")
     tp: int | None = LAYOUT(
         "GPUs that shared one copy of the model: of vLLM tensor-parallel-size × data-parallel-size, of SGLang tp-size. "
-        "Default: unknown, and nothing is said per GPU.",
+        "Default: as the file or its name says, else unknown, with no figures per GPU.",
         metavar="N",
     )
-    dp: int | None = LAYOUT("With --tp: attention data parallel replicas inside tp. Default: 1.", metavar="N")
-    dcp: int | None = LAYOUT("With --tp: ranks that shared the KV cache of one request. Default: 1.", metavar="N")
+    dp: int | None = LAYOUT(
+        "With --tp: attention data parallel replicas inside tp. Default: as the file or its name says, else 1.",
+        metavar="N",
+    )
+    dcp: int | None = LAYOUT(
+        "With --tp: ranks that share the KV cache of one request. Default: as the file or its name says, else 1.",
+        metavar="N",
+    )
+    pp: int | None = LAYOUT(
+        "With --tp: pipeline stages, each on tp GPUs of its own. Default: as the file or its name says, else 1.",
+        metavar="N",
+    )
+    pcp: int | None = LAYOUT(
+        "With --tp: vLLM's prefill-context-parallel ranks, each on tp GPUs of its own. Default: as the file or its name "
+        "says, else 1.",
+        metavar="N",
+    )
     gpu: str | None = LAYOUT(
         "Hardware, such as 'NVIDIA H200'. Default: as the file says, else unknown.", metavar="NAME"
     )
@@ -63,11 +78,13 @@ def import_(
     *,
     engine: Engine,
 ) -> int:
-    """Make a run of another engine's benchmark results, to show them beside ours.
+    """Make a run of the results of another engine's benchmark, to show them with ours.
 
-    With times of each request our definitions are computed from these; without them the tool's own summary is taken,
-    and marked. What a file does not say stays unknown, and what of it is not read is named. Of a sweep, settings of the
-    server are variants of a point and its runs are repeats.
+    With the times of each request our definitions are computed from these; without them the tool's own summary is taken,
+    and marked. What a file does not contain stays unknown, and fields that are not read are named. Settings of the server
+    in a sweep are variants of a point, and its runs are repeats.
+
+    A result in a folder that cannot be read is named and left out; the others are imported, and the exit code is 4.
 
     For example:
 
@@ -83,8 +100,8 @@ def import_(
     """
     from dcpbench import imports
 
-    done = imports.import_files(files, source, output, imports.Told(**vars(engine)), force=force)
+    done = imports.import_files(files, source, output, imports.Overrides(**vars(engine)), force=force)
     for sentence in done.notes:
         say(sentence)
     typer.echo(f"Wrote {done.path}")
-    return 0
+    return SOME_FAILED if done.errors else 0

@@ -448,18 +448,20 @@ def only_planned(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -
 
 
 def _print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
-    """What --dry-run says: the points that can run, and why others cannot; in JSON each with the machine it is for."""
+    """Print what --dry-run plans: the points that can run, and why others cannot; in JSON each with the machine it is for."""
     rows = grid.table(candidates)
     if run.as_json:
         machine = {"device": probe.device, "gpus": probe.count, "name": probe.name, "memory_bytes": probe.memory_bytes}
         machine |= {"nnodes": run.machines.nnodes, "planned": msgspec.to_builtins(probe.gpu)}
         print_json([row | {"machine": machine} for row in rows])
         return
-    from dcpbench.launch.progress import candidates_table, planned_for, rejected_lines
+    from dcpbench.launch.progress import candidates_table, no_fit_lines, planned_for, rejected_lines
 
+    terminal = console()
+    for line in no_fit_lines(rows):
+        terminal.print(line, soft_wrap=True, markup=False)
     if probe.gpu:
         say(planned_for(probe.gpu, probe.count, run.machines.nnodes))
-    terminal = console()
     if any(r["reason"] is None for r in rows):
         terminal.print(candidates_table(rows))
     for line in rejected_lines(rows):

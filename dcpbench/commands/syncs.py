@@ -288,6 +288,15 @@ class Assumed(Group):
     )
 
 
+class WrittenByDryRun(Group):
+    """The baseline that a dry run writes."""
+
+    write_baseline: Path | None = GATE(
+        "Write the sites of this dry run to FILE, for --baseline of later ones, instead of a report. Default: no.",
+        metavar="FILE",
+    )
+
+
 @command(app, name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
 def dry_run(
     program: Annotated[
@@ -301,6 +310,7 @@ def dry_run(
     *,
     assumed: Assumed,
     gate: GateWithoutTimes,
+    written: WrittenByDryRun,
     report: Report,
 ) -> int:
     """Run a program without a GPU, and find where the host would wait for one.
@@ -309,11 +319,16 @@ def dry_run(
     take; each operator that would wait is reported with its line. Times, kernels and what libraries do by themselves
     stay unknown. A GPU that is there is not used.
 
+    The waits of torch's operators were measured on a GPU. Operators that were not measured are named, and the exit code is
+    3, unless the baseline accepts them. A baseline of traces does not fit a dry run: write one with --write-baseline.
+
     Exit codes: those of scan, but 3 also where the program fails or puts nothing on the GPU, 130 after Ctrl-C.
 
     For example:
 
       dcpbench syncs dry-run -- python serve.py --model tiny
+
+      dcpbench syncs dry-run --write-baseline dry-run-baseline.json -- python serve.py --model tiny
 
       dcpbench syncs dry-run --assume-device --format github -- python -m pytest tests/test_scheduler.py
     """
@@ -322,5 +337,10 @@ def dry_run(
 
     out, options, elsewhere = commands.Out(**vars(report)), gate.options(), bool(package.environment())
     return dry_run_program.dry_run(
-        program or [], options, out, assume_device=assumed.assume_device, safe_path=elsewhere
+        program or [],
+        options,
+        out,
+        assume_device=assumed.assume_device,
+        baseline=written.write_baseline,
+        safe_path=elsewhere,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from dcpbench.compare.model import Difference
+from dcpbench.compare.model import Difference, LayersHeld
 from dcpbench.records.record import origin
 from dcpbench.show.text import short
 
@@ -64,6 +64,25 @@ def differences(pairs: Sequence[Pair]) -> list[Difference]:
             shown = ("one", "another") if what.endswith(WITHHELD) else (_set(x), _set(y))
             found.append(Difference(what=short(what, LONGEST), a=shown[0], b=shown[1]))
     return found + list(_clocks(a, b))
+
+
+def layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
+    """Return for each side and model how many layers were held where the whole model did not fit."""
+    counts: dict[tuple[Literal["a", "b"], str, int], list[int]] = {}
+    sides: tuple[tuple[Literal["a", "b"], list[Record]], ...] = (
+        ("a", [r for pair in pairs for _, records in pair.a for r in records]),
+        ("b", [r for pair in pairs for _, records in pair.b for r in records]),
+    )
+    for side, records in sides:
+        for r in records:
+            if r.honesty and r.honesty.layers_held < r.honesty.layers:
+                counts.setdefault((side, short(r.point.model, LONGEST), r.honesty.layers), []).append(
+                    r.honesty.layers_held
+                )
+    return [
+        LayersHeld(side=side, model=model, fewest=min(held), most=max(held), layers=layers)
+        for (side, model, layers), held in counts.items()
+    ]
 
 
 def marks(records: Iterable[Record]) -> list[str]:

@@ -9,7 +9,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcpbench.compare import effects
-from dcpbench.compare.environments import differences, marks
+from dcpbench.compare.environments import differences, layers_held, marks
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
 from dcpbench.compare.samples import Requests, comparable, error_of, requests_of
 from dcpbench.compare.sides import apart, match
@@ -98,6 +98,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         only_b=[name_of(r.point) for r in matched.only_b],
         broken=[*(_broken(r, "a") for r in matched.broken_a), *(_broken(r, "b") for r in matched.broken_b)],
         notes=_notes(a, b, points, options, matched),
+        layers_held=layers_held(matched.pairs),
     )
 
 

@@ -90,6 +90,16 @@ class Difference(msgspec.Struct, kw_only=True):
     b: str
 
 
+class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
+
+    side: Literal["a", "b"]
+    model: str
+    fewest: int  # over the points of the side that did not hold all layers
+    most: int
+    layers: int  # of the whole model
+
+
 class Broken(msgspec.Struct, kw_only=True):
     """A point that ran on one side only."""
 
@@ -141,6 +151,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     only_b: list[str]
     broken: list[Broken]
     notes: list[str]
+    layers_held: list[LayersHeld] = []  # empty if all points that were compared held every layer
     rules: list[str] = []
     findings: list[Finding] = []
 

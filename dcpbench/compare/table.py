@@ -43,8 +43,8 @@ HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+mor
 def render(c: Comparison, *, every: bool = False) -> list[Text]:
     """Lines for `rich`, none of which is read as markup; `every`: all points."""
     shown = c.points if every else c.points[:MAX_POINTS]
-    lines = [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
-    lines += [Text(note, style="yellow") for note in notes_above(c)]
+    lines = [Text(note, style="yellow") for note in notes_above(c)]
+    lines += [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
     lines += _differences(c)
     lines += [Text(line, style="yellow") for line in not_matched(c)]
     lines += [Text(), Text(HEAD, style="bold")]

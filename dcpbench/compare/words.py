@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.compare.effects import MIN_LAUNCHES
 from dcpbench.compare.model import WORST_FIRST
-from dcpbench.show.text import counted, listed
+from dcpbench.show.model_fit import format_no_fit, format_range
+from dcpbench.show.text import capital, counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,9 +65,23 @@ def forecast_note(c: Comparison) -> str:
     )
 
 
+def no_fit_note(c: Comparison) -> str:
+    """Return on which side the whole model does not fit, with the layers that were held; empty if all layers were held."""
+    several = len({held.model for held in c.layers_held}) > 1
+    sides: dict[tuple[str, str, str], list[str]] = {}
+    for held in c.layers_held:
+        what = (held.model if several else "", format_range([held.fewest, held.most]), str(held.layers))
+        sides.setdefault(what, []).append(held.side.upper())
+    parts = [
+        f"{format_no_fit(count, layers)} ({', '.join(filter(None, (model, listed(of))))})"
+        for (model, count, layers), of in sides.items()
+    ]
+    return capital(f"{'; '.join(parts)}.") if parts else ""
+
+
 def notes_above(c: Comparison) -> list[str]:
-    """What to know of the figures before any of them is read."""
-    return [note for note in (CPU_NOTE if c.cpu else "", forecast_note(c)) if note]
+    """Return the conditions of all figures, which stand in the first lines of each form of a comparison."""
+    return [note for note in (no_fit_note(c), CPU_NOTE if c.cpu else "", forecast_note(c)) if note]
 
 
 def count_launches(n: int, more: str = "") -> str:

@@ -62,9 +62,9 @@ class History:
     """By measure, each with the entries that have a value; none of functional runs."""
 
     @property
-    def cycled(self) -> str:
-        """How many layers the newest run that measured it held, where not all."""
-        return next((entry.cycled for _, entry in reversed(self.entries) if entry.values), "")
+    def layers_held(self) -> str:
+        """That the whole model did not fit in the newest run that measured this point; empty if all layers were held."""
+        return next((entry.layers_held for _, entry in reversed(self.entries) if entry.values), "")
 
     def find_changes(self) -> None:
         """Fill them in. Raises MissingPackageError where they cannot be looked for."""
@@ -167,7 +167,7 @@ def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[s
 
 
 def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    rows = [lines.described(history.line, history.cycled) for history in histories]
+    rows = [lines.described(history.line, history.layers_held) for history in histories]
     shared, said = lines.shared(rows), lines.told_apart(rows)
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}

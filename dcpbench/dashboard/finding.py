@@ -217,7 +217,7 @@ def _headline(entries: dict[Line, Entry]) -> str:
     said = lines.described(line)
     known = " × ".join(f"{said[name]:,}" for name in ("concurrency", "context") if said[name])
     load = said["load"] or known
-    told = (f"{said['model']} {said['layout']}", str(load), entries[line].cycled)
+    told = (f"{said['model']} {said['layout']}", str(load), entries[line].layers_held)
     return f"highest {timed[line].median:,.0f} tok/s/GPU: {', '.join(filter(None, told))}"
 
 

@@ -72,8 +72,7 @@ class Entry:
     repeats: int
     marks: str
     reason: str
-    cycled: str = ""
-    """`14 of 61 layers held and cycled`; empty where all were held."""
+    layers_held: str = ""  # that the whole model did not fit (show/model_fit.py); empty if all layers were held
 
 
 def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
@@ -99,8 +98,8 @@ def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
     return {line: _entry(found) for line, found in same.items()}
 
 
-def described(line: Line, cycled: str = "") -> dict[str, str | int]:
-    """What the page shows of a line and filters by; `cycled` of its newest entry that ran."""
+def described(line: Line, layers_held: str = "") -> dict[str, str | int]:
+    """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran."""
     point = line.example
     mode = f"{words.SEPARATOR}{point.load.mode}" if point.load else ""
     # what is usual, and what an import does not say, is left out
@@ -110,7 +109,7 @@ def described(line: Line, cycled: str = "") -> dict[str, str | int]:
         "workload": clip(f"{point.workload}{mode}"),
         "layout": point.layout_name,
         "exchange": clip(point.exchange_label() or "none"),
-        "how": clip(words.SEPARATOR.join([*_experts(point), *_computed(point), *load, *filter(None, [cycled])])),
+        "how": clip(words.SEPARATOR.join([*_experts(point), *_computed(point), *load, *filter(None, [layers_held])])),
         "context": point.context,
         "concurrency": point.concurrency,
         "load": clip(words.served(point) if point.load else ""),
@@ -187,4 +186,6 @@ def _entry(records: Sequence[Record]) -> Entry:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
     marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
     values = {v.metric.shown_name: v.shown() for v in metrics.values(ok, metrics.DASHBOARD, derived=True)}
-    return Entry(clip(outcome), values, len(ok), clip(marks), clip(reason, LONGEST_REASON), words.cycled(ok))
+    return Entry(
+        clip(outcome), values, len(ok), clip(marks), clip(reason, LONGEST_REASON), words.describe_layers_held(ok)
+    )

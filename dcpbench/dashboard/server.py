@@ -1,7 +1,7 @@
-"""The server of `dcpbench dashboard serve`: the site on this machine alone, and what runs are at work. Needs starlette.
+"""Serve the site of `dcpbench dashboard serve` and the state of current runs, on loopback only. Needs starlette.
 
-A browser lets any web page ask 127.0.0.1. Therefore only requests that name this machine as their host are answered,
-nothing but GET and HEAD does anything, and answers forbid other pages to use them.
+A browser lets any web page send requests to 127.0.0.1. Therefore a request must name this machine as its host, only
+GET and HEAD are handled, and the headers of responses forbid other pages to use them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -36,12 +37,11 @@ HEADERS = {
     # Pages carry their own policy for scripts; both hold at once.
     b"content-security-policy": b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'",
 }
-FOREVER = b"private, max-age=31536000, immutable"
-"""For files whose name holds a digest of what they say."""
+FOREVER = b"private, max-age=31536000, immutable"  # for files that have a digest of their content in their name
 
 
 def make_app(watcher: Watcher) -> Starlette:
-    """The application that shows the watcher's site."""
+    """Return the application that serves the watcher's site."""
 
     async def first(_: Request) -> Response:
         text = await anyio.Path(watcher.site / "index.html").read_text(encoding="utf-8")
@@ -60,20 +60,33 @@ def make_app(watcher: Watcher) -> Starlette:
         routes=[*routes, Mount("/", _Files(watcher))],
         middleware=[
             Middleware(_Headers),
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False),
+            Middleware(_TrustedHost, allowed_hosts=list(HOSTS), www_redirect=False),
         ],
     )
 
 
+class _TrustedHost(TrustedHostMiddleware):
+    """Refuses requests to other hosts, in any case of letters: Starlette before 1.9 compares host names with case."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its host in lower case."""
+        if "headers" in scope:
+            headers = [(name, value.lower() if name == b"host" else value) for name, value in scope["headers"]]
+            scope = {**scope, "headers": headers}
+        await super().__call__(scope, receive, send)
+
+
 class _Files(StaticFiles):
-    """The site's files; links that lead out of it are not followed."""
+    """Serves the site's files. Links that lead out of the site are not followed."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__(directory=watcher.site, follow_symlink=False)
         self._watcher = watcher
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file; that of a run after its page is made."""
+        """Return a file; the page of a run is made first. Raises HTTPException 404 if the path holds a NUL byte."""
+        if "\0" in path:  # Starlette before 1.0 passes it to the file system, which raises ValueError
+            raise HTTPException(404)
         folder, _, rest = path.partition("/")
         if folder == pages.FOLDER and scope["method"] in ("GET", "HEAD"):
             note = await anyio.to_thread.run_sync(self._watcher.page, rest.partition("/")[0])
@@ -83,13 +96,13 @@ class _Files(StaticFiles):
 
 
 class _Headers:
-    """Adds what keeps browsers from doing more with an answer than showing it."""
+    """Adds the headers that forbid browsers any use of a response but to show it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; every answer, errors too, gets the headers."""
+        """Pass a request on and add the headers to its response, errors included."""
         kept = scope.get("path", "").startswith(f"/{data.FOLDER}/")
 
         async def with_headers(message: Message) -> None:

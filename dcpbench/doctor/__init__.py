@@ -1,4 +1,4 @@
-"""A machine looked over before a long sweep: its GPUs, the system around them, versions. No torch, and nothing is changed."""
+"""Examine a machine before a long sweep: its GPUs, its system and its versions, without changes. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["BAD", "NOTE", "OK", "UNREAD", "Finding", "Report", "at_start", "examine"]
 
 PATIENCE_S = 1.0
-"""What the start of a sweep waits for a driver that may never answer."""
+"""Time in s that the start of a sweep waits for a driver that may not answer."""
 
 
 def examine(
@@ -28,7 +28,7 @@ def examine(
     system: host.Host | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Report:
-    """Everything that can be asked of this machine, for a run of so many nodes that writes into `folder`."""
+    """Return the complete report on this machine, for a run on `nnodes` nodes that writes into `folder`."""
     report, driver, env = Report(), nvml or _driver(), os.environ if env is None else env
     gpus.examine(report, driver, env)
     host.examine(report, system or host.Host(), folder, nnodes=nnodes, endpoint=endpoint)
@@ -46,9 +46,10 @@ def at_start(
     env: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> list[Finding]:
-    """What would spoil a run that is about to begin, of what can be asked in a moment.
+    """Return the findings that would invalidate a run about to start, from the quick checks.
 
-    Of what is not known only a driver that gives no answer in `patience_s` is among it: `dcpbench doctor` says the rest.
+    Among unknown facts it only contains a driver that does not answer within `patience_s`; `dcpbench doctor` reports
+    the others.
     """
     report, env = Report(), os.environ if env is None else env
 
@@ -77,7 +78,7 @@ def _driver() -> Any:  # noqa: ANN401 -- as above
 
 
 class _Absent:
-    """In the place of pynvml where it is not installed."""
+    """Stand-in for pynvml if it is not installed."""
 
     def __init__(self, why: str) -> None:
         self._why = why

@@ -1,4 +1,4 @@
-"""What an examination of a machine finds, and what it could not read."""
+"""Findings of an examination of a machine, including facts that could not be read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 BAD, NOTE, UNREAD, OK = "bad", "note", "unread", "ok"
 LEVELS = (BAD, NOTE, UNREAD, OK)
-"""Spoils or ends a measurement; worth knowing; not said by the machine, so that nobody knows; read, and as it should be."""
+"""Levels: invalidates or ends a measurement; worth knowing; unknown, because the machine does not report it; as
+expected.
+"""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing about the machine."""
 
     check: str
-    """What was looked at, in one or two words."""
+    """Subject of the check, in one or two words."""
     level: str
-    """Of LEVELS."""
+    """One of LEVELS."""
     where: str = ""
     """`GPU 3`, `GPU 0 and 1`, a folder; empty: the machine."""
     what: str
     """A sentence."""
     remedy: str = ""
-    """What to type or to change; empty where nothing needs it."""
+    """Command or change that helps; empty if none is needed."""
 
 
 class Report:
@@ -40,17 +42,17 @@ class Report:
         self.findings: list[Finding] = []
 
     def add(self, check: str, level: str, what: str, remedy: str = "", where: str = "") -> None:
-        """One more."""
+        """Add a finding."""
         assert level in LEVELS
         if len(self.findings) < MAX_ENTRIES:
             self.findings.append(Finding(check=check, level=level, where=where, what=what, remedy=remedy))
 
     def judge(self, check: str, wrong: str, remedy: str, right: str, *, where: str = "", level: str = BAD) -> None:
-        """A finding of this level where `wrong` says something, else what is right."""
+        """Add a finding of this level if `wrong` is not empty, else an OK finding with `right`."""
         self.add(check, level if wrong else OK, wrong or right, remedy if wrong else "", where)
 
     def read(self, check: str, ask: Callable[[], T], *, where: str = "") -> T | None:
-        """What the machine answers; None, and told as unread, where it does not, whatever it raises."""
+        """Return the machine's answer; on any exception add an UNREAD finding and return None."""
         try:
             return ask()
         except Exception as e:  # noqa: BLE001 - a driver fails in many ways, and each means that something is not known
@@ -67,5 +69,5 @@ class Report:
 
 
 def said(error: Exception) -> str:
-    """An error in few words."""
+    """Return a short description of an error."""
     return (str(error).strip().rstrip(".") or type(error).__name__)[:200]

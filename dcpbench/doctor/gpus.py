@@ -1,6 +1,6 @@
-"""What NVML says of the GPUs: whether they can do, alone and undisturbed, what they are measured for. No torch.
+"""Check by NVML whether the GPUs are able to run at full speed and undisturbed. No torch.
 
-NVML is given as a module with pynvml's functions, so that a test can be the driver.
+NVML is passed as a module with pynvml's functions, so that a test can replace the driver.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 MOST_USED_BYTES = GIB
-"""What a GPU that nobody uses may have in use: the driver's own is less."""
+"""Maximum memory in use on an idle GPU; the driver itself uses less."""
 MOST_BUSY_PERCENT = 5
 HOT_BELOW_SLOWDOWN_C = 10
 HURTING = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
 """Reasons to throttle that have no place on a GPU at rest."""
 NO_GPU = "so nothing is known of clocks, power, other processes, MIG, ECC and peer access"
 READ, WRITE, NVLINK = 0, 1, 2
-"""NVML_P2P_CAPS_INDEX_* of nvml.h, of which pynvml 13 has made tuples."""
+"""NVML_P2P_CAPS_INDEX_* of nvml.h, which pynvml 13 defines as tuples."""
 FABRIC = {1: "has not been started", 2: "is still at work"}
 """States of nvmlDeviceGetGpuFabricInfo before its end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One GPU, and what is asked of it."""
+    """One GPU, with its NVML queries."""
 
     nvml: Any
     index: int
@@ -44,15 +44,17 @@ class Card:
 
     @property
     def name(self) -> str:
-        """As findings say it."""
+        """Return the name of the GPU in findings."""
         return f"GPU {self.index}"
 
-    def ask(self, check: str, function: str, *args: object) -> Any:  # noqa: ANN401 -- what NVML answers
-        """What an NVML function says of this GPU; None, and told, where it says nothing."""
+    def ask(self, check: str, function: str, *args: object) -> Any:  # noqa: ANN401 -- any result of NVML
+        """Return the result of an NVML function for this GPU; without one, add a finding and return None."""
         return self.report.read(check, lambda: getattr(self.nvml, function)(self.handle, *args), where=self.name)
 
     def ask_if_any(self, check: str, function: str, *args: object, without: str) -> Any:  # noqa: ANN401 -- as above
-        """The same of what some GPUs do not have, for which NVML has an answer of its own: then None, and `without` is said."""
+        """Return the result of an NVML function that not all GPUs support; if unsupported, add the finding `without`
+        and return None.
+        """
         try:
             return getattr(self.nvml, function)(self.handle, *args)
         except Exception as e:  # noqa: BLE001 - as Report.read
@@ -68,7 +70,7 @@ class Card:
 
 
 def examine(report: Report, nvml: Any, env: Mapping[str, str], *, brief: bool = False) -> None:  # noqa: ANN401 -- as Card's
-    """Everything that can be asked; with `brief` only what is quick and would spoil a run."""
+    """Run all checks; with `brief` only quick ones for conditions that would invalidate a run."""
     cards = visible(report, nvml, env)
     for card in cards:
         for check in QUICK if brief else (*QUICK, *SLOW):
@@ -79,7 +81,7 @@ def examine(report: Report, nvml: Any, env: Mapping[str, str], *, brief: bool = 
 
 
 def visible(report: Report, nvml: Any, env: Mapping[str, str]) -> list[Card]:  # noqa: ANN401 -- as Card's
-    """The GPUs that a run would use; none, and told, where the driver does not answer."""
+    """Return the GPUs that a run would use; if the driver does not answer, add a finding and return none."""
     try:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
@@ -101,7 +103,7 @@ def visible(report: Report, nvml: Any, env: Mapping[str, str]) -> list[Card]:  #
 
 
 def _chosen(cards: list[Card], words: list[str], report: Report) -> list[Card]:
-    """As CUDA takes the variable: up to the first that is none."""
+    """Return the GPUs that CUDA selects by the variable: all up to the first invalid entry."""
     found: list[Card] = []
     for word in words:
         match = [card for card in cards if str(card.index) == word]
@@ -116,7 +118,7 @@ def _chosen(cards: list[Card], words: list[str], report: Report) -> list[Card]:
 
 
 def _processes(card: Card) -> None:
-    """Who else is there: seen as a process, or only by the memory that it takes."""
+    """Check for other users of the GPU, visible as processes or only by their memory."""
     check, nvml = "other processes", card.nvml
     remedy = f"end them, or leave the GPU out: CUDA_VISIBLE_DEVICES. nvidia-smi -i {card.index} shows them."
     running = card.ask(check, "nvmlDeviceGetComputeRunningProcesses")
@@ -256,7 +258,7 @@ def _pcie(card: Card) -> None:
 
 
 def _numa(card: Card) -> None:
-    """Whether this process may run where the GPU's memory of the host is near."""
+    """Check whether this process may run on cores near the GPU."""
     cpus = os.cpu_count() or 1
     words = card.ask("NUMA", "nvmlDeviceGetCpuAffinity", -(-cpus // 64))
     if words is None:
@@ -269,7 +271,7 @@ def _numa(card: Card) -> None:
 
 
 def _fabric(card: Card) -> None:
-    """Of GPUs behind NVSwitch: CUDA fails on them until the fabric is up."""
+    """Check the fabric of GPUs with NVSwitch: CUDA fails until it is up."""
 
     def state() -> int:
         found = card.nvml.c_nvmlGpuFabricInfo_t()
@@ -296,7 +298,7 @@ SLOW: tuple[Callable[[Card], None], ...] = (_clocks, _temperature, _persistence,
 
 
 def _peers(report: Report, nvml: Any, cards: list[Card]) -> None:  # noqa: ANN401 -- as Card's
-    """Whether each GPU reads and writes the memory of each other one, and by NVLink."""
+    """Check whether each GPU reads and writes the memory of each other one, and by NVLink."""
     statuses = {
         getattr(nvml, name): name.removeprefix("NVML_P2P_STATUS_").replace("_", " ").lower()
         for name in (dir(nvml) if cards else ())

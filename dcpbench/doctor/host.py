@@ -1,4 +1,4 @@
-"""What the system says of the machine around the GPUs: limits, memory that ranks share, disk, ports, clock, cores. No torch."""
+"""Check the system around the GPUs: limits, shared memory, disk, ports, clock, cores. No torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 SHARED = Path("/dev/shm")  # noqa: S108 -- only looked at
 SHARED_BYTES = GIB
-"""What NCCL's documentation asks containers to have as /dev/shm (--shm-size=1g)."""
+"""Size of /dev/shm that NCCL's documentation requires for containers (--shm-size=1g)."""
 DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB
-"""Below the first a long sweep may not end; below the second it is worth a look: logs, profiles, compiled kernels."""
+"""Free bytes below which a long sweep may fail, and below which a note is given: logs, profiles, compiled kernels."""
 OPEN_FILES, FEW_FILES = 4096, 1024
 """Connections to a server and between ranks, each a file."""
 PORTS = 1000
-"""That the system may give to processes: ranks meet on such."""
+"""Minimum number of ephemeral ports, on which ranks meet."""
 SHARE_BUSY = 0.25
-"""Of the cores, by others, from which on host times are not ours alone."""
+"""Share of the cores in use by others, above which host times are disturbed."""
 TIME_ERROR, STA_UNSYNC = 5, 0x40
-"""Of adjtimex(2)."""
+"""Constants of adjtimex(2)."""
 APART_US = 100_000
-"""How far the clocks of nodes may be apart for their logs and ends of ranks to be set in order."""
+"""Maximum difference in µs between the clocks of nodes at which their logs and rank exits can be ordered."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -52,30 +52,30 @@ class Timex(ctypes.Structure):
 
 
 class Host:
-    """What is asked of the system; a test answers in its place."""
+    """Queries of the system, which tests replace."""
 
     def text(self, path: str) -> str:
-        """A file of /proc or /sys."""
+        """Return the contents of a file of /proc or /sys."""
         return Path(path).read_text().strip()
 
     def limit(self, which: int) -> int:
-        """The soft limit that processes started from here have; RLIM_INFINITY: none."""
+        """Return the soft limit inherited by processes started from here; RLIM_INFINITY: none."""
         return resource.getrlimit(which)[0]
 
     def free_bytes(self, folder: Path) -> int:
-        """Of the disk under a folder."""
+        """Return the free bytes of the disk under a folder."""
         return shutil.disk_usage(folder).free
 
     def cores(self) -> int:
-        """That this process may use."""
+        """Return the number of cores that this process may use."""
         return len(os.sched_getaffinity(0))
 
     def load(self) -> float:
-        """Processes that ran or waited, on average of the last minute."""
+        """Return the mean number of running or waiting processes in the last minute."""
         return os.getloadavg()[0]
 
     def clock(self) -> tuple[bool, int]:
-        """(whether something keeps the clock, its largest error in µs), of adjtimex(2)."""
+        """Return (True if the clock is synchronised, its largest error in µs), by adjtimex(2)."""
         found = Timex()
         libc = ctypes.CDLL(None, use_errno=True)
         state = libc.adjtimex(ctypes.byref(found))
@@ -85,7 +85,7 @@ class Host:
         return state != TIME_ERROR and not found.status & STA_UNSYNC, int(found.maxerror)
 
     def bind(self, host: str, port: int) -> None:
-        """Listen there for a moment."""
+        """Listen at this address for a moment."""
         with socket.create_server((host, port)):
             pass
 
@@ -98,7 +98,7 @@ class Host:
 def examine(
     report: Report, host: Host, folder: Path, *, nnodes: int = 1, endpoint: tuple[str, int] | None = None
 ) -> None:
-    """Everything; `endpoint` is where nodes meet."""
+    """Run all checks; `endpoint` is the address at which nodes meet."""
     brief(report, host, folder)
     _limits(report, host, nnodes)
     _locks(report, host, folder)
@@ -108,7 +108,7 @@ def examine(
 
 
 def brief(report: Report, host: Host, folder: Path) -> None:
-    """What ends a run early."""
+    """Check the conditions that end a run early."""
     _room(report, host, "shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g")
     place = _there(folder)
     _room(
@@ -118,7 +118,7 @@ def brief(report: Report, host: Host, folder: Path) -> None:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or what is above it, as far as it is there."""
+    """Return the folder or its nearest existing parent."""
     return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path("/"))
 
 
@@ -234,14 +234,14 @@ def _cores(report: Report, host: Host) -> None:
 
 
 def _setting(report: Report, host: Host, check: str, path: str, right: str, wrong: str, remedy: str) -> None:
-    """One of the kernel's, by its file. Where that is not there, as in many virtual machines, nobody knows."""
+    """Check a kernel setting by its file. It is unknown if the file is missing, as in many virtual machines."""
     found = report.read(check, lambda: host.text(path))
     if found is not None:
         report.judge(check, "" if found == right else wrong, remedy, f"{Path(path).name} is {right}.", level=NOTE)
 
 
 def settings(report: Report, env: Mapping[str, str]) -> None:
-    """Environment variables that slow ranks down, or change what is measured."""
+    """Check environment variables that slow ranks down or change the measurement."""
     found = False
     for name, values, level, what in HURTFUL:
         value = env.get(name)
@@ -264,4 +264,4 @@ HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("NCCL_PROTO", (), NOTE, "NCCL is not left to choose, and results say nothing of its choice"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", ("1",), NOTE, "streams wait for each other"),
 )
-"""Variable, values (none: any), level, and what it does."""
+"""Variable, values (empty: any), level, and effect."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 LEAST_DRIVER = {13: (580,), 12: (525, 60, 13)}
-"""By the major version of CUDA; https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html."""
+"""Minimum driver version by major version of CUDA;
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.
+"""
 
 
 class Known(NamedTuple):
@@ -51,11 +53,11 @@ KNOWN = (
     ),
     Known("torch", (), (2, 9), BAD, "dcpbench needs 2.9", "pip install 'torch>=2.9'", "pyproject.toml"),
 )  # fmt: skip
-"""What was read of each where it was reported, in `source`."""
+"""Known problems as reported in `source`."""
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """`2.27.5+cuda12.9` as (2, 27, 5). Raises ValueError without a number at its head."""
+    """Return `2.27.5+cuda12.9` as (2, 27, 5). Raise ValueError without a leading number."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     if not found:
         raise ValueError(f"{version!r} is no version")
@@ -63,7 +65,7 @@ def parts(version: str) -> tuple[int, ...]:
 
 
 def installed(*names: str) -> str:
-    """The version of the first of these packages that is installed. Raises PackageNotFoundError."""
+    """Return the version of the first of these packages that is installed. Raise PackageNotFoundError if none is."""
     for name in names[:-1]:
         try:
             return importlib.metadata.version(name)
@@ -73,7 +75,9 @@ def installed(*names: str) -> str:
 
 
 def cuda_of_torch() -> str | None:
-    """The version of CUDA that the installed torch was built for; None: for none. Raises OSError, ValueError."""
+    """Return the version of CUDA that the installed torch was built for; None without CUDA. Raise OSError or ValueError
+    on failure.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("no torch is installed")
@@ -85,7 +89,7 @@ def cuda_of_torch() -> str | None:
 
 
 def examine(report: Report, nvml: Any) -> None:  # noqa: ANN401 -- a module with pynvml's functions
-    """Everything."""
+    """Run all checks."""
     versions: dict[str, Callable[[], str]] = {
         "Linux": platform.release,
         "torch": lambda: installed("torch"),
@@ -122,7 +126,7 @@ def _driver(report: Report, nvml: Any, built_for: str | None) -> None:  # noqa: 
     try:
         driver = str(nvml.nvmlSystemGetDriverVersion())
         now = parts(driver)
-    except Exception:  # noqa: BLE001 - a driver that does not answer says so in many ways
+    except Exception:  # noqa: BLE001 - a driver that does not answer fails in many ways
         report.add("driver", UNREAD, "its version is not known: it does not answer.")
         return
     if built_for is None:

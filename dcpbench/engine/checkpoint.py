@@ -27,11 +27,11 @@ E4M3_NAN = 0x7F
 
 
 class CheckpointSource:
-    """Reads parts of tensors by name. Raises ModelError for missing or misshaped tensors, naming them.
+    """Read parts of tensors by name. Raise ModelError for missing or misshaped tensors, naming them.
 
-    DeepSeek's published FP8 weights (`weight` in e4m3 with `weight_scale_inv` per 128 × 128 block) stay as they are where
-    they are asked for `scaled`, and else become the model's dtype as they are read: weight · scale. Files are mapped: of
-    a file no more than the part in hand is held.
+    DeepSeek's published FP8 weights (`weight` in e4m3 with `weight_scale_inv` per 128 × 128 block) are kept if they are
+    requested with `scaled`, and are otherwise converted to the model's dtype while they are read: weight · scale. Files
+    are memory-mapped, so only the current part of a file is held.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class CheckpointSource:
         return cut(data.to(self.device), scale.to(self.device, torch.float32), shape, rows, columns)
 
     def _check_finite(self, name: str, part: torch.Tensor) -> None:
-        """Raise ModelError for NaN and infinity: whatever is compared with them would agree, or be wrong everywhere."""
+        """Raise ModelError for NaN and infinity: comparisons with them would always agree, or fail everywhere."""
         if part.dtype == torch.float8_e4m3fn:  # has no infinity, and NaN is all ones below the sign
             bad = ((part.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any()
         else:
@@ -89,7 +89,7 @@ class CheckpointSource:
             raise ModelError(f"{self.folder}: {name!r} holds NaN or infinity; download the checkpoint again.")
 
     def _quantised(self, around_it: torch.Tensor, shape: tuple[int, int], rows: slice, columns: slice) -> Scaled:
-        """A part, from the whole blocks around it."""
+        """Return a quantised part, computed from the whole blocks around it."""
         blocks = quantise_weight(around_it.to(self.device))
         scale = torch.ones([-(-n // SCALE_BLOCK) for n in shape], device=self.device)
         data, of_blocks = blocks.data, scale

@@ -1,4 +1,4 @@
-"""The tensors of a whole checkpoint under their published names, for engines that load weights from an iterator.
+"""Tensors of a whole checkpoint under their published names, for engines that load weights from an iterator.
 
 A serving engine that loads these tensors shards and converts them as it does with a downloaded checkpoint. Its weights
 then equal those of this package's engine, which reads its shards from the same source.

@@ -39,7 +39,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens with a KV location, the one that the next step writes included."""
+        """Return the number of tokens with a KV location, including the one that the next step writes."""
         return self.allocation.tokens
 
 
@@ -58,11 +58,11 @@ class Batch:
     def __init__(self, size: int, backend: Backend, exchange: Exchange, device: torch.device) -> None:
         self.size, self.backend, self.exchange = size, backend, exchange
         self.rows = torch.zeros(2, size, dtype=torch.int64, device=device)
-        """Request slot and token index of each row: all that tells one step from the next."""
+        """Request slot and token index of each row: the only values that differ between steps."""
         self.slots, self.positions = self.rows
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
-        """[B] int64, what the last step sampled; the step has put it into the table of tokens, too."""
+        """[B] int64, tokens sampled by the last step, which has also written them to the table of tokens."""
         self.router_inputs: torch.Tensor | None = None
         """See StepInput; set before the first step, as a graph holds its address."""
         self.captured: Captured | None = None
@@ -81,7 +81,9 @@ class DecodeEngine:
         max_context: int,
         padding: bool = True,
     ) -> None:
-        """`padding=False` exists only to show what the padding slot and page prevent; see RequestPool."""
+        """Create the engine; `padding=False` only serves to test what the padding slot and page prevent, see
+        RequestPool.
+        """
         self.model = model
         self.device = model.kv.data.device
         self.largest = batch_rows(max_requests)
@@ -94,18 +96,18 @@ class DecodeEngine:
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
 
     def use(self, backend: str, exchange: str) -> None:
-        """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
+        """Switch to this backend and exchange; batches, with their plans and graphs, are made again. Collective.
 
-        Raises a DcpbenchError, alike on all ranks, where the exchange cannot work here, and leaves all as it was.
+        Raise the same DcpbenchError on all ranks if the exchange cannot work here; nothing is changed in that case.
         """
         if exchange not in self.made:
             self.made[exchange] = make_exchange(exchange, self.model.groups.dcp, self._exchange_spec())
         if self.batches and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no graph runs any longer that reads what goes now
+            torch.cuda.synchronize(self.device)  # no running graph may read the memory that is freed here
         self.backend_name, self.exchange, self.batches = backend, self.made[exchange], {}
 
     def admit(self, tokens: int) -> Request:
-        """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""
+        """Return a new request with capacity for `tokens` tokens. Raise CapacityError if slots or pages run out."""
         slot = self.requests.alloc()
         try:
             allocation = self.allocator.alloc(tokens)
@@ -116,18 +118,19 @@ class DecodeEngine:
         return Request(slot=slot, allocation=allocation)
 
     def fill(self, request: Request, number: int, seed: int) -> None:
-        """Stand-in for a prefill: random KV rows for all tokens of a request, the same in every layout.
+        """Fill the KV rows of all tokens of a request with random numbers instead of a prefill, the same in every
+        layout.
 
-        `number` tells the request from all others of the whole layout.
+        `number` identifies the request within the whole layout.
         """
         self.fill_locs(self.requests.table[request.slot, : request.length], number, seed)
 
     def fill_locs(self, locs: torch.Tensor, number: int, seed: int) -> None:
-        """Random KV rows at virtual locations, int32, as those of request `number`."""
+        """Fill virtual locations, int32, with random KV rows, the same as those of request `number`."""
         fill_request(self.model.kv.all_rows(), locs, self.model.share, request=number, seed=seed)
 
     def grow(self, request: Request) -> None:
-        """Room for one more token."""
+        """Allocate one more token."""
         self.allocator.extend(request.allocation, 1)
         self.requests.set_locs(
             request.slot, request.length - 1, request.allocation.locs(request.length - 1, request.length)
@@ -139,7 +142,7 @@ class DecodeEngine:
         self.requests.free(request.slot)
 
     def batch(self, requests: int) -> Batch:
-        """The buffers for a replica with up to `requests` requests, made on first use."""
+        """Return the buffers for a replica with up to `requests` requests, created on first use."""
         size = batch_rows(requests)
         if size not in self.batches:
             backend = make_backend(self.backend_name, self._attention_spec(size))
@@ -180,10 +183,10 @@ class DecodeEngine:
         return self.plan_rows([r.slot for r in requests], [r.length - 1 for r in requests], rows)
 
     def plan_rows(self, slots: Sequence[int], positions: Sequence[int], rows: int | None = None) -> Batch:
-        """Prepare the next step from host-side integers only; rows past those given are padding.
+        """Prepare the next step from host-side integers only; rows past the given ones are padding.
 
         A row reads token `positions[b]` of the request in `slots[b]` and writes its KV row. With attention DP all
-        replicas must run equally many rows: `rows` is the most requests that any of them has.
+        replicas must run the same number of rows: `rows` is the maximum number of requests of any replica.
         """
         batch = self.batch(rows or len(slots))
         padding = batch.size - len(slots)
@@ -202,14 +205,14 @@ class DecodeEngine:
         return batch
 
     def _shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
-        """What this rank attends to, for backends that plan on the host."""
+        """Return the pages and lengths that this rank attends to, for backends that plan on the host."""
         share, page = self.model.share, self.allocator.virtual_page
         lengths = [arithmetic.local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
         tables = [self.requests.host[s, : p + 1 : page] // page for s, p in zip(slots, positions, strict=True)]
         return Shards(pages=tables, lengths=lengths)
 
     def run(self, batch: Batch) -> None:
-        """One eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
+        """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
         locs = self.requests.table[batch.slots, batch.positions]
         tokens = self.requests.tokens[batch.slots, batch.positions]
         inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
@@ -220,8 +223,8 @@ class DecodeEngine:
     def capture(self, batch: Batch) -> None:
         """Capture the step as a CUDA graph, once per batch size.
 
-        Every kernel has run on every rank before: a rank that still loads modules while others wait in a captured
-        collective is a hang (vLLM #46145).
+        Every kernel has run on every rank before: a rank that loads modules while others wait in a captured collective
+        causes a hang (vLLM #46145).
         """
         if batch.captured is not None:
             return
@@ -234,7 +237,7 @@ class DecodeEngine:
         batch.captured = Captured(graph, batch.logits, batch.next_tokens)
 
     def step(self, batch: Batch) -> None:
-        """One step as planned: the captured graph where there is one."""
+        """Run one planned step, with the captured graph if there is one."""
         if batch.captured is None:
             self.run(batch)
             return

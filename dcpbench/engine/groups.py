@@ -30,7 +30,7 @@ class Groups:
 
 
 def make_groups(layout: Layout, rank: int) -> Groups:
-    """Collective: every rank calls it with the same layout."""
+    """Return the process groups. Collective: every rank calls it with the same layout."""
     return Groups(
         attn=_group(layout.attn_groups(), rank),
         dcp=_group(layout.dcp_groups(), rank),
@@ -39,7 +39,7 @@ def make_groups(layout: Layout, rank: int) -> Groups:
 
 
 def emulated_groups(layout: Layout, rank: int, emulation: Emulation) -> Groups:
-    """The same of a rank without the others."""
+    """Return the emulated groups of a rank without the others."""
 
     def group(all_ranks: list[list[int]]) -> Group:
         ranks = next(ranks for ranks in all_ranks if rank in ranks)

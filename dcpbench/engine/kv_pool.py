@@ -9,13 +9,13 @@ from dcpbench.points.memory import GIB
 
 
 class KvPool:
-    """`data` [layers, pages, page_size, width]: latent ‖ rope key of the tokens that this rank stores.
+    """KV cache `data` [layers, pages, page_size, width]: latent ‖ rope key of the tokens that this rank stores.
 
-    Page numbers are those of DcpAllocator (a virtual page is one physical page on each rank). A layer is contiguous,
-    so that kernels see plain [pages, page_size, width] or, as rows, [pages · page_size, width].
+    Page numbers are those of DcpAllocator (a virtual page is one physical page on each rank). A layer is contiguous, so
+    that kernels see plain [pages, page_size, width] or, as rows, [pages · page_size, width].
 
-    A pool of e4m3 stores numbers divided by its `scale`. That is 1 as in engines without a calibrated one: the latent
-    part is normed and the rope key of like size, far from ±448 on the one side and from 2⁻⁹ on the other.
+    An e4m3 pool stores numbers divided by its `scale`. The scale is 1 as in engines without a calibrated one: the
+    latent part is normed and the rope key is of similar size, far below ±448 and far above 2⁻⁹.
     """
 
     scale = 1.0
@@ -23,7 +23,7 @@ class KvPool:
     def __init__(
         self, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Zeroed. Raises CapacityError when the device has not that much memory left."""
+        """Allocate a zeroed pool. Raise CapacityError if the device has too little free memory."""
         need = layers * pages * page_size * width * dtype.itemsize
         try:
             self.data = torch.zeros((layers, pages, page_size, width), dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""One step of an MLA + MoE model on one rank: a plain walk through the layers.
+"""One step of an MLA + MoE model on one rank, layer by layer.
 
-Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; behind them the tokens of prompt
-chunks, which attend without absorption (prefill.py); and padding, which attends to nothing.
+Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; then the tokens of prompt chunks,
+which attend without absorption (prefill.py); and padding rows, which do not attend.
 
 Letters as in kernels/__init__.py. With attention DP, B is this replica's rows and T = dp·B all replicas'.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 LATENT_EPS = 1e-6
-"""Of the norms inside attention, whatever `rms_norm_eps` is: transformers and DeepSeek's own code fix it."""
+"""Epsilon of the norms inside attention, independent of `rms_norm_eps`: transformers and DeepSeek's own code fix it."""
 
 QUERY, KV_ROW, VALUES, ATTENTION, MLP = "query", "KV row", "values", "attention", "MLP"
 OBSERVED = (QUERY, KV_ROW, VALUES, ATTENTION, MLP)
@@ -65,13 +65,15 @@ class StepInput:
     locs: torch.Tensor
     """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
     router_inputs: torch.Tensor | None = None
-    """[MoE layers or fewer, T or more, D]: what the router reads instead of the hidden state, layers in turn; see
-    synthetic.py. None: the hidden state."""
+    """[MoE layers or fewer, T or more, D]: input of the router instead of the hidden state, used by layers in turn; see
+    synthetic.py. None: the hidden state.
+    """
     logit_rows: torch.Tensor | None = None
-    """int64: rows whose logits are wanted; None: all."""
+    """int64: rows that need logits; None: all."""
     live: torch.Tensor | None = None
-    """int64 [dp]: how many rows of each replica, its first, go to experts; those behind them are there because another
-    replica has more. None: all."""
+    """int64 [dp]: number of rows of each replica, from its first, that go to experts; the rows after them are padding
+    to the fullest replica. None: all.
+    """
 
 
 class Model:
@@ -93,25 +95,26 @@ class Model:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
         self.dtype = weights.embed.dtype
-        """What is computed with, however weights and KV are stored."""
+        """Dtype of the computation, independent of how weights and KV are stored."""
         self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
         self.rope_table = rope_table(shape, max_context, device)
         self.stands_for = 1
-        """Ranks with whole experts of which this one is the busiest in each layer, where it stands for all of them."""
+        """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
         self.marks: torch.Tensor | None = None
-        """int32 [1]: the number of the last norm that the device began; None where none is kept."""
+        """int32 [1]: number of the last norm that the device began; None if it is not recorded."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
         self.observed: dict[str, list[torch.Tensor]] | None = None
         """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
 
     def step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
-        """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
+        """Return the logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype.
+        Collective.
 
-        `decodes`: the plan of the first rows, where they decode; `prefill`: of the rows behind them.
+        `decodes` is the plan of the first rows, if they decode; `prefill` that of the rows after them.
         """
         return self.walk(
             batch,
@@ -126,10 +129,10 @@ class Model:
         attention: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """A step of which another says how its pieces and its attention run; gives what `step` gives. Collective.
+        """Run a step with pieces and attention supplied by the caller; return the same as `step`. Collective.
 
-        `begin` takes the residual [B, D] to what runs pieces as `piece` does; `attention` takes a layer, q and KV rows to
-        values. `meanwhile` is called whenever a layer has been launched.
+        `begin` maps the residual [B, D] to a function that runs pieces as `piece` does; `attention` maps a layer, q and
+        KV rows to values. `meanwhile` is called after each layer has been launched.
         """
         beats.step(beats.LAUNCH)
         run = begin(self.embed(batch.tokens))
@@ -158,10 +161,12 @@ class Model:
         residual_BD: torch.Tensor,
         out: Room | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What lies between the attention of layer `index` - 1, which gave the values y, and that of layer `index`.
+        """Run the model between the attention of layer `index` - 1, with output values y, and the attention of layer
+        `index`.
 
-        That layer's q [B, h, nope + P], not yet absorbed, and KV rows [B, Q], which are in the pool, too. Behind the last
-        layer there are the MLP's output and the residual, [B, D] each, not yet added. In `out` where that is given.
+        Return q [B, h, nope + P] of layer `index`, not yet absorbed, and its KV rows [B, Q], which are also written to
+        the pool. After the last layer, return the MLP's output and the residual, [B, D] each, not yet added. Results
+        are written to `out` if given.
         """
         x_BD = None
         if y_BhV is not None:
@@ -190,18 +195,18 @@ class Model:
         return q_Bh, row_BQ
 
     def observe(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of an intermediate result, one of OBSERVED, where results are collected."""
+        """Keep a copy of an intermediate result, one of OBSERVED, if results are collected."""
         if self.observed is not None:
             self.observed[name].append(tensor.clone())
 
     def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of a replica. Steps with more rows than symmetric memory was taken for go by NCCL."""
+        """Return the sum over the ranks of a replica. Steps with more rows than the symmetric memory holds use NCCL."""
         if isinstance(self.all_reduce, SymmetricAllReduce) and not self.all_reduce.fits(x_BD):
             return self.groups.attn.all_reduce(x_BD)
         return self.all_reduce(x_BD)
 
     def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding; each rank of a replica holds some of the vocabulary."""
+        """Return rows of the embedding; each rank of a replica holds a part of the vocabulary."""
         with phase("embed"):
             table = self.weights.embed
             local_B = tokens_B - self.groups.attn.rank * table.shape[0]
@@ -228,7 +233,7 @@ class Model:
             return norm_for(feeds, x_BD, added_to, weight_D, self.shape.rms_eps, self.mark(number), keep=keep)
 
     def mark(self, number: int) -> Mark | None:
-        """What norm `number` of a step leaves; see hangs/evidence.py."""
+        """Return the marker that norm `number` of a step writes; see hangs/evidence.py."""
         return None if self.marks is None else Mark(self.marks, number)
 
     def attention(
@@ -240,9 +245,9 @@ class Model:
         decodes: Batch | None,
         prefill: PrefillPlan | None,
     ) -> torch.Tensor:
-        """MLA of all rows: this rank's heads' values, [B, h, V], of a layer whose KV rows are in the pool.
+        """Return MLA of all rows: the values of this rank's heads, [B, h, V], for a layer with its KV rows in the pool.
 
-        Decodes in absorbed form: q against latent rows, W_UV on what comes back.
+        Decode rows use the absorbed form: q attends to latent rows, and W_UV is applied to the result.
         """
         w = self.weights.layer(index).attention
         values, rows = [], decodes.size if decodes else 0
@@ -261,21 +266,25 @@ class Model:
             return self.with_padding(values, len(q_Bh))
 
     def with_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
-        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0."""
+        """Return values of all rows, [B, h, V], with zeros for padding rows after the others."""
         used = sum(len(y_BhV) for y_BhV in values)
         if rows > used:
             values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def attend(self, q_BhQ: torch.Tensor, w: Attention, index: int, decodes: Batch) -> torch.Tensor:
-        """Merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first. `q_BhQ` is the exchange's."""
+        """Return the merged output of this rank's heads, [h, B, R]; [h, B, V] if it is projected first. `q_BhQ` is the
+        exchange's.
+        """
         exchange = decodes.exchange
         return exchange.merge(*self.partial(exchange.gather_q(q_BhQ), w, index, decodes))
 
     def partial(
         self, q_BHQ: torch.Tensor, w: Attention, index: int, decodes: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all heads of the group give over this rank's rows, as the exchange merges it: outputs and lse [B, H]."""
+        """Return the result of all heads of the group over this rank's rows, as input of the exchange: outputs and lse
+        [B, H].
+        """
         out, lse_BH = decodes.exchange.partial(decodes.size)
         with phase("attention"):
             o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.wide.value else out
@@ -286,7 +295,7 @@ class Model:
         return out, lse_BH
 
     def values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
-        """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
+        """Return merged outputs of this rank's heads as the input of o_proj, [B, h, V]."""
         with phase("o_proj"):
             if self.wide.value:
                 return o_hBR.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
@@ -295,7 +304,7 @@ class Model:
     def project(
         self, x_BD: torch.Tensor | Rows, w: Attention, positions_B: torch.Tensor, out: Room | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, h, nope + P], not yet absorbed, of the heads whose projection is here, and the new KV row [B, Q]."""
+        """Return q [B, h, nope + P] of the heads projected on this rank, not yet absorbed, and the new KV row [B, Q]."""
         s = self.shape
         q_out = None if out is None else out.q
         qkv = linear(x_BD, w.qkv_a, None if w.q_b is not None else q_out)
@@ -315,15 +324,15 @@ class Model:
         return self.heads_of(q), row_BQ
 
     def heads_of(self, q_BN: torch.Tensor) -> torch.Tensor:
-        """What the last projection before q gives as [B, h, nope + P]; behind q it may have columns of KV."""
+        """Return the output of the last projection before q as [B, h, nope + P]; columns of KV may follow q in it."""
         heads, width = self.heads * (self.layout.dcp if self.wide.query else 1), self.shape.nope + self.shape.rope
         return q_BN[:, : heads * width].unflatten(-1, (heads, width))
 
     def absorb(
         self, q_Bh: torch.Tensor, w: Attention, decodes: Batch, positions_B: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Queries against latent rows, [B, h, Q], in the memory that the exchange chose; without positions, rope is
-        applied already.
+        """Return queries against latent rows, [B, h, Q], in the exchange's memory; without positions, rope is applied
+        already.
         """
         s = self.shape
         q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
@@ -341,12 +350,12 @@ class Model:
         rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
 
     def own(self, q_BHX: torch.Tensor) -> torch.Tensor:
-        """Queries of this rank's heads, of those whose projection is here."""
+        """Return the queries of this rank's heads, among those projected here."""
         first = self.groups.dcp.rank * self.heads if self.wide.query else 0
         return q_BHX[:, first : first + self.heads]
 
     def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
-        """Synthetic router input of a layer, [T, D], if the batch brings one."""
+        """Return the synthetic router input of a layer, [T, D], if the batch has one."""
         moe_index = index - self.shape.first_dense
         if batch.router_inputs is None or moe_index < 0:
             return None
@@ -356,7 +365,7 @@ class Model:
     def mlp(
         self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
+        """Return the dense MLP or experts over all tokens of the layout, summed over tp, for this replica's tokens."""
         x_TD = x_BD
         if self.layout.dp > 1:
             assert isinstance(x_BD, torch.Tensor)
@@ -368,14 +377,16 @@ class Model:
             return self.reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
 
     def dense(self, x_TD: torch.Tensor | Rows, w: Mlp) -> torch.Tensor:
-        """This rank's slice of a dense MLP."""
+        """Return this rank's slice of a dense MLP."""
         with phase("dense_mlp"):
             return linear(moe.silu_mul(linear(x_TD, w.gate_up), w.down), w.down)
 
     def experts(
         self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None
     ) -> torch.Tensor:
-        """This rank's experts, or its slice of all of them, and its slice of the shared expert, which all rows go to."""
+        """Return this rank's experts, or its slice of all of them, and its slice of the shared expert, which processes
+        all rows.
+        """
         plain_TD = x_TD.plain if isinstance(x_TD, Rows) else x_TD
         assert plain_TD is not None
         with phase("moe"):
@@ -394,7 +405,7 @@ class Model:
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
 
     def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
+        """Return the token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
         with phase("lm_head"):
             rows, attn = logits_BV.shape[1], self.groups.attn
             live = self.shape.vocab - attn.rank * rows
@@ -407,6 +418,6 @@ class Model:
             return pair_NB2[..., 1].gather(0, winner_B.unsqueeze(0)).squeeze(0).long()
 
     def full_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""
+        """Return all ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""
         parts = self.groups.attn.all_gather(logits_BV.contiguous())
         return parts.transpose(0, 1).flatten(1)[:, : self.shape.vocab]

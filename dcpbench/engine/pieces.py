@@ -1,15 +1,15 @@
-"""Steps with chunks in captured pieces: all but the attention of chunks, however rows are divided.
+"""Run steps with prompt chunks as captured pieces: everything but the attention of chunks, for any division of rows.
 
     embed │ piece 0 │ decodes 0 │ chunks 0 │ piece 1 │ decodes 1 │ chunks 1 │ … │ piece L │ logits
-            norm, projections, rope, KV rows, and chunks' keys and values of a layer, those of stored prefixes among
-            them, from piece 1 on behind o_proj and MLP of the layer before
+            norm, projections, rope, KV rows, and chunks' keys and values of a layer, including those of stored
+            prefixes; from piece 1 on after o_proj and MLP of the layer before
 
-Launched kernel by kernel, such a step keeps the host busy for longer than most keep the device. The attention of chunks
-goes by plans that the host makes for each step, and stays outside; so does what brings prefixes from other ranks, before
-each piece, and windows of prefixes that are too long for one call. How many keys there are stands on the device, and no graph
-depends on it. A graph of a piece is for a number of rows, padded
-(`chunk_rows`); one of decodes, with their exchange, for a number of decode rows, as graphs of whole steps are. What they
-hand to each other lies in one room for steps of all sizes.
+Launched kernel by kernel, most such steps keep the host busy for longer than the device. The attention of chunks
+depends on plans that the host makes for each step, and stays outside the graphs; so does the gathering of prefixes from
+other ranks, before each piece, and windows of prefixes that are too long for one call. The number of keys is stored on
+the device, and no graph depends on it. A graph of a piece is made for a number of rows, padded (`chunk_rows`); a graph
+of decodes, with their exchange, for a number of decode rows, as graphs of whole steps are. Pieces of all sizes pass
+data in one set of buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Where pieces read and leave what outlives them; rows as in model.py."""
+    """Buffers for the inputs and outputs of pieces; rows as in model.py."""
 
     positions: torch.Tensor
     """int64 [B]"""
@@ -45,7 +45,7 @@ class Room:
     residual: torch.Tensor
     """[B, D]"""
     q: torch.Tensor
-    """[B, …]: what the last projection before q gives."""
+    """[B, …]: output of the last projection before q."""
     kv: torch.Tensor
     """[B, Q]: rows of a layer on their way into the pool."""
     values: torch.Tensor
@@ -53,11 +53,11 @@ class Room:
     last: torch.Tensor
     """[B, D]: output of the last MLP."""
     own: torch.Tensor | None
-    """[B, h, nope + P]: q of this rank's heads, contiguous; None where they are so in `q`."""
+    """[B, h, nope + P]: q of this rank's heads, contiguous; None if `q` has them in this form."""
 
     @classmethod
     def of(cls, model: Model, rows: int) -> Room:
-        """For up to so many rows."""
+        """Return buffers for up to `rows` rows."""
         w, shape, device = model.weights.layer(0).attention, model.shape, model.kv.data.device
         whole = w.q_b is not None and not model.wide.query
 
@@ -76,7 +76,7 @@ class Room:
         )
 
     def first(self, rows: int) -> Room:
-        """The part for steps of so many rows."""
+        """Return the part of the buffers for steps of `rows` rows."""
         every = (field.name for field in dataclasses.fields(self))
         return dataclasses.replace(
             self, **{name: one[:rows] for name in every if (one := getattr(self, name)) is not None}
@@ -84,15 +84,17 @@ class Room:
 
 
 class Decodes:
-    """Attention of a step's decode rows, the first of the room; run kernel by kernel until it is captured, and on the CPU."""
+    """Attention of a step's decode rows, the first in the buffers; run kernel by kernel until it is captured, and on
+    the CPU.
+    """
 
     def __init__(self, model: Model, room: Room, batch: Batch) -> None:
-        """`batch` has the plan, made anew for each step."""
+        """Create the attention for `batch`, which has the plan, made again for each step."""
         self.model, self.room, self.batch = model, room.first(batch.size), batch
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self, index: int) -> None:
-        """Leave the values of layer `index` in the room. Collective."""
+        """Write the values of layer `index` to the buffers. Collective."""
         if self.graphs:
             self.graphs[index].replay()
         else:
@@ -105,7 +107,7 @@ class Decodes:
         room.values.copy_(model.values(model.attend(q_BhQ, w, index, batch), w))
 
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
-        """Capture every layer. One has run before on every rank: nothing is loaded meanwhile."""
+        """Capture every layer. One layer has run before on every rank, so that no module is loaded during capture."""
         self._layer(0)
         torch.cuda.synchronize()
         graphs = []
@@ -126,7 +128,7 @@ class Cut:
         )
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What captured pieces leave, in the room."""
+        """Outputs of captured pieces, in the shared buffers."""
 
     def step(
         self,
@@ -135,7 +137,9 @@ class Cut:
         prefill: PrefillPlan | None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """As Model.step gives it: rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk. Collective."""
+        """Return the result of Model.step for rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk.
+        Collective.
+        """
         room, model, pieces = self.room, self.model, self.pieces
         first = decodes.batch.size if decodes else 0
         rows = prefill.rows if prefill else slice(first, first)
@@ -177,7 +181,7 @@ class Cut:
         return model.walk(batch, begin, attend, meanwhile)
 
     def run(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model.piece; y is in the room, and what it gives, too."""
+        """See Model.piece; y and the results lie in the shared buffers."""
         if not self.graphs:
             return self._piece(index, y_BhV)
         self.graphs[index].replay()
@@ -194,7 +198,9 @@ class Cut:
         return q_BHX, row_BQ
 
     def capture(self, pool: torch.cuda._POOL_HANDLE) -> None:
-        """Capture every piece. One of each kind has run before on every rank: nothing is loaded meanwhile."""
+        """Capture every piece. One of each kind has run before on every rank, so that no module is loaded during
+        capture.
+        """
         layers, dense = self.model.shape.layers, self.model.shape.first_dense
         for index in sorted({0, min(1, layers), min(dense, layers), min(dense + 1, layers), layers}):
             self._piece(index, self.room.values if index else None)
@@ -211,34 +217,34 @@ class Pieces:
     """The pieces of all steps with chunks of one rank."""
 
     def __init__(self, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
-        """For steps of as many rows as the prefiller can decompress."""
+        """Create the pieces for steps with as many rows as the prefiller can decompress."""
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
         self.room = Room.of(self.model, prefiller.rows)
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
-        """Seen.numbers of a step's first part, and of the call that comes."""
+        """Seen.numbers of a step's first part, and of the following call."""
         dp = self.model.layout.dp
         self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None
-        """StepInput.live of the step that runs; all rows while graphs are captured."""
+        """StepInput.live of the running step; all rows during capture."""
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        """Of `decompress`, a layer each."""
+        """Graphs of `decompress`, one per layer."""
         self.cuts: dict[int, Cut] = {}
         self.decodes: dict[int, Decodes] = {}
 
     def of(self, rows: int) -> Cut:
-        """Those of steps of so many rows, one of `chunk_row_sizes`."""
+        """Return the pieces of steps with `rows` rows, one of `chunk_row_sizes`."""
         if rows not in self.cuts:
             self.cuts[rows] = Cut(self, rows)
         return self.cuts[rows]
 
     def beside(self, batch: Batch) -> Decodes:
-        """The attention of a batch of decodes in such steps."""
+        """Return the attention of a batch of decodes in such steps."""
         found = self.decodes.get(batch.size)
         if found is None or found.batch is not batch:
             found = self.decodes[batch.size] = Decodes(self.model, self.room, batch)
         return found
 
     def decompress(self, seen: Seen, index: int) -> None:
-        """What Prefiller.decompress does with rows of a step that are in the room. Collective."""
+        """Run Prefiller.decompress on rows of a step in the shared buffers. Collective."""
         self.prefiller.gather(seen, index)
         self.more[: len(seen.numbers)].copy_(seen.numbers)
         if self.graphs:
@@ -256,8 +262,9 @@ class Pieces:
         self.graphs = graphs
 
     def capture(self, batches: Sequence[Batch], alive: Callable[[], None]) -> None:
-        """Capture them for every size, the largest first, whose memory the others use again, and beside these batches,
-        planned on padding rows. Collective; once.
+        """Capture the pieces of every size and for these batches, planned on padding rows. Collective; once.
+
+        The largest size is captured first, and the others use its memory again.
         """
         most = len(self.room.positions)
         sizes = [size for size in reversed(chunk_row_sizes(most)) if not self.of(size).graphs]
@@ -266,7 +273,7 @@ class Pieces:
         self.room.positions.fill_(PADDING_POSITION)
         self.room.locs.zero_()
         pool = torch.cuda.graph_pool_handle()
-        gc.collect()  # what is no longer used is not freed while a graph is captured
+        gc.collect()  # unused memory is not freed during capture
         gc.disable()
         try:
             torch.cuda.synchronize()
@@ -281,7 +288,7 @@ class Pieces:
             torch.cuda.synchronize()
         finally:
             gc.enable()
-        torch.cuda.empty_cache()  # what the pieces took while they ran without a graph
+        torch.cuda.empty_cache()  # memory that the pieces took while they ran without a graph
 
 
 @contextlib.contextmanager

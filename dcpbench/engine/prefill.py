@@ -1,18 +1,19 @@
-"""Attention of a step's prompt chunks: over the prefix that the DCP ranks have stored, and over their own rows behind it.
+"""Attention of a step's prompt chunks: over the prefix stored by the DCP ranks, and over their own rows after it.
 
-All ranks of a replica compute the KV rows of a chunk, so that its own part needs nobody. The stored prefix is gathered
-layer by layer into token order. Both are laid into one buffer, decompressed for this rank's heads, and attended to in one
-call, whose mask is causal from each request's end. A part of a step is as many chunks as the buffer holds with their prefixes:
+All ranks of a replica compute the KV rows of a chunk, so its own part needs no communication. The stored prefix is
+gathered layer by layer into token order. Both are placed in one buffer, decompressed for this rank's heads, and
+attended to in one call, with a mask that is causal from each request's end. A part of a step is as many chunks as the
+buffer holds with their prefixes:
 
     part 0     │ prefix 0 ········ │ chunk 0 ··· │ chunk 1 ·· │        part 1     │ prefix 2 ·· │ chunk 2 ····· │
 
-A chunk that does not fit behind its prefix is a part of its own rows alone; its prefix follows in windows of bounded size, however
-long it is, each attended to without a mask and merged by log-sum-exp:
+A chunk that does not fit after its prefix forms a part of its own rows alone; its prefix follows in windows of bounded
+size, for any prefix length, each attended to without a mask and merged by log-sum-exp:
 
     part 2     │ chunk 3 ·· │        windows    │ prefix 3 ·· │ ············· │ ····· │
 
-A chunk begins at a multiple of page_size · dcp tokens, and windows end at such, too: a rank's rows of a part or window are then
-a slice of its rows of all prefixes, and every rank has equally many.
+A chunk begins at a multiple of page_size · dcp tokens, and so do windows: a rank's rows of a part or window are then a
+slice of its rows of all prefixes, and every rank has the same number of them.
 """
 
 from __future__ import annotations
@@ -53,17 +54,19 @@ GATHERS = ("nccl", "direct")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What some chunks of a step attend to at a time."""
+    """Keys that some chunks of a step attend to in one call."""
 
     chunks: slice
     stored: list[int]
-    """Tokens of each one's prefix, those that come next."""
+    """Number of tokens of each chunk's prefix in this call, following those of the call before."""
     own: bool
-    """Whether its own rows are behind them."""
+    """True if the chunks' own rows follow the prefixes."""
 
 
 def calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -> list[list[Call]]:
-    """Of each part: as many chunks in turn as have `stored` tokens of prefixes and `keys` of all at most, or one in windows."""
+    """Return the calls of each part: consecutive chunks with at most `stored` prefix tokens and `keys` tokens, or one
+    in windows.
+    """
     found: list[list[Call]] = []
     first = 0
     while first < len(starts):
@@ -84,13 +87,14 @@ def calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What rows of a step attend to in one call, as its layers need it."""
+    """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
     numbers: torch.Tensor
-    """int32 [1 + keys], on the device: how many keys there are, and where each one's row is, see kernels.keys.lay; stored ones
-    are in the pool, or behind a task gathered."""
+    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.keys.lay; stored rows
+    are in the pool, or in the buffer gathered by `task`.
+    """
     task: Task | None
-    """How stored rows are gathered; None where there are none, and where this rank has all of them."""
+    """Task that gathers stored rows; None without stored rows, or if this rank has all of them."""
     attention: Ragged
 
 
@@ -99,29 +103,30 @@ class Part:
     """Chunks that attend together."""
 
     rows: slice
-    """Of the chunks' rows."""
+    """Range of the part within the chunks' rows."""
     seen: Seen
-    """Their own rows behind their prefixes, or these alone where there are windows."""
+    """Own rows of the chunks after their prefixes, or own rows alone if there are windows."""
     windows: list[Seen]
-    """Of the prefix of one chunk."""
+    """Windows of the prefix of one chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
-    """What a step prefills, for all of its layers. It stays valid, and lets others be made, until the step has run."""
+    """Plan of a step's prefill, for all of its layers. It stays valid until the step has run, also if others are made."""
 
     prefiller: Prefiller
     rows: slice
-    """Of the step: those of its chunks, behind its decodes."""
+    """Rows of the chunks in the step, after its decodes."""
     parts: list[Part]
 
     def attend(
         self, q_ThX: torch.Tensor, keys: Callable[[Seen], None], out_ThV: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given. Collective.
+        """Return values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given.
+        Collective.
 
-        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.decompress of a layer,
-        or what does as much.
+        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.decompress of
+        a layer, or an equivalent function.
         """
         at = self.prefiller.keys, self.prefiller.values
         if out_ThV is None:
@@ -145,7 +150,9 @@ class PrefillPlan:
 
 
 class Prefiller:
-    """Plans and attends on one rank. Made once per engine; what a step needs besides is reserved here."""
+    """Plan and run the attention of prompt chunks on one rank. Created once per engine, with all buffers that steps
+    need.
+    """
 
     def __init__(
         self,
@@ -157,12 +164,12 @@ class Prefiller:
         gather: str = "nccl",
         window_bytes: int | None = None,
     ) -> None:
-        """Collective where a prefix is gathered. `tokens`: most chunk tokens of one step of this replica; `rows`: most
-        of one step, decodes among them.
+        """Reserve the buffers; collective if a prefix is gathered.
 
-        `window_bytes` bounds what a window takes (memory.window_bytes), by default that of PREFILL_WINDOW tokens.
-        Raises UsageError for a way or backend that does not exist or cannot run, CapacityError where peers' memory
-        cannot be read or the bytes hold no window.
+        `tokens` is the maximum of chunk tokens in one step of this replica; `rows` the maximum of all rows, including
+        decodes. `window_bytes` bounds the size of a window (memory.window_bytes), by default that of PREFILL_WINDOW
+        tokens. Raise UsageError for a gather mode or backend that does not exist or cannot run, CapacityError if peers'
+        memory cannot be read or the bytes hold no window.
         """
         if gather not in GATHERS:
             raise UsageError(f"a prefix cannot be gathered by {gather}; choose one of {', '.join(GATHERS)}.")
@@ -170,7 +177,7 @@ class Prefiller:
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, model.dtype
         self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype
-        """What rows of the pool travel as: those of e4m3 as bytes."""
+        """Dtype in which rows of the pool are sent: e4m3 rows as bytes."""
         self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens, self.rows = tokens, chunk_rows(max(tokens, rows))
@@ -189,7 +196,7 @@ class Prefiller:
         self._reserve()
 
     def _window(self, window_bytes: int | None) -> int:
-        """Tokens of a window."""
+        """Return the number of tokens of a window."""
         if window_bytes is None:
             return max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit
         shape, layout = self.model.shape, self.model.layout
@@ -202,7 +209,9 @@ class Prefiller:
         return window_bytes // one * self.unit
 
     def _reserve(self) -> None:
-        """Buffers that every layer uses anew: keys, values, the rows that they come from, gathered ones, and what travels."""
+        """Allocate the buffers reused by every layer: keys, values, their source rows, gathered rows, and transferred
+        data.
+        """
         shape, width = self.model.shape, self.model.shape.kv_width
         most = max(self.window, self.rows)
 
@@ -212,7 +221,7 @@ class Prefiller:
         self.keys = empty(most, self.model.heads, shape.nope + shape.rope)
         self.values = empty(most, self.model.heads, self.backend.value_width)
         self.values[..., shape.value :] = 0
-        self.laid = empty(most, width).zero_()  # what is behind a step's last row is multiplied, too, and kept nowhere
+        self.laid = empty(most, width).zero_()  # rows behind the last one are multiplied, too, with unused results
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
@@ -225,7 +234,7 @@ class Prefiller:
                 self.travels = torch.empty(part * self.group.size, dtype=torch.uint8, device=self.device)
 
     def compile(self) -> None:
-        """Have the device run once what only windows need, so that no step of a load waits for a compiler."""
+        """Run the kernels that only windows need once, so that no step of a load waits for a compiler."""
         one = self.backend.plan([1], [1], causal=False)
         o_ThV, lse_Th = one.run(self.keys[:1], self.keys, self.values)
         merge_into(o_ThV.to(torch.float32, memory_format=torch.contiguous_format), lse_Th, o_ThV, lse_Th.clone())
@@ -233,8 +242,8 @@ class Prefiller:
     def plan(self, chunks: Sequence[Chunk], table_SC: torch.Tensor, first: int = 0) -> PrefillPlan:
         """Plan the chunks of a step, at least one, from their host-side integers. Does not wait for the device.
 
-        table_SC: int32 virtual locations by request slot and token, on the device; they are looked up in it behind
-        whatever was launched before, so writes of this step's entries come first, and later ones do no harm. `first`: the
+        table_SC: int32 virtual locations by request slot and token, on the device; they are looked up after all earlier
+        launches, so the lookup sees earlier writes of this step's entries, and later writes do no harm. `first`: the
         first of the chunks' rows in the step.
         """
         lengths, starts, stops = ([getattr(chunk, of) for chunk in chunks] for of in ("tokens", "start", "stop"))
@@ -257,14 +266,14 @@ class Prefiller:
         return PrefillPlan(self, slice(first, rows[-1]), found)
 
     def _numbers(self, places: list[np.ndarray]) -> Sequence[torch.Tensor]:
-        """Seen.numbers of calls, whose stored rows are numbered through."""
+        """Return Seen.numbers of the calls, with their stored rows numbered consecutively."""
         host = torch.from_numpy(np.concatenate([part for one in places for part in ([len(one)], one)]).astype(np.int32))
         if self.device.type == "cuda":
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True).split([1 + len(one) for one in places])
 
     def _seen(self, call: Call, lengths: list[int], numbers: torch.Tensor, stored: torch.Tensor) -> Seen:
-        """`stored`: this rank's rows of prefixes that the call sees; `lengths`: of its chunks."""
+        """Return the keys of a call; `stored` are this rank's rows of its prefixes, and `lengths` those of its chunks."""
         if len(stored) and self.group.size == 1:
             places = numbers[1:]
             torch.where(places < 0, places, stored[places.clamp(min=0)], out=places)
@@ -276,7 +285,9 @@ class Prefiller:
         )
 
     def _rows(self, slots: list[int], lengths: list[int], table_SC: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of so many first tokens of each request, request by request in token order."""
+        """Return this rank's rows of the given number of first tokens of each request, request by request in token
+        order.
+        """
         rows = torch.empty(sum(lengths) // self.group.size, dtype=torch.int32, device=self.device)
         if not len(rows):
             return rows
@@ -296,7 +307,7 @@ class Prefiller:
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
 
     def gather(self, seen: Seen, index: int) -> None:
-        """Stored rows of layer `index` in token order, as they are stored, until the next call. Collective."""
+        """Gather the stored rows of layer `index` in token order, unconverted, valid until the next call. Collective."""
         if seen.task is None:
             return
         assert self.gatherer is not None
@@ -306,16 +317,18 @@ class Prefiller:
             self.gatherer.gather(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
     def decompress(self, seen: Seen, new_BQ: torch.Tensor, index: int) -> None:
-        """Leave keys and values of this rank's heads in layer `index` in `keys` and `values`. Collective; see Seen.
+        """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see Seen.
 
-        New rows [B, Q] are contiguous, in the dtype computed with, and attended to as they are, however they are stored. Other
-        ranks' rows of the layer need be no more than the prefixes.
+        New rows [B, Q] are contiguous, in the dtype of the computation, and attended to unrounded, in any storage
+        format. Other ranks' rows of the layer need to cover only the prefixes.
         """
         self.gather(seen, index)
         self.unpack(seen.numbers, new_BQ, index)
 
     def unpack(self, numbers: torch.Tensor, new_BQ: torch.Tensor, index: int) -> None:
-        """`decompress` of what is gathered. Numbers are read on the device, and may be fewer than the tensor holds."""
+        """Run `decompress` on gathered rows. The count is read on the device, and may be smaller than the size of
+        `numbers`.
+        """
         model, kv_KQ, w = self.model, self.model.kv.rows(index), self.model.weights.layer(index).attention
         stored_KQ = kv_KQ if self.group.size == 1 else self.gathered.view(kv_KQ.dtype)
         own = slice(model.groups.dcp.rank * model.heads, (model.groups.dcp.rank + 1) * model.heads)
@@ -327,8 +340,9 @@ class Prefiller:
 
 
 def _places(call: Call, lengths: list[int], rows: list[int]) -> np.ndarray:
-    """Where the rows of a call's keys are, as kernels.keys.lay wants them, but stored ones numbered through; `rows` are the
-    first of each chunk in the step.
+    """Return the row of each key of a call in the form of kernels.keys.lay, with stored rows numbered from 0.
+
+    `rows` holds the first row of each chunk in the step.
     """
     found, stored = [np.empty(0, dtype=np.int64)], 0
     for chunk, before in zip(range(len(lengths))[call.chunks], call.stored, strict=True):

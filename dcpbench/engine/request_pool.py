@@ -1,8 +1,8 @@
 """Request slots: which requests are in flight and where their tokens lie in the KV cache.
 
-Slot 0 is padding. A decode graph captured for a larger batch fills its unused rows with slot 0, and whatever those
-rows read or write must touch nobody: row 0 of the table stays zero, so they land on location 0, in the padding page
-that `DcpAllocator` never hands out.
+Slot 0 is padding. A decode graph captured for a larger batch fills its unused rows with slot 0, and the reads and
+writes of those rows must not affect any request: row 0 of the table stays zero, so they use location 0, in the padding
+page that `DcpAllocator` never allocates.
 
 Slots are integers of the host; only the table lies on the device. No function here waits for the device.
 """
@@ -26,7 +26,7 @@ class RequestPool:
     """
 
     def __init__(self, size: int, max_context: int, device: torch.device | str, padding: bool = True) -> None:
-        """`padding=False` hands out slots 0…size-1 as pools did before the convention.
+        """Create the pool; `padding=False` allocates slots 0…size-1, as pools did before the padding convention.
 
         It exists only so that a test can show the corruption that the padding row prevents.
         """
@@ -43,17 +43,18 @@ class RequestPool:
         """int32 [size + 1, max_context] on the device; one tensor for life, as captured graphs hold its address."""
         self.tokens = torch.zeros((size + first, max_context + 1), dtype=torch.int64, device=device)
         """int64 [size + 1, max_context + 1] on the device: token ids. A step reads its tokens here and writes the next
-        ones behind them, so that the host need not know what was sampled to launch the step after it."""
+        ones behind them, so that the host can launch the following step without knowing the sampled tokens.
+        """
 
     @property
     def available(self) -> int:
-        """Requests that can still come in."""
+        """Return the number of requests that can still be admitted."""
         return len(self._free)
 
     def alloc(self) -> int:
-        """A slot for a new request, lowest first when fresh, last freed first afterwards.
+        """Return a slot for a new request: the lowest one of a fresh pool, later the last one freed.
 
-        Its row holds what the last owner left until `set_locs`.
+        Its row holds the entries of the last owner until `set_locs`.
         """
         if not self._free:
             raise OutOfSlotsError(f"all {len(self.slots)} request slots are in use; free one or make the pool larger")

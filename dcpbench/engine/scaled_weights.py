@@ -21,7 +21,7 @@ ALL = slice(None)
 
 
 def block_of(start: int, stop: int) -> int:
-    """Rows, or columns, of a block of the part [start, stop) of published ones."""
+    """Return the number of rows, or columns, of a block of the part [start, stop) of published ones."""
     inside_one = start // SCALE_BLOCK == (stop - 1) // SCALE_BLOCK
     return SCALE_BLOCK if inside_one else math.gcd(start, SCALE_BLOCK)
 
@@ -29,7 +29,7 @@ def block_of(start: int, stop: int) -> int:
 def cut(
     data: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
 ) -> Scaled:
-    """A part of a weight of `shape`: `data` is that part's numbers, `scale` the published ones of the whole weight."""
+    """Return a part of a weight of `shape`: `data` is the part, `scale` the published scales of the whole weight."""
     block = []
     for dim, part in enumerate((rows, columns)):
         start, stop, _ = part.indices(shape[dim])
@@ -43,13 +43,13 @@ def cut(
 
 
 def around(part: slice, size: int) -> slice:
-    """The smallest part of whole blocks that holds another."""
+    """Return the smallest range of whole blocks that contains `part`."""
     start, stop, _ = part.indices(size)
     return slice(start // SCALE_BLOCK * SCALE_BLOCK, min(-(-stop // SCALE_BLOCK) * SCALE_BLOCK, size))
 
 
 def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
-    """Its scales, of smaller blocks."""
+    """Return the weight's scales for smaller blocks."""
     scale = weight.scale
     for dim, (large, small) in enumerate(zip(weight.block, block, strict=True), start=-2):
         if large == small:
@@ -61,7 +61,7 @@ def refine(weight: Scaled, block: tuple[int, int]) -> torch.Tensor:
 
 
 def join(parts: Sequence[Scaled]) -> Scaled:
-    """One under the other, [ΣN, K]."""
+    """Return the weights stacked along the rows, [ΣN, K]."""
     rows, columns = (min(part.block[dim] for part in parts) for dim in (0, 1))
     for part in parts[:-1]:
         rows = math.gcd(rows, len(part.data))

@@ -1,9 +1,9 @@
-"""Runs the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in captured pieces.
+"""Run the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in captured pieces.
 
-    launch(k + 1)      tables, rows and kernels queue behind step k, which may still run
-    wait of step k     the one wait of the loop: the tokens that step k sampled
+    launch(k + 1)     tables, rows and kernels queue behind step k, which may still run
+    wait of step k    the one wait of the loop: the tokens that step k sampled
 
-No value of the device is needed to launch a step: which tokens it reads stands in the device's own table.
+No value from the device is needed to launch a step: the tokens that it reads are in the device's own table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import ReplicaStep, Step
 
 IN_FLIGHT = 2
-"""Steps whose tokens may be on their way: the one that is read, and the one launched behind it."""
+"""Maximum number of steps with tokens in transfer: the one being read, and the one launched after it."""
 READ = "the tokens of a step are read while the next one runs"
 
 
@@ -39,18 +39,20 @@ class Launched:
 
     step: Step
     tokens: torch.Tensor
-    """On the host, what it samples for this replica's `emits`; valid once `wait` has returned."""
+    """Tokens on the host, sampled for this replica's `emits`; valid once `wait` has returned."""
     read: torch.cuda.Event | None = None
     started: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
     @property
     def arrived(self) -> bool:
-        """Whether its tokens are on the host; asked without waiting. Never on the CPU, where nothing runs beside."""
+        """Return True if the step's tokens are on the host, without waiting. Always False on the CPU, which runs
+        synchronously.
+        """
         return self.read is not None and self.read.query()
 
     def wait(self) -> list[int]:
-        """Sampled token ids, once they are on the host."""
+        """Return the sampled token ids, once they are on the host."""
         if self.read is not None:
             with allow(READ):
                 self.read.synchronize()
@@ -61,13 +63,15 @@ class ServeEngine:
     """The part of a DecodeEngine that serves. All ranks launch the same steps."""
 
     def __init__(self, engine: DecodeEngine, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
-        """`router_inputs` [1, rows of all replicas, D]: what routers read with synthetic weights; see StepInput."""
+        """Create the server; `router_inputs` [1, rows of all replicas, D] replaces the router's input with synthetic
+        weights, see StepInput.
+        """
         self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
         self.pieces = Pieces(prefiller, router_inputs)
         self.numbers: dict[int, int] = {}
-        """Whose prompt the table of tokens holds, by slot."""
+        """Request number of the prompt in the table of tokens, by slot."""
         while self.requests.available:  # the scheduler hands out slots
             self.requests.alloc()
         cuda = self.device.type == "cuda"
@@ -75,9 +79,9 @@ class ServeEngine:
         self.launches = 0
 
     def capture(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Capture the step of every batch size, on padding rows alone, and what can be of steps with chunks.
+        """Capture the step of every batch size, on padding rows, and the capturable pieces of steps with chunks.
 
-        On the CPU, only run the former. `alive` is called now and again.
+        On the CPU, only run the former. `alive` is called from time to time.
         """
         batches = []
         for size in reversed(GRAPH_BATCHES):
@@ -95,13 +99,13 @@ class ServeEngine:
             self.pieces.capture(batches, alive)
 
     def forget(self) -> None:
-        """What the slots hold is of no use any longer: another scheduler begins."""
+        """Invalidate the contents of the slots before another scheduler begins."""
         self.numbers = {}
 
     def launch(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Launched:
         """Queue a step on the device. At most IN_FLIGHT may be unread.
 
-        A step with chunks takes the host a while to launch; then `meanwhile` is called now and again.
+        A step with chunks takes the host a while to launch; `meanwhile` is then called from time to time.
         """
         mine = step.replicas[self.replica]
         self._write_tables(mine)
@@ -133,11 +137,11 @@ class ServeEngine:
         return self.engine.plan_rows(slots, positions, rows)
 
     def _decode_rows(self, replica: ReplicaStep) -> int:
-        """Rows that a replica's decodes take in a step with chunks, padded as in a graph."""
+        """Return the rows of a replica's decodes in a step with chunks, padded as in a graph."""
         return batch_rows(len(replica.decodes)) if replica.decodes else 0
 
     def _rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
-        """Slot and position of each of `count` rows, int64 [2, count], and the rows whose next token is sampled."""
+        """Return slot and position of each of `count` rows, int64 [2, count], and the rows with a sampled next token."""
         rows = np.empty((2, count), dtype=np.int64)
         rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
         decodes = len(mine.decodes)
@@ -163,9 +167,10 @@ class ServeEngine:
         return kernels
 
     def _mixed(self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]) -> Callable[[], torch.Tensor]:
-        """Decode rows, padded as in a graph, then the chunks, then padding: equally many rows on all replicas.
+        """Prepare decode rows, padded as in a graph, then chunks, then padding: the same number of rows on all
+        replicas.
 
-        Rows behind those that a replica would run alone go to no expert.
+        Rows in excess of those of the replica alone go to no expert.
         """
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
         each = [chunk_rows(self._decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]

@@ -1,4 +1,4 @@
-"""A model made up: random weights, block by block on the device, the same for the same seed, however it is sharded."""
+"""A synthetic model: random weights, block by block on the device, the same for the same seed in any sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.block_scaled import Scaled
 
 BLOCK = 2 * SCALE_BLOCK
-"""Rows or columns that are drawn together where a tensor is sharded; shards need not begin or end at a block."""
+"""Rows or columns that are drawn together in a sharded dimension; shards need not begin or end at a block."""
 _PRIMES = (1_000_003, 7_368_787)
 
 
@@ -79,7 +79,7 @@ class SyntheticSource:
     def _drawn(
         self, name: str, shape: tuple[int, ...], dim: int, part: slice, std: float, dtype: torch.dtype
     ) -> Iterator[_Drawn]:
-        """The blocks of a weight that a part of it touches."""
+        """Yield the blocks of a weight that overlap `part`."""
         size = list(shape)
         for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
             size[dim] = min(BLOCK, shape[dim] - start)
@@ -98,12 +98,12 @@ class _Drawn:
     numbers: torch.Tensor
 
     def share(self, out: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
-        """Its place in `out`, which is `part` of the weight."""
+        """Return the block's place in `out`, which is `part` of the weight."""
         first, last = self._within(dim, part)
         return out.narrow(dim, first - part.start, last - first)
 
     def kept(self, numbers: torch.Tensor, dim: int, part: slice) -> torch.Tensor:
-        """Those of its numbers, as they are or quantised, that are in `part`."""
+        """Return the block's numbers, plain or quantised, that are in `part`."""
         first, last = self._within(dim, part)
         return numbers.narrow(dim, first - self.start, last - first)
 
@@ -114,11 +114,11 @@ class _Drawn:
 def router_inputs(
     numbers: list[int], *, layers: int, hidden: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What routers read, drawn per request and layer, so that every layout routes to the same experts.
+    """Return inputs of the router, drawn per request and layer, so that every layout routes to the same experts.
 
-    [layers, T, hidden] standard normal; a row depends on (seed, layer, request number) and on nothing else. Hidden states
-    of random weights would be routed otherwise in every layout, as rounding grows from layer to layer, and which rank gets
-    the most tokens decides the step time by some percent (docs/methodology.md).
+    [layers, T, hidden] standard normal; a row depends only on (seed, layer, request number). Hidden states of random
+    weights would be routed differently in every layout, as rounding grows from layer to layer, and the rank with the
+    most tokens determines the step time by some percent (docs/methodology.md).
     """
     out = torch.empty(layers, len(numbers), hidden, dtype=dtype, device=device)
     generator = torch.Generator(device)

@@ -1,15 +1,15 @@
 """Weights of one rank: how each tensor of the published checkpoints is sharded, and which distinct layers are held.
 
-One description serves both sources. A `Source` is asked for parts of tensors by their Hugging Face name and makes them
-(synthetic.py) or reads them (checkpoint.py):
+One description serves both sources. A `Source` returns parts of tensors by their Hugging Face name and either draws
+them (synthetic.py) or reads them (checkpoint.py):
 
     source.get(name, shape, rows=…, columns=…)      a [rows, columns] part of a 2-D tensor, or a whole 1-D tensor
     source.scaled(…)                                the same of a 2-D tensor, as e4m3 in blocks with scales
 
-All comes in the model's dtype but the routing bias, the one tensor that is computed with in fp32 and published so, and,
-where a point has fp8 weights, what DeepSeek-V3 publishes in fp8: the linear layers of attention and the experts. Of those
-k's and v's decompression is made the model's dtype again, as vLLM does it on NVIDIA GPUs: absorbed it is a product for
-each head, whose blocks are none of the checkpoint's.
+All tensors have the model's dtype with two exceptions: the routing bias, which is published and computed with in fp32,
+and, for points with fp8 weights, the tensors that DeepSeek-V3 publishes in fp8: the linear layers of attention and the
+experts. Of those, the decompression of k and v is converted back to the model's dtype, as in vLLM on NVIDIA GPUs:
+absorbed, it is a product per head, with other blocks than the checkpoint's.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where weights come from."""
+    """Source of weights."""
 
     kind: str
     """`synthetic`, or the checkpoint's folder."""
     dtype: torch.dtype
-    """The dtype of tensors that no other is asked for."""
+    """Default dtype of tensors."""
 
     def get(
         self,
@@ -49,10 +49,10 @@ class Source(Protocol):
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's or this dtype."""
+        """Return part of the tensor `name` of full shape `shape`, on the device in the model's dtype or in `dtype`."""
 
     def scaled(self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL) -> Scaled:
-        """Part of a weight in fp8: its numbers, and the scales of its blocks as they are in the whole."""
+        """Return a part of an fp8 weight: its numbers, and the scales of its blocks as in the whole weight."""
 
 
 Linear = torch.Tensor | Scaled
@@ -70,9 +70,9 @@ class Attention:
     q_b: Linear | None
     kv_norm: torch.Tensor
     w_uk: torch.Tensor
-    """[h, nope, R]: absorbs k's decompression into q; as q_b of all heads of the DCP group where that was asked for."""
+    """[h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested, like q_b."""
     w_uv: torch.Tensor
-    """[h, R, V]: decompresses the latent output; of all heads of the DCP group where that was asked for."""
+    """[h, R, V]: decompresses the latent output; all heads of the DCP group if requested."""
     o: Linear
     post_norm: torch.Tensor
 
@@ -91,15 +91,15 @@ class Moe:
 
     router: torch.Tensor
     bias: torch.Tensor
-    """[E], fp32 whatever the model's dtype."""
+    """[E], fp32 for every model dtype."""
     gate_up: Linear
-    """[E_local, 2·I, D]; where experts are cut, all of them, and of each I / tp rows of gate and of up."""
+    """[E_local, 2·I, D]; with tensor-parallel experts, all of them, with I / tp rows of gate and of up each."""
     down: Linear
-    """[E_local, D, I]; likewise the same columns."""
+    """[E_local, D, I]; the same columns."""
     first: int
-    """Global id of the first local expert; 0 where experts are cut."""
+    """Global id of the first local expert; 0 with tensor-parallel experts."""
     shared: Mlp | None
-    """None where the model has no shared experts."""
+    """Shared expert; None if the model has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +123,13 @@ class Weights:
     first_dense: int
 
     def layer(self, index: int) -> Layer:
-        """Weights used by layer `index`: its own, or those of the distinct layer of its kind whose turn it is."""
+        """Return the weights used by layer `index`: its own, or those of a distinct layer of its kind, used in turn."""
         if index < self.first_dense:
             return self.dense[index % len(self.dense)]
         return self.moe[(index - self.first_dense) % len(self.moe)]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(t.nbytes for t in _tensors(self))
 
 
@@ -155,10 +155,10 @@ def load_weights(
     *,
     fp8: bool = False,
 ) -> Weights:
-    """This rank's shard of the first layers of each kind, as many as are `held`.
+    """Return this rank's shard of the first layers of each kind, `held` of them.
 
-    `alive` is called before each layer, for whoever watches for a hang; `wide` says what is held of all heads of the
-    DCP group, `ep` how experts are placed, `fp8` whether linear layers and experts are Scaled.
+    `alive` is called before each layer, for the hang watchdog; `wide` selects the tensors held for all heads of the DCP
+    group, `ep` the placement of experts, and `fp8` whether linear layers and experts are Scaled.
     """
     loader = _Loader(source, shape, layout, rank, alive, wide, ep, fp8)
     return Weights(
@@ -206,11 +206,11 @@ class _Loader:
         return Layer(attention=self.attention(prefix), mlp=mlp)
 
     def of_heads(self, heads: range, width: int, columns: int) -> dict[str, Any]:
-        """What some heads' part of a projection is that puts out `width` numbers per head."""
+        """Return the shape and rows of a projection's part for some heads, with `width` outputs per head."""
         return {"shape": (self.shape.heads * width, columns), "rows": slice(heads.start * width, heads.stop * width)}
 
     def attention(self, prefix: str) -> Attention:
-        """This rank's heads; what all heads share is held whole."""
+        """Return the attention weights of this rank's heads; tensors shared by all heads are held whole."""
         s, get, linear, a = self.shape, self.source.get, self.linear, prefix + "self_attn."
         q_heads = self.group if self.wide.query else self.own
         v_heads = self.group if self.wide.value else self.own
@@ -249,12 +249,12 @@ class _Loader:
         return dequantise_weight(self.source.scaled(name, **rows)).to(self.source.dtype)
 
     def mlp(self, prefix: str, inner: int) -> Mlp:
-        """A slice of the inner width over all tp ranks."""
+        """Return a slice of the inner width over all tp ranks."""
         width = inner // self.layout.tp
         return self.cut_mlp(prefix, inner, slice(self.rank * width, (self.rank + 1) * width))
 
     def cut_mlp(self, prefix: str, inner: int, mine: slice) -> Mlp:
-        """Some of the inner width of an MLP."""
+        """Return a range of the inner width of an MLP."""
         hidden = self.shape.hidden
         gate = self.linear(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
         up = self.linear(prefix + "up_proj.weight", (inner, hidden), rows=mine)
@@ -262,7 +262,9 @@ class _Loader:
         return Mlp(gate_up=_under((gate, up)), down=down)
 
     def moe(self, prefix: str) -> Moe:
-        """Whole experts, dealt out to the tp ranks in runs, or a slice of each; and a slice of the shared one."""
+        """Return whole experts, assigned to the tp ranks in contiguous runs, or a slice of each; and a slice of the
+        shared one.
+        """
         s, m = self.shape, prefix + "mlp."
         held, width = range(s.experts), s.moe_inter
         if self.ep == WHOLE:
@@ -287,9 +289,11 @@ class _Loader:
 
 
 def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:
-    """What is added to the scores of a layer's experts to choose among them, [E] in fp32; None where nothing is.
+    """Return the bias added to the scores of a layer's experts for their selection, [E] in fp32; None if the model has
+    none.
 
-    Read in fp32: rounded to bf16, biases around 8 would be multiples of 1/16, and scores between 0 and 1 chosen by it.
+    It is read in fp32: rounded to bf16, biases around 8 would be multiples of 1/16, and would decide the selection
+    among scores between 0 and 1.
     """
     if shape.routing != "sigmoid":
         return None
@@ -297,21 +301,21 @@ def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor
 
 
 def _under(parts: tuple[Linear, ...]) -> Linear:
-    """One weight under the other."""
+    """Return the weights stacked along the rows."""
     if isinstance(parts[0], Scaled):
         return join(cast("tuple[Scaled, ...]", parts))
     return torch.cat(cast("tuple[torch.Tensor, ...]", parts))
 
 
 class _Stack:
-    """Experts' weights in one tensor, each put there as it comes: together they are most of a model."""
+    """Experts' weights in one tensor, filled while they are loaded, because together they are most of a model."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.found: Linear | None = None
 
     def put(self, index: int, one: Linear) -> None:
-        """All experts have the same shape and blocks."""
+        """Store an expert; all experts have the same shape and blocks."""
         if isinstance(one, Scaled):
             if self.found is None:
                 data, scale = (t.new_empty(self.count, *t.shape) for t in (one.data, one.scale))
@@ -326,11 +330,11 @@ class _Stack:
             self.found[index] = one
 
     def whole(self) -> Linear:
-        """All of them."""
+        """Return all experts."""
         assert self.found is not None
         return self.found
 
 
 def _of(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:
-    """Rows of `heads` of a tensor whose rows are the heads `loaded`."""
+    """Return the rows of `heads` from a tensor of the rows of the heads `loaded`."""
     return part[heads.start - loaded.start : heads.stop - loaded.start]

@@ -1,4 +1,4 @@
-"""How partial attention is merged over the ranks of a DCP group, behind one small protocol."""
+"""Merge partial attention over the ranks of a DCP group, with interchangeable exchanges behind one small protocol."""
 
 from __future__ import annotations
 
@@ -27,61 +27,70 @@ class ExchangeSpec:
     width: int
     """Q: columns of a query."""
     value: int
-    """Columns of a partial output: R of the latent, or V where it is projected before it is exchanged."""
+    """Columns of a partial output: R of the latent, or V if it is projected before the exchange."""
     dtype: torch.dtype
     device: torch.device
     q_replicate: bool = False
-    """Every rank computes all heads' queries: there is nothing to gather."""
+    """True if every rank computes the queries of all heads, so that none are gathered."""
     project_first: bool = False
-    """Partial outputs are projected to values before they are exchanged: what is merged may be rounded to `dtype`."""
+    """True if partial outputs are projected to values before the exchange; the merged result may then be rounded to
+    `dtype`.
+    """
     wire: torch.dtype = torch.float32
-    """What ag_rs reduces partial outputs in. Engines leave it; benches compare."""
+    """Dtype in which ag_rs reduces partial outputs. Engines use the default; benchmarks compare."""
 
     def new_query(self, batch: int, ranks: int) -> torch.Tensor:
-        """Memory for one rank's queries, [B, h, Q]; [B, H, Q] where they are replicated."""
+        """Return memory for one rank's queries, [B, h, Q]; [B, H, Q] if they are replicated."""
         heads = self.heads if self.q_replicate else self.heads // ranks
         return torch.empty(batch, heads, self.width, dtype=self.dtype, device=self.device)
 
     def new_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
+        """Return memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
         o_BHR = torch.empty(batch, self.heads, self.value, dtype=self.dtype, device=self.device)
         return o_BHR, torch.empty(batch, self.heads, dtype=torch.float32, device=self.device)
 
     def new_merged(self, batch: int, heads: int) -> torch.Tensor:
-        """Memory for what is merged, as o_hBR: fp32, heads first; projected values request by request in `dtype`."""
+        """Return memory for the merged output o_hBR: fp32, heads first; projected values are laid out by request in
+        `dtype`.
+        """
         if self.project_first:
             return torch.empty(batch, heads, self.value, dtype=self.dtype, device=self.device).transpose(0, 1)
         return torch.empty(heads, batch, self.value, dtype=torch.float32, device=self.device)
 
 
 class Exchange(Protocol):
-    """Step 1 and step 4 of a decode attention layer. Both are collective and captured in CUDA graphs.
+    """Steps 1 and 4 of a decode attention layer: gathering queries and merging. Both are collective and captured in
+    CUDA graphs.
 
-    `query` and `partial` say where the steps before them write, as an exchange may want it in memory that peers read.
-    Each layer calls query, gather_q, partial and merge once, in this order and with the same batch.
+    `query` and `partial` return the buffers that preceding operations write to, because an exchange may need them in
+    memory that peers read. Each layer calls query, gather_q, partial and merge once, in this order and with the same
+    batch.
     """
 
     def query(self, batch: int) -> torch.Tensor:
-        """Where this rank's q goes, contiguous [B, h, Q]; [B, H, Q] with `q_replicate`."""
+        """Return the buffer for this rank's q, contiguous [B, h, Q]; [B, H, Q] with `q_replicate`."""
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """All heads of the group, contiguous [B, H, Q] with H = N·h, in rank order; `q_BhQ` is what `query` gave."""
+        """Return all heads of the group, contiguous [B, H, Q] with H = N·h, in rank order; `q_BhQ` is the buffer from
+        `query`.
+        """
 
     def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where this rank's partial result of all heads goes: o_BHR in the spec's dtype and lse_BH in fp32."""
+        """Return the buffers for this rank's partial result of all heads: o_BHR in the spec's dtype and lse_BH in fp32."""
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of the merged output, [h, B, R] in o's dtype or a wider one.
+        """Return this rank's heads of the merged output, [h, B, R] in o's dtype or a wider one.
 
-        Strides are the exchange's choice; the last dimension is contiguous. Fp32 is not rounded before it is projected.
+        Strides are the exchange's choice; the last dimension is contiguous. An fp32 result is not rounded before it is
+        projected.
 
-        R is the spec's `value`; lse is natural log. Where lse is -inf o is not used, whatever it holds; 0 where it is
-        -inf on all ranks. The arguments are what `partial` gave.
+        R is the spec's `value`; lse is natural log. Where lse is -inf, o is ignored, including NaN; the result is 0
+        where lse is -inf on all ranks. The arguments are the buffers from `partial`.
         """
 
 
 class InOwnMemory:
-    """What exchanges share whose tensors lie in memory of this rank alone: q is all-gathered."""
+    """Base of exchanges with all tensors in memory of this rank alone: q is all-gathered."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         self.group, self.spec = group, spec
@@ -108,7 +117,7 @@ class NoExchange(InOwnMemory):
 
 
 def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
-    """The exchange called `name` over a DCP group. Raises UsageError for an unknown name."""
+    """Return the exchange called `name` over a DCP group. Raise UsageError for an unknown name."""
     if name == NO_EXCHANGE:
         return NoExchange(group, spec)
     from dcpbench.exchange.emulated import EmulatedExchange, EmulatedGroup

@@ -1,8 +1,8 @@
-"""All-gather q, then one all-to-all of packed partial outputs and their lse, merged where they arrive.
+"""All-gather q, then one all-to-all of packed partial outputs and their lse, merged by the receiver.
 
-Received bytes per rank, layer and request, with N ranks and H heads in the group and 2-byte numbers: q (N−1)/N·H·Q·2,
-o (N−1)/N·H·R·2, lse (N−1)/N·H·4. With `q_replicate` no q; with `project_first` V for R. Partial outputs travel as the
-attention kernel rounded them and are summed in fp32, so nothing is rounded on the way.
+Received bytes per rank, layer and request, with N ranks and H heads in the group and 2-byte numbers: q (N−1)/N·H·Q·2, o
+(N−1)/N·H·R·2, lse (N−1)/N·H·4. With `q_replicate` no q; with `project_first` V for R. Partial outputs are sent as the
+attention kernel rounded them and are summed in fp32, so the exchange rounds nothing.
 """
 
 from __future__ import annotations

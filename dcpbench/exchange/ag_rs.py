@@ -1,12 +1,12 @@
 """All-gather q, all-gather lse, scale, reduce-scatter over heads: SGLang's first implementation (#14194).
 
-Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4,
-o (N−1)/N·H·R·4. With `q_replicate` no q; with `project_first` V for R. The partial outputs travel and arrive as fp32,
+Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4, o
+(N−1)/N·H·R·4. With `q_replicate` no q; with `project_first` V for R. The partial outputs are sent and received as fp32,
 as in SGLang: in bf16 (the spec's `wire`) the collective's sums and the result are rounded once more each.
 
-`ag_rs_registered` is the same with the input and the output of each collective in memory that NCCL has registered. A
-batch smaller than the largest takes the beginning of each part, on all ranks alike. One stream runs all of it, so a part
-is written again behind its last reader; other ranks' readers end inside their collectives.
+`ag_rs_registered` is the same with the input and the output of each collective in memory that is registered with NCCL.
+A batch smaller than the largest uses the beginning of each part, on all ranks. All kernels run on one stream, so a part
+is overwritten only after its last local reader; readers on other ranks end inside their collectives.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class InRegisteredMemory(InOwnMemory):
-    """See the module. Each has memory of its own."""
+    """All-gather and reduce-scatter in registered memory, see the module. Each instance has its own memory."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
-        """Collective. Raises CapacityError where memory cannot be registered with NCCL."""
+        """Register the memory; collective. Raise CapacityError if memory cannot be registered with NCCL."""
         super().__init__(group, spec)
         size = Carver()
         _Parts(size, spec, group.size)

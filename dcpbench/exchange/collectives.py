@@ -1,4 +1,4 @@
-"""Collectives over a group of ranks, under the names of both torch 2.11 and 2.13; a group of one does nothing."""
+"""Collectives over a group of ranks, under the names of both torch 2.11 and 2.13; they are no-ops in a group of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Group:
     handle: dist.ProcessGroup | None
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, *x.shape] in rank order, in `out` where one is given, unless the group is of one; both contiguous."""
+        """Return [N, *x.shape] in rank order, in `out` if given, except in a group of one; both contiguous."""
         if self.handle is None:
             return x.unsqueeze(0)
         if out is None:
@@ -41,9 +41,9 @@ class Group:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum over ranks, split along the first dimension, which N must divide; x must be contiguous.
+        """Return the sum over ranks, split along the first dimension, which N must divide; x must be contiguous.
 
-        In `out` where one is given, unless the group is of one.
+        The result is in `out` if given, except in a group of one.
         """
         if self.handle is None:
             return x
@@ -54,7 +54,9 @@ class Group:
         return out
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, …]: part n of x is for rank n, part n of the result is from it; x, and `out`, must be contiguous."""
+        """Return [N, …]: part n of x goes to rank n, part n of the result comes from it; x and `out` must be
+        contiguous.
+        """
         if self.handle is None:
             return x
         if out is None:
@@ -64,7 +66,7 @@ class Group:
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
+        """Sum x over ranks, in place."""
         if self.handle is not None:
             with collective("all_reduce", x, self.handle):
                 dist.all_reduce(x, group=self.handle)
@@ -72,16 +74,17 @@ class Group:
 
 
 def gather_heads(group: Group, q_BhQ: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """All ranks' q [B, h, Q] as contiguous [B, H, Q], heads in rank order: attention kernels want one stride a head.
+    """Return all ranks' q [B, h, Q] as contiguous [B, H, Q], heads in rank order: attention kernels require one stride
+    per head.
 
-    They are received in `out`, [N, B, h, Q], where one is given.
+    They are received in `out`, [N, B, h, Q], if given.
     """
     with phase("q_gather"):
         return in_head_order(group.all_gather(q_BhQ, out))
 
 
 def beat(path: Path, rank: int, ranks: int, device: torch.device) -> None:
-    """Have this rank write where it is into a file from now on: see hangs/beats.py."""
+    """Start writing this rank's heartbeats to a file: see hangs/beats.py."""
     beats.begin(path, rank, ranks, waits=device.type == "cpu", members=_members, through=[__file__])
 
 
@@ -93,7 +96,7 @@ Value = TypeVar("Value")
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Every rank's value, in rank order; any that can be pickled. Waits for the device, so never inside a step."""
+    """Return every rank's value, in rank order; any picklable value. Waits for the device, so never inside a step."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
@@ -103,10 +106,10 @@ def gather_objects(value: Value) -> list[Value]:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which writes what all have found."""
+    """Return True if this is rank 0, which writes the combined results."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def largest_error(value: float) -> float:
-    """The largest of all ranks' errors; NaN, which a maximum may lose, counts as infinite."""
+    """Return the largest error of all ranks; NaN, which a maximum may lose, counts as infinite."""
     return max(gather_objects(math.inf if math.isnan(value) else value))

@@ -1,8 +1,10 @@
-"""Groups of ranks of which there is but one: its work is real, and what it would wait for is modelled (points/wire.py).
+"""Groups of ranks of which only one exists: its work is real, and the waits for the others are modelled
+(points/wire.py).
 
-A collective leaves data of the right shape and size in the right place, this rank's own in place of the others', and takes
-the time that the model says; so does an exchange, as a whole with its own kernels, as benches of it measured. So kernels,
-graphs, page tables and the scheduler behave as they would; logits mean nothing.
+A collective leaves data of the right shape and size in the right place, with this rank's own data in place of the
+others', and takes the modelled time. An exchange is modelled as a whole, including its own kernels, from benchmarks of
+the exchange. Kernels, graphs, page tables and the scheduler therefore behave as in the full layout; logits are
+meaningless.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Tally:
-    """What the calls of a step were modelled as; microseconds."""
+    """Modelled time of the calls in a step; microseconds."""
 
     calls: int = 0
     us: float = 0.0
@@ -35,7 +37,7 @@ class Tally:
     high_us: float = 0.0
 
     def add(self, seconds: Seconds) -> None:
-        """One call."""
+        """Add one call."""
         self.calls += 1
         self.us += seconds.mean * 1e6
         self.low_us += seconds.low * 1e6
@@ -44,18 +46,18 @@ class Tally:
 
 @dataclasses.dataclass
 class Emulation:
-    """What all groups of an emulated rank share."""
+    """State shared by all groups of an emulated rank."""
 
     wire: Wire
     tally: Tally = dataclasses.field(default_factory=Tally)
-    """Of the calls since it was made anew."""
+    """Sum over the calls since the last reset."""
 
     def call(self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """A collective over so many ranks, of which each receives so many bytes; see kernels.hold."""
+        """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.hold."""
         self.hold(self.wire.seconds(what, ranks, received), x, out)
 
     def hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Something between ranks that takes so long."""
+        """Hold the stream for the time of an operation between ranks."""
         self.tally.add(seconds)
         hold(x, out, seconds.mean)
 
@@ -67,7 +69,7 @@ class EmulatedGroup(Group):
     emulation: Emulation
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See Group; all ranks have what this one has."""
+        """See Group; every rank's part is a copy of this rank's."""
         if out is None:
             out = x.new_empty(self.size, *x.shape)
         self.emulation.call("all-gather", self.size, (self.size - 1) * x.nbytes, x, out)
@@ -82,12 +84,12 @@ class EmulatedGroup(Group):
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Group; x stays what it is, as norms follow."""
+        """See Group; x is unchanged, because norms follow."""
         self.emulation.call("all-reduce", self.size, 2 * self._others(x), x)
         return x
 
     def all_reduce_symm(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, as long as over symmetric memory."""
+        """Emulate an all-reduce over symmetric memory."""
         self.emulation.call("all-reduce-symm", self.size, 2 * self._others(x), x)
         return x
 
@@ -98,17 +100,19 @@ class EmulatedGroup(Group):
 class EmulatedExchange(InOwnMemory):
     """An exchange of an emulated rank.
 
-    Bringing queries takes as long as the call that does it, merging the rest of what the whole exchange takes.
+    `gather_q` takes the time of its collective, and `merge` the rest of the modelled time of the whole exchange.
     """
 
     def __init__(self, name: str, group: EmulatedGroup, spec: ExchangeSpec) -> None:
-        """Raises UsageError where nobody measured it."""
+        """Raise UsageError if the exchange was not measured on the emulated machine."""
         super().__init__(group, spec)
         self.name, self.emulation = name, group.emulation
         self._parts(spec.batch)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange. Heads lie as they come, each rank's batch after another's: nobody looks which is whose."""
+        """See Exchange. Heads lie in the order of arrival, each rank's batch after another's, because their order does
+        not matter.
+        """
         if self.spec.q_replicate:
             return q_BhQ
         with phase("q_gather"):
@@ -126,7 +130,7 @@ class EmulatedExchange(InOwnMemory):
             return out_hBR
 
     def _parts(self, batch: int) -> tuple[Seconds, Seconds]:
-        """Of bringing queries, and of merging."""
+        """Return the times of gathering queries and of merging."""
         spec, ranks, wire = self.spec, self.group.size, self.emulation.wire
         sizes = (batch, spec.heads, ranks, spec.width, spec.value, spec.dtype.itemsize)
         q_bytes, o_bytes = exchanged_bytes(self.name, *sizes)

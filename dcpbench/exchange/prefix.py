@@ -1,11 +1,11 @@
-"""Gathers the KV prefix of several requests from the ranks of a DCP group into token order, one layer at a time.
+"""Gather the KV prefix of several requests from the ranks of a DCP group into token order, one layer at a time.
 
 nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
 direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
 
-What travels lies in a buffer: the received parts (nccl) or the own part (direct). It is symmetric
-memory, taken once at start, or an allocation at run time. Of both NCCL is given the address and nothing
-more. In a registered buffer, which NCCL knows, the own part lies, too: its collectives want input and output there.
+The transferred data lies in a buffer: the received parts (nccl) or the own part (direct). The buffer is symmetric
+memory allocated at start, or an allocation at run time. NCCL gets only the address of either. A buffer registered with
+NCCL also contains the own part, because its collectives require both input and output in it.
 
 Received bytes per rank and layer: nccl (N−1)·rows of the largest part, direct the rows of the others, each Q numbers.
 """
@@ -33,39 +33,43 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is gathered, the same for all layers."""
+    """Description of the prefix to gather, the same for all layers."""
 
     prefix: Prefix
     table: torch.Tensor
-    """kernels.kv_gather.request_table of it."""
+    """Request table of the prefix, made by kernels.kv_gather.request_table."""
     rows: torch.Tensor
     """int32, this rank's rows of the KV pool, request by request in token order."""
     width: int
     dtype: torch.dtype
 
     def part_bytes(self) -> int:
-        """Of one rank's part, padded to the largest."""
+        """Return the bytes of one rank's part, padded to the largest."""
         return self.prefix.part_rows * self.width * self.dtype.itemsize
 
     def registered_bytes(self) -> int:
-        """Of a registered buffer: N parts that are received, and the own one."""
+        """Return the bytes of a registered buffer: N received parts and the own one."""
         carver = Carver()
         self.carve(carver)
         return carver.used
 
     def carve(self, carver: Carver) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parts that are received [N, J, Q] and the own one [J, Q] in a registered buffer."""
+        """Return the received parts [N, J, Q] and the own one [J, Q] in a registered buffer."""
         rows, ranks = self.prefix.part_rows, self.prefix.dcp
         parts_NJQ = carver.take(ranks, rows, self.width, dtype=self.dtype)
         return parts_NJQ, carver.take(rows, self.width, dtype=self.dtype)
 
     def buffer_bytes(self, way: str) -> int:
-        """Of what travels: N parts that are received, or the one that peers read."""
+        """Return the bytes of the transfer buffer: N received parts for `nccl`, or the part that peers read for
+        `direct`.
+        """
         return self.part_bytes() * (self.prefix.dcp if way == "nccl" else 1)
 
 
 def symmetric(group: Group, nbytes: int, device: torch.device) -> Peers:
-    """A buffer that all ranks of the group can read. Collective; waits for the device. Raises CapacityError."""
+    """Return a buffer that all ranks of the group can read. Collective; waits for the device. Raise CapacityError if
+    impossible.
+    """
     return allocate(group, nbytes, device, "gathering directly", "NCCL and plain memory")
 
 
@@ -73,7 +77,9 @@ class Gatherer:
     """Gathers layers of tasks in one of the two ways."""
 
     def __init__(self, group: Group, way: str, device: torch.device) -> None:
-        """Collective. Raises CapacityError where ranks that gather directly cannot read each other's memory."""
+        """Create the gatherer; collective. Raise CapacityError if ranks that gather directly cannot read each other's
+        memory.
+        """
         self.group, self.way = group, way
         if way == "direct":
             size = Carver()
@@ -84,10 +90,11 @@ class Gatherer:
             self.meetings = Meetings(group, [kind])
 
     def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
-        """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
+        """Gather all requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous.
+        Collective.
 
         `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device; or, for
-        nccl, it is a registered one of registered_bytes(). It may be used anew behind this call.
+        nccl, it is a registered one of registered_bytes(). It may be reused after this call.
         """
         if isinstance(buffer, Registered):
             assert self.way == "nccl"
@@ -113,6 +120,6 @@ class Gatherer:
     def _direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
         part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
         pack(part_JQ, kv_KQ, task.rows)
-        fence(self.counters, self.met)  # all parts are there
+        fence(self.counters, self.met)  # all parts have arrived
         in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
         fence(self.counters, self.met)  # all have been read

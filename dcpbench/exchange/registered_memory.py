@@ -1,7 +1,9 @@
-"""Memory registered with NCCL as a symmetric window: where a collective's input and output both lie in it, at the same
-offsets on all ranks, NCCL may run its symmetric kernels, which read and write peers' memory without copies in between.
+"""Memory registered with NCCL as a symmetric window.
 
-A window is one allocation of NCCL's own allocator, in a pool of torch's that is registered with the group's
+If a collective's input and output both lie in it, at the same offsets on all ranks, NCCL may run its symmetric kernels,
+which read and write peers' memory without intermediate copies.
+
+A window is one allocation of NCCL's own allocator, in a torch memory pool that is registered with the group's
 communicator. Multicast is not needed.
 """
 
@@ -34,7 +36,9 @@ class Registered:
     lent: bool = False
 
     def close(self) -> None:
-        """Deregister it; what was captured with it must not be replayed any more. Collective, waits for the device."""
+        """Deregister the memory; graphs captured with it must not be replayed any more. Collective, waits for the
+        device.
+        """
         if self not in _open:
             return
         _open.remove(self)
@@ -48,10 +52,10 @@ _open: list[Registered] = []
 
 
 def register(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Registered:
-    """A new window of so many bytes. Collective; waits for the device.
+    """Return a new registered window of `nbytes` bytes. Collective; waits for the device.
 
-    `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
-    alike, where there is no NCCL, an older one, or one that refuses.
+    `option` is the option that requires it and `instead` the alternative without it, for the error. Raise CapacityError
+    on all ranks if NCCL is missing, is too old, or refuses.
     """
     error = f"{option}: {{}}; use {instead} instead."
     if group.handle is None:
@@ -65,7 +69,7 @@ def register(group: Group, nbytes: int, device: torch.device, option: str, inste
     )
     group.all_reduce(own[:1])  # a communicator is made by its first collective
     torch.cuda.synchronize(device)
-    symmetric_memory.everywhere(group, None)  # registering is collective, too: all have their communicator
+    symmetric_memory.everywhere(group, None)  # registration is collective as well: all ranks have their communicator
     symmetric_memory.agreed(
         group, lambda: backend.register_mem_pool(pool, symm=True), error, "registering memory with NCCL"
     )
@@ -74,7 +78,7 @@ def register(group: Group, nbytes: int, device: torch.device, option: str, inste
 
 
 def borrow(owner: object, group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> torch.Tensor:
-    """At least so many bytes of a window, until `owner` is gone: then the next who asks gets them. See register."""
+    """Return at least `nbytes` bytes of a window for the lifetime of `owner`; later callers reuse them. See register."""
     ours = [one for one in _open if one.group == group]
     mine = {i for i, one in enumerate(ours) if not one.lent and one.own.nbytes >= nbytes}
     free = set.intersection(*symmetric_memory.everywhere(group, mine))  # not every rank has collected its garbage
@@ -85,13 +89,13 @@ def borrow(owner: object, group: Group, nbytes: int, device: torch.device, optio
 
 
 def close_all() -> None:
-    """Deregister all windows, which must be done before their groups end. Collective."""
+    """Deregister all windows, which is required before their groups end. Collective."""
     while _open:
         _open[-1].close()
 
 
 def missing(group: Group, device: torch.device) -> str:
-    """What this rank lacks to register memory; empty where nothing does."""
+    """Return what this rank lacks to register memory; empty if it can."""
     if device.type != "cuda":
         return "memory is registered with NCCL, which needs GPUs"
     if torch.cuda.nccl.version()[:2] < OLDEST_NCCL:
@@ -104,13 +108,15 @@ def missing(group: Group, device: torch.device) -> str:
 
 
 def backend_of(group: Group, device: torch.device) -> Any:  # noqa: ANN401 - torch has no public name for it
-    """The communicator of a group, as torch wraps it."""
+    """Return the communicator of a group, as wrapped by torch."""
     assert group.handle is not None
     return group.handle._get_backend(device)  # noqa: SLF001 - the only way to it
 
 
 def allocate(backend: Any, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:  # noqa: ANN401 - as above
-    """(zeroed bytes, the pool whose only allocation they are): their offset in the window is the same on all ranks."""
+    """Return (zeroed bytes, their memory pool), with no other allocation in it: the offset in the window is the same on
+    all ranks.
+    """
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool, device):
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""What ranks have signalled to each other in kernels that meet in peers' memory, read while one of them may wait for ever.
+"""Read the signal counters of kernels that synchronise in peer memory, while one of the kernels may be waiting forever.
 
-Nothing of this costs a step anything: the counters lie in device memory as kernels leave them. When a job stands still a
-thread copies them out on a stream of its own, into memory that was pinned beforehand, and never waits without a limit: a
-kernel that spins does not keep a copy from running, but a lock of the driver or a broken context may.
+This adds no cost to a step: the counters lie in device memory as kernels leave them. When a job hangs, a thread copies
+them on a separate stream into memory that was pinned beforehand, and all its waits have time-outs: a spinning kernel
+does not block a copy, but a lock of the driver or a broken context may.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
 
 COPY_S = 0.4
-"""How long a copy may take."""
+"""Maximum duration of a copy in s."""
 APART_S = 0.1
-"""What counts between two copies so far apart does not stand still."""
+"""Time between two copies in s; counters that differ between them are not stuck."""
 REST_S = 0.005
 
 
@@ -40,11 +40,11 @@ class Kind:
     counters: torch.Tensor
     """int32 [blocks + 1, N], in the own memory."""
     by_blocks: bool
-    """Whether `meet_blocks` counts there, a row for each block, or `meet_ranks`."""
+    """True if `meet_blocks` uses the counters, with a row per block; False for `meet_ranks`."""
 
 
 class Meetings:
-    """The meetings of one buffer. Whoever owns the buffer keeps this; it is forgotten with it."""
+    """Meetings of one buffer. The owner of the buffer keeps this object, and both are freed together."""
 
     def __init__(self, group: Group, kinds: Sequence[Kind]) -> None:
         self.number = next(_numbers)
@@ -58,12 +58,12 @@ class Meetings:
             _aside.setdefault(device, torch.cuda.Stream(device))
 
     def copy_out(self) -> None:
-        """Ask for the counters as they are now."""
+        """Start copying the current counters."""
         for kind, staged in zip(self.kinds, self.staged, strict=True):
             staged.copy_(kind.counters, non_blocking=True)
 
     def told(self) -> list[Meeting]:
-        """What was copied."""
+        """Return the copied counters."""
         return [
             Meeting(
                 number=self.number,
@@ -83,7 +83,7 @@ _aside: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def read(limit_s: float = COPY_S) -> bytes:
-    """Signals as JSON; empty where this rank has no memory that peers read. For any thread; does not raise."""
+    """Return the signals as JSON; empty if this rank has no memory that peers read. Thread-safe; does not raise."""
     _known[:] = [one for one in _known if one() is not None]
     there = [of for one in _known if (of := one()) is not None and of.kinds]
     if not there:
@@ -96,7 +96,7 @@ def read(limit_s: float = COPY_S) -> bytes:
             while len(found) < 2 and not (unread := _copied(there, devices, limit_s)):  # noqa: PLR2004 -- before and after
                 found.append([told for of in there for told in of.told()])
                 time.sleep(APART_S * (len(found) == 1))
-    except RuntimeError as e:  # what torch makes of all errors of CUDA
+    except RuntimeError as e:  # the type of all CUDA errors in torch
         unread = f"its counters could not be copied: {(str(e) or type(e).__name__).splitlines()[0]}"
     if not unread and found[0] != found[1]:
         unread = "its counters still changed while they were read"
@@ -104,7 +104,7 @@ def read(limit_s: float = COPY_S) -> bytes:
 
 
 def _copied(there: Sequence[Meetings], devices: set[torch.device], limit_s: float) -> str:
-    """Nothing once all have been copied, else why not."""
+    """Wait for all copies; return an empty string, or the reason why they did not complete."""
     until = time.monotonic() + limit_s
     for device in devices:
         if device.type != "cuda":
@@ -125,7 +125,9 @@ def _copied(there: Sequence[Meetings], devices: set[torch.device], limit_s: floa
 
 
 def _rows(counters: torch.Tensor, rank: int, *, by_blocks: bool) -> list[list[int]]:
-    """As Meeting has them, of counters as meeting.py lays them out: peer n of this rank in column n."""
+    """Return rows in the form of Meeting from counters in the layout of meeting.py, with the peer at distance n in
+    column n.
+    """
     size = counters.shape[1]
     flat: list[int] = counters.flatten().tolist()
     used = max((i for i, count in enumerate(flat) if count), default=-1) // size + 1

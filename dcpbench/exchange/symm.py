@@ -3,22 +3,22 @@
 One kernel writes this rank's q into all peers' gathered q and meets them. Attention writes its partial output and lse
 in place, and one kernel meets the peers, reads this rank's heads of all of them and merges in fp32.
 
-Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)/N·H·4,
-o (N−1)/N·H·R·2. A GPU's links carry both directions at once, so these over the peer bandwidth plus two meetings is the
-least it can take.
+Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)/N·H·4, o
+(N−1)/N·H·R·2. A GPU's links carry both directions at once, so the lower bound is these bytes over the peer bandwidth
+plus two meetings.
 
-Why two meetings are enough. Kernels of a rank run one after the other; so whoever has met a peer in one kernel knows
-that the peer's earlier kernels have ended.
+Two meetings are sufficient: kernels of a rank run one after the other, so a rank that has met a peer in one kernel
+knows that the peer's earlier kernels have ended.
 
-- The gathered q is overwritten, by peers, behind this layer's merge, whose meeting says that attention has read it.
-- o and lse are overwritten behind the next layer's gather, whose meeting says that all peers have merged them.
+- The gathered q is overwritten by peers after this layer's merge; its meeting implies that attention has read q.
+- o and lse are overwritten after the next layer's gather; its meeting implies that all peers have merged them.
 
 With replicated queries nothing is gathered and a layer has one meeting. Then o and lse have two slots, used in turn: a
-slot is overwritten behind the next layer's merge, whose meeting says that all peers are done with it. That holds while
-the slots really alternate in the order of execution, which is known for calls captured into one graph. It is not known
-where a graph begins (the last layer of whatever ran before may have used the same slot: a graph with an odd number of
-layers replayed twice, or two graphs in any order) or outside graphs: there a `fence`, one more meeting, comes first.
-It costs one meeting for each replay, not for each layer.
+slot is overwritten after the next layer's merge; its meeting implies that all peers are done with the slot. This
+requires that the slots alternate in the order of execution, which is known for calls captured into one graph. It is not
+known at the beginning of a graph (the last layer of the preceding work may have used the same slot: a graph with an odd
+number of layers replayed twice, or two graphs in any order) or outside graphs: there a `fence`, one more meeting, comes
+first. It costs one meeting per replay, not per layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class _Parts:
-    """The buffer of one exchange: counters first, then what peers write and read."""
+    """Layout of the buffer of one exchange: counters first, then the data that peers write and read."""
 
     def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
         slots = 2 if spec.q_replicate else 1
@@ -56,10 +56,10 @@ class _Parts:
 
 
 class SymmetricMemory:
-    """See the module. Each has its own buffer and counters."""
+    """Exchange over symmetric memory, see the module. Each instance has its own buffer and counters."""
 
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
-        """Collective. Raises CapacityError where the ranks cannot read each other's memory."""
+        """Allocate the buffer; collective. Raise CapacityError if the ranks cannot read each other's memory."""
         self.spec = spec
         size = Carver()
         _Parts(size, spec, group.size)
@@ -112,7 +112,7 @@ class SymmetricMemory:
 
 
 def graph_being_captured(device: torch.device) -> int | None:
-    """A number that tells the CUDA graph into which the current stream is being captured from all others, or None."""
+    """Return the number of the CUDA graph that the current stream is being captured into, unique among graphs, or None."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
     status, number = ctypes.c_int(), ctypes.c_uint64()

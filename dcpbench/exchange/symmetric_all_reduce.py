@@ -37,9 +37,9 @@ class ReduceSpec:
 
 
 def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
-    """The all-reduce called `name` over a group. Collective.
+    """Return the all-reduce called `name` over a group. Collective.
 
-    Raises UsageError for an unknown name, CapacityError where `symm` cannot work between these ranks.
+    Raise UsageError for an unknown name, CapacityError if `symm` cannot work between these ranks.
     """
     if name == "nccl":
         return group.all_reduce
@@ -61,9 +61,9 @@ class SymmetricAllReduce:
     """See the module. Received bytes per rank, with N ranks: (N−1)·bytes while small, 2·(N−1)/N·bytes beyond."""
 
     def __init__(self, group: Group, spec: ReduceSpec, small: int | None = None) -> None:
-        """Collective. Raises CapacityError where the ranks cannot read each other's memory.
+        """Allocate the memory; collective. Raise CapacityError if the ranks cannot read each other's memory.
 
-        `small` replaces the measured size, in bytes of one addend, up to which all addends are read.
+        `small` overrides the measured size, in bytes of one addend, up to which all addends are read.
         """
         self.spec = spec
         self.small = ONE_SHOT_BYTES // max(1, group.size - 1) if small is None else small
@@ -80,11 +80,11 @@ class SymmetricAllReduce:
         )
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether x is no larger than what memory was taken for."""
+        """Return True if x is no larger than the allocated memory."""
         return x.numel() <= self.spec.rows * self.spec.columns
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See AllReduce. x is at most as large as the spec says."""
+        """See AllReduce. x is at most as large as specified."""
         assert x.is_contiguous()
         assert x.dtype == self.spec.dtype
         assert self.fits(x)

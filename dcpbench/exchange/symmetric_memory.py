@@ -1,7 +1,7 @@
 """Memory that all ranks of a group can read: torch's symmetric memory on GPUs, a file in shared memory on the CPU.
 
-The CPU's version exists so that kernels which read peers can run, and be tested, in processes without a GPU: they run
-in Triton's interpreter, which takes an address for what it is.
+The CPU version exists so that kernels that read peer memory can run, and be tested, in processes without a GPU: they
+run in Triton's interpreter, which uses addresses unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """Host and device of a rank."""
 
     host: str
     device: str
@@ -40,16 +40,16 @@ class Place:
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
-        """This rank's place."""
+        """Return the host and device of this rank."""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         return cls(socket.gethostname(), gpu)
 
 
 def allocate(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Peers:
-    """A zeroed buffer on every rank that all others of the group can read. Collective.
+    """Allocate a zeroed buffer on every rank that all others of the group can read. Collective.
 
-    `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
-    alike, where they cannot read each other's memory or one of them was refused it.
+    `option` is the option that requires it and `instead` the alternative without it, for the error. Raise CapacityError
+    on all ranks if they cannot read each other's memory or the allocation failed on one of them.
     """
     advice = f"use {instead} instead."
     if group.handle is None:
@@ -60,12 +60,12 @@ def allocate(group: Group, nbytes: int, device: torch.device, option: str, inste
     peers.own.zero_()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    everywhere(group, None)  # nobody signals before all are zero
+    everywhere(group, None)  # no rank may signal before all buffers are zero
     return peers
 
 
 def check(places: list[Place], option: str, advice: str) -> None:
-    """Raise CapacityError where ranks at these places cannot read each other's memory."""
+    """Raise CapacityError if ranks at these places cannot read each other's memory."""
     hosts = sorted({place.host for place in places})
     if len(hosts) > 1:
         raise CapacityError(
@@ -77,9 +77,10 @@ def check(places: list[Place], option: str, advice: str) -> None:
 
 
 def agreed(group: Group, step: Callable[[], Value], error: str, what: str = "memory that peers can read") -> Value:
-    """What `step` gives here. Raises CapacityError on all ranks where it was refused on one: none goes on alone.
+    """Return the result of `step` on this rank. Raise CapacityError on all ranks if it failed on one, so that none
+    continues alone.
 
-    `error` is the message, with {} for the reason; `what` was refused.
+    `error` is the message, with {} for the reason; `what` names the refused resource.
     """
     reason = ""
     try:
@@ -93,7 +94,7 @@ def agreed(group: Group, step: Callable[[], Value], error: str, what: str = "mem
 
 
 def everywhere(group: Group, value: object) -> list[Any]:
-    """All ranks' values, in rank order. Collective."""
+    """Return all ranks' values, in rank order. Collective."""
     values: list[Any] = [None] * group.size
     with collective("all_gather_object", None, group.handle):
         dist.all_gather_object(values, value, group=group.handle)
@@ -145,7 +146,7 @@ def _on_cpu(group: Group, nbytes: int, device: torch.device, error: str) -> Peer
 def _new_file(nbytes: int) -> str:
     descriptor, name = tempfile.mkstemp(prefix="dcpbench-", dir=SHARED_FOLDER)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # a file with holes would end us where the folder is full
+        os.posix_fallocate(descriptor, 0, nbytes)  # with a sparse file, a full folder would kill the process on a write
     except OSError:
         Path(name).unlink()
         raise

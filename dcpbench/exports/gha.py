@@ -44,7 +44,7 @@ def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:
             measured.REPLAYED: "replay: computed",
             measured.EMULATED: "forecast: one rank ran, its wire modelled",
         }.get(first.standing, ""),
-        words.cycled(m.record for m in group),
+        words.describe_layers_held(m.record for m in group),
         "marks: " + ", ".join(marks) if (marks := sorted({mark for m in group for mark in m.record.marks})) else "",
     ]
     return entry | {"extra": "\n".join(filter(None, facts))}

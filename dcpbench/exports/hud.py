@@ -56,7 +56,7 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
             "name": OURS,
             "mode": "inference",
             "dtype": point.precision,
-            "extra_info": _strings(_facts(first) | {"layers": words.cycled(m.record for m in group)}),
+            "extra_info": _strings(_facts(first) | {"layers": words.describe_layers_held(m.record for m in group)}),
         },
         "model": {
             "name": point.model,

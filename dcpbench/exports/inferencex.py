@@ -1,7 +1,7 @@
 """InferenceX: a row per served point as its `process_result.py` makes them of vLLM's file. Times in seconds.
 
-A row counts input and output tokens in `tput_per_gpu`, and `*_intvty` is 1000 / TPOT in ms. Only what was measured
-on GPUs goes in: rows stand in a public ranking beside those of others.
+A row counts input and output tokens in `tput_per_gpu`, and `*_intvty` is 1000 / TPOT in ms. Only points that were measured on
+GPUs are written, because rows are compared in a public ranking.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ if TYPE_CHECKING:
 
 FILE = "inferencex.json"
 GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")
-"""`h200` in `NVIDIA H200`, `mi355x`, `gb200`: what InferenceX calls hardware."""
+"""Names of hardware as InferenceX has them: `h200` in `NVIDIA H200`, `mi355x`, `gb200`."""
 OPEN_LOOPS = Rule(
     "open loops, while a row has one concurrency",
     lambda m: not (m.record.point.load and m.record.point.load.arrival == CLOSED),
 )
-NO_LAYOUT = Rule("say nothing of their layout, so nothing is known per GPU", lambda m: not m.record.point.tp)
-NO_HARDWARE = Rule("say nothing of their hardware", lambda m: not m.device)
+NO_LAYOUT_NOR_HARDWARE = Rule(
+    "have neither a layout nor hardware (import them again with --tp N --gpu NAME)",
+    lambda m: not m.record.point.tp and not m.device,
+)
+NO_LAYOUT = Rule(
+    "have no layout, so nothing is known per GPU (import them again with --tp N)", lambda m: not m.record.point.tp
+)
+NO_HARDWARE = Rule("have no hardware (import them again with --gpu NAME)", lambda m: not m.device)
 UNEVEN = Rule("have requests of different lengths, while a row has one isl and one osl", lambda m: None in _lengths(m))
 
 
 def render(points: Sequence[Measured]) -> Rendered:
-    """One file with a list of rows."""
-    kept, left_out = bench_files.served(points, *PUBLIC, OPEN_LOOPS, NO_LAYOUT, NO_HARDWARE, UNEVEN)
+    """Return one file with a list of rows."""
+    rules = (*PUBLIC, OPEN_LOOPS, NO_LAYOUT_NOR_HARDWARE, NO_LAYOUT, NO_HARDWARE, UNEVEN)
+    kept, left_out = bench_files.served(points, *rules)
     return Rendered({FILE: as_list(_row(p) for p in kept)} if kept else {}, left_out)
 
 
@@ -54,14 +61,14 @@ def _row(p: Served) -> dict[str, Any]:
         "osl": osl,
         "is_multinode": False,
         "tp": point.tp,
-        "pp": 1,
+        "pp": point.pp,
         "dcp_size": point.dcp,
-        "pcp_size": 1,
+        "pcp_size": point.pcp,
         "ep": point.ep_degree,
         "dp_attention": "true" if point.dp > 1 else "false",
-        "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / point.tp,
-        "output_tput_per_gpu": totals.output_tokens / wall / point.tp,
-        "input_tput_per_gpu": totals.input_tokens / wall / point.tp,
+        "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / point.gpus,
+        "output_tput_per_gpu": totals.output_tokens / wall / point.gpus,
+        "input_tput_per_gpu": totals.input_tokens / wall / point.gpus,
     }
     found |= {name.removesuffix("_ms"): ms / 1e3 for name, ms in times.items()}
     found |= {

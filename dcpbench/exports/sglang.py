@@ -45,7 +45,7 @@ def _result(p: Served) -> dict[str, Any]:
         "server_info": {
             "model_path": p.m.record.point.model,
             **({"ep_size": ranks} if ranks else {}),
-            **({"layers": cycled} if (cycled := words.cycled([p.m.record])) else {}),
+            **({"layers": held} if (held := words.describe_layers_held([p.m.record])) else {}),
         },
         "duration": wall,
         "completed": totals.finished,

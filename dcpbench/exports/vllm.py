@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured import Measured
 
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
-"""Metadata under vLLM's own option names; its tp counts inside one dp replica, ours over all of them."""
+"""Metadata under vLLM's own option names. Its tp counts the GPUs of one dp replica, ours those of all replicas."""
+OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}
+"""Metadata of imported servers with more than one pipeline stage or prefill-context-parallel rank."""
 GOODPUT_OF = ("ttft", "tpot", "e2el")
 """What vLLM's --goodput can bound; it has no objective for ITL."""
 
@@ -66,12 +68,13 @@ def _metadata(p: Served) -> dict[str, str]:
     found = {}
     if point.tp:
         found = {TP: str(point.tp // max(point.dp, 1)), DP: str(point.dp), DCP: str(point.dcp)}
+        found |= {theirs: str(degree) for ours, theirs in OUTER.items() if (degree := getattr(point, ours)) > 1}
     if point.tp > 1 and point.ep_degree in (1, point.tp):
         found[EP] = str(point.ep_degree == point.tp)
     if goodput := _goodput(p):
         found["goodput"] = goodput
-    if cycled := words.cycled([p.m.record]):
-        found["layers"] = cycled
+    if held := words.describe_layers_held([p.m.record]):
+        found["layers"] = held
     if marks := p.m.record.marks:
         found["marks"] = ",".join(marks)
     return found

@@ -1,1 +1,3 @@
-"""Hangs: where each rank of a job is, in files that outlive it, and who kept the others waiting. No torch."""
+"""Hang diagnosis: the position of each rank of a job, in files that outlive it, and the ranks that kept the others
+waiting. No torch.
+"""

@@ -1,15 +1,15 @@
-"""Beats: what a rank is at, in a file that others read while it hangs, and after it is gone.
+"""Heartbeats of a rank: a memory-mapped file that other processes read while the rank hangs and after it has ended.
 
     phase(name), layer(n)       where the host is in a step
-    step(what)                  a step is handed to the device: `replay` of a graph, or `launch` kernel by kernel
-    collective(op, x, group)    a collective begins; its context is left when it has returned
+    step(what)                  a step is launched on the device: `replay` of a graph, or `launch` kernel by kernel
+    collective(op, x, group)    a collective begins; its context exits when the collective has returned
 
-Nothing is done before `begin` was called. After it each of them writes some bytes into mapped memory: no system call, no
-lock, nothing that the device sees. The kernel keeps what was written when the process is killed.
+These functions do nothing before `begin` is called. After that, each one writes a few bytes to the mapped memory,
+without a system call, a lock or any work on the device. The kernel keeps the written bytes when the process is killed.
 
-The file, little endian: a head; the names of phases; what collectives there were, each text once; a ring of the last
-collectives, which name their text by its number. A text whose place has been used anew since is not known any more, and
-said to be so.
+The file is little endian. It holds a header, the names of phases, a table of collective descriptions (each stored
+once), and a ring of the most recent collectives, which refer to a description by its number. When the table slot of a
+description has been reused since, the call is reported as unknown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"dcpbeat1"
 HEAD = struct.Struct("<8sIIII")
-"""Magic, rank, ranks, process id, 1 where the host waits in collectives until they are done."""
+"""Header: magic, rank, ranks, process id, and 1 if the host waits in collectives until they are done."""
 ORDER, STEPS, LAYER, TIME = struct.Struct("<Q"), struct.Struct("<QI"), struct.Struct("<h"), struct.Struct("<q")
 ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86
 """Collectives begun; steps handed to the device and the number of the last one's name; layer; phase, a byte."""
@@ -62,22 +62,22 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     group: str
-    """Its name among all of torch.distributed's."""
+    """Name of the process group, unique within torch.distributed."""
     ranks: str
-    """`0-3,6`: its members; empty where they are too many to be written down."""
+    """Members of the group as `0-3,6`; empty if they are too many to be stored."""
     at: str
-    """`file.py:12 in function`: who asked for it."""
+    """`file.py:12 in function`: the line that called the collective."""
     above: str = ""
-    """Who called that."""
+    """The caller of that function, in the same form."""
 
     @property
     def said(self) -> str:
-        """`all_reduce of float32 [2, 64]`."""
+        """Return the collective as `all_reduce of float32 [2, 64]`."""
         return f"{self.op} of {self.dtype} {list(self.shape)}" if self.dtype else self.op
 
     @property
     def what(self) -> tuple[str, str, tuple[int, ...]]:
-        """What all ranks of the group must agree on."""
+        """Return what all ranks of the group must agree on: (op, dtype, shape)."""
         return self.op, self.dtype, self.shape
 
 
@@ -87,30 +87,31 @@ class Met:
 
     order: int
     number: int
-    """In its group, from 1 on."""
+    """Number of the collective within its group, from 1."""
     call: Call | None
-    """None where the file says no more what it was."""
+    """Description of the collective; None if the file no longer holds it."""
     phase: str
     layer: int | None
     state: int
     """INSIDE, RETURNED, or RAISED: it was left with an exception."""
     began_ns: int
     ended_ns: int = 0
-    """0 where it has not, or where nobody asks."""
+    """Unix time in ns at which the collective returned; 0 if it has not returned or the source does not record it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBeats:
-    """What a rank's file says."""
+    """Heartbeats read from the file of one rank."""
 
     rank: int
     ranks: int
     pid: int
     waits: bool
-    """Whether a collective that has returned is done. Else it was only handed to the device."""
+    """True if the host waits in each collective until it is done; otherwise a return only means that it was launched.
+    """
     steps: int
     step: str
-    """How the last step was handed to the device; empty where none was."""
+    """How the last step was launched on the device (`replay` or `launch`); empty if no step was launched."""
     phase: str
     """The last that the host entered."""
     layer: int | None
@@ -119,12 +120,12 @@ class RankBeats:
 
     @property
     def last(self) -> Met | None:
-        """The last collective that it began."""
+        """Return the last collective that the rank began."""
         return self.met[-1] if self.met else None
 
     @property
     def inside(self) -> Met | None:
-        """The collective that its host has not come back from."""
+        """Return the collective that the host has not returned from."""
         return self.last if self.last is not None and self.last.state == INSIDE else None
 
 
@@ -141,7 +142,11 @@ class Beats:
         members: Callable[[Any], tuple[str, Iterable[int]]],
         through: Iterable[str] = (),
     ) -> None:
-        """`members`: the name and the ranks of a process group. `through`: files whose callers ask for collectives."""
+        """Create the file at `path` and map it.
+
+        `members` returns the name and the ranks of a process group. `through` lists source files that are skipped when
+        the caller of a collective is looked up.
+        """
         with path.open("wb+") as file:
             file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
@@ -151,7 +156,7 @@ class Beats:
         self._numbers: dict[Hashable, int] = {}
         self._texts: dict[Hashable, int] = {}
         self._in_place: list[Hashable] = [None] * TEXTS
-        self._codes: set[object] = set()  # kept alive, as keys have their ids: to hash one takes longer than all else
+        self._codes: set[object] = set()  # keeps code objects alive, as keys use their ids: hashing is slow
         self._names = {"": 0}
         self._phase, self._at = 0, RING_AT
         self.layer(NO_LAYER)
@@ -213,7 +218,7 @@ class Beats:
         dtype, shape = ("", ()) if x is None else (str(x.dtype).removeprefix("torch."), tuple(x.shape))
         most = TEXT_BYTES - TEXT.size
         members, short = spans(ranks), (name[:40], at[0][-100:])
-        for call in (  # of members all are told or none: half a number is another rank's
+        for call in (  # the list of members is stored whole or not at all: a truncated number would name another rank
             Call(op, dtype, shape, name, members, *at),
             Call(op, dtype, shape, short[0], members, short[1]),
             Call(op, dtype, shape, short[0], "", short[1]),
@@ -249,36 +254,38 @@ def begin(
 
 
 def end() -> None:
-    """Beat no more; what was written stays."""
+    """Stop writing heartbeats; keep the file as it is."""
     global _here  # noqa: PLW0603 -- as above
     _here = None
 
 
 def phase(name: str) -> None:
-    """The host enters a phase of a step."""
+    """Record that the host enters a phase of a step."""
     if _here is not None:
         _here.phase(name)
 
 
 def layer(number: int) -> None:
-    """The host enters a layer, from 0 on."""
+    """Record that the host enters a layer, from 0."""
     if _here is not None:
         _here.layer(number)
 
 
 def step(what: str) -> None:
-    """The host hands a step to the device: REPLAY or LAUNCH."""
+    """Record that the host launches a step on the device: REPLAY or LAUNCH."""
     if _here is not None:
         _here.step(what)
 
 
 def collective(op: str, x: Any, group: Any) -> AbstractContextManager[object]:  # noqa: ANN401 -- no torch here
-    """A context in which this rank is in a collective `op` of tensor `x`, or of None, in a process group."""
+    """Return a context in which this rank is in a collective `op` of tensor `x`, or of None, in a process group."""
     return _NOTHING if _here is None else _here.collective(op, x, group)
 
 
 def read(path: Path) -> RankBeats:
-    """What a rank's file says. Raises RecordsError for what is none."""
+    """Return the heartbeats in a rank's file. Raise RecordsError if the file is unreadable, damaged or of another
+    version.
+    """
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -324,7 +331,7 @@ def read(path: Path) -> RankBeats:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """`0-3,6` of ranks 0, 1, 2, 3 and 6."""
+    """Return a compact text of ranks: `0-3,6` for 0, 1, 2, 3 and 6."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and found[-1][-1] == rank - 1:
@@ -335,7 +342,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def members(text: str) -> list[int]:
-    """The ranks that `spans` made a text of; none where it is another, or there are more than a job can have."""
+    """Return the ranks in a text of `spans`; none for another text, or for more ranks than a job can have."""
     try:
         ends = [[int(end) for end in span.split("-")] for span in text.split(",")]
     except ValueError:

@@ -1,6 +1,8 @@
-"""What other tools leave of a program that hangs: `py-spy dump`, Python's faulthandler, torch's flight recorder as JSON.
+"""Parse dumps that other tools write of a hanging program: `py-spy dump`, Python's faulthandler, torch's flight
+recorder.
 
-Nothing of it is trusted: no file is unpickled, and what is no such dump raises RecordsError with what to type instead.
+The flight recorder is read as JSON. No file is trusted: pickles are never loaded, and a file in another format raises
+RecordsError with the command that produces the expected one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ SPY_FRAME = re.compile(r"^ {4}(.+?) \((.+?)(?::(\d+))?\)\s*$")
 FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
 FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
 PICKLE = (b"\x80", b"PK\x03\x04")
-"""How a pickle and what torch.save writes begin."""
+"""First bytes of a pickle and of a file written by torch.save."""
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
 LIKE_A_DUMP = re.compile(r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE)
 """Names of files that somebody meant to be dumps."""
@@ -38,9 +40,9 @@ NO_DUMP = (
     TypeError,
     ValueError,
 )
-"""What reading JSON of another shape raises."""
+"""Exceptions raised while decoding JSON that has another structure."""
 NOBODY = -1
-"""Rank of a process that nothing gives one."""
+"""Rank of a process for which no rank number is known."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -52,7 +54,7 @@ class Frame(msgspec.Struct, frozen=True):
 
     @property
     def said(self) -> str:
-        """`engine/model.py:12 in step`."""
+        """Return the frame as `engine/model.py:12 in step`."""
         place = "/".join(self.file.strip("/").split("/")[-3:])
         return f"{place}{'' if self.line is None else f':{self.line}'} in {self.function}"
 
@@ -64,23 +66,23 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     process: str = ""
     name: str = ""
     active: bool | None = None
-    """Whether it was on a CPU, as py-spy says; None where nobody says."""
+    """True if the thread was running on a CPU according to py-spy; None if unknown."""
     frames: tuple[Frame, ...]
 
     @property
     def main(self) -> bool:
-        """Whether it is the main thread of its program: it alone runs a module's own lines."""
+        """Return True if this is the main thread of its program, which alone executes module-level code."""
         return self.name == "MainThread" or any(frame.function == "<module>" for frame in self.frames)
 
 
 def rank_of(path: Path) -> int:
-    """The rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NOBODY where there is none."""
+    """Return the rank in a file's name, `stacks-3.txt` or `nccl_trace_rank_3`; NOBODY without one."""
     found = NAMED.search(path.name)
     return int(found[1] or found[2]) if found else NOBODY
 
 
 def text_of(path: Path) -> str:
-    """A file of text. Raises RecordsError."""
+    """Return the text of a file. Raise RecordsError if it cannot be read."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise RecordsError(f"{path} has more than {MOST_BYTES >> 20} MiB; name a smaller dump.")
@@ -96,7 +98,7 @@ def text_of(path: Path) -> str:
 
 
 def threads(text: str, rank: int = NOBODY) -> list[Thread]:
-    """All threads of a dump of py-spy, of one process or of several, or of faulthandler; none where it is another text."""
+    """Return all threads in a dump of py-spy, of one process or several, or of faulthandler; none for another text."""
     found: list[Thread] = []
     process = name = ""
     active: bool | None = None
@@ -126,10 +128,11 @@ def _active(words: str) -> bool | None:
 
 
 def flight(text: str, path: Path, named: int = NOBODY) -> tuple[int, list[Met]]:
-    """(rank, its last collectives, oldest first) of a flight recorder's JSON. Raises RecordsError for another text.
+    """Parse the JSON of a flight recorder; return (rank, its last collectives, oldest first).
 
-    `named`: the rank, where the JSON has none. Which have ended is what torch found out: of NCCL, by the device; what the
-    watchdog has not looked at yet counts as not ended.
+    `named` is the rank to use if the JSON has none. A collective has ended if torch has found so: for NCCL by querying
+    the device, so collectives that the watchdog has not checked yet count as not ended. Raise RecordsError if the text
+    is not the JSON of a flight recorder.
     """
     try:
         told = msgspec.json.decode(text)
@@ -161,7 +164,7 @@ def _met(order: int, e: dict[str, Any], ranks: dict[str, str]) -> Met:
 
 
 def _ranks(said: object) -> str:
-    """`[0, 1]` or a list as spans."""
+    """Return a list of ranks, given as `[0, 1]` or as a list, in the form of `spans`."""
     numbers: Iterable[Any] = (
         re.findall(r"\d+", said) if isinstance(said, str) else said if isinstance(said, list) else []
     )

@@ -1,13 +1,13 @@
-"""All that is known of the ranks of a job that stood still, read from a folder or from files of any program.
+"""Evidence about the ranks of a hanging job, read from a folder or from dump files of any program.
 
 beats-R.bin                 see beats.py
 flight-R.json               torch's flight recorder
 stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
-ranks.json                  how each process was, a Seen for each
-device-R.json               the last norm that its device began, a Device
-signals-R.json              what it found in the memory that its peers signal to, a Signals
-log-R.txt                   last lines of its log
-gpus.txt, nccl-ras.txt      what nvidia-smi and NCCL said of the machine
+ranks.json                  state of each process, one Seen per process
+device-R.json               last norm that the rank's device began, a Device
+signals-R.json              signal counters in the rank's memory, a Signals
+log-R.txt                   last lines of the rank's log
+gpus.txt, nccl-ras.txt      reports of nvidia-smi and NCCL about the machine
 """
 
 from __future__ import annotations
@@ -45,42 +45,46 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     pid: int | None = None
     state: str = ""
-    """In the words of proc(5): R, S, D, T, Z; empty where it was gone."""
+    """State letter of proc(5): R, S, D, T or Z; empty if the process had ended."""
     cpu: float | None = None
     """CPU time of its main thread over the time of looking."""
     held: bool = False
-    """Whether it was in the kernel, where no signal reaches it (state D), at the beginning and at the end of the looking."""
+    """True if the process was in uninterruptible sleep (state D) at the beginning and at the end of the observation."""
     held_in: str = ""
-    """Function of the kernel that it waits in, where proc(5) says it (wchan)."""
+    """Kernel function in which the process waits (wchan of proc(5)), if known."""
     ended: str = ""
-    """How it ended, if it had."""
+    """How the process ended; empty if it had not."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a rank's device has come in a step."""
+    """Progress of a rank's device within a step."""
 
     norm: int
-    """The last norm that it began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one behind; 0: none."""
+    """Last norm that the device began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one after it; 0:
+    none.
+    """
 
     @property
     def layer(self) -> int:
-        """That it is in; the number of layers where it is behind the last one."""
+        """Return the layer that the device is in, or the number of layers if it is past the last one."""
         return (self.norm - 1) // 2
 
     @property
     def half(self) -> str:
-        """`attention`, with the projections and reductions around it, or `mlp`."""
+        """Return `attention`, which includes the projections and reductions around it, or `mlp`."""
         return "attention" if self.norm % 2 else "mlp"
 
     @property
     def said(self) -> str:
-        """`attention of layer 3`; behind the last norm of a step it is one more layer's attention."""
+        """Return the position as `attention of layer 3`; past the last norm of a step it is the attention of one more
+        layer.
+        """
         return f"{self.half} of layer {self.layer}"
 
 
 @dataclasses.dataclass
 class Rank:
-    """What is known of one rank, or of one process of another program."""
+    """Everything known about one rank, or about one process of another program."""
 
     rank: int
     name: str
@@ -94,32 +98,36 @@ class Rank:
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """Stack of its main thread, innermost first; of its only one where none says that it is it."""
+        """Return the stack of the main thread, innermost frame first.
+
+        If no thread is known to be the main one, return the stack of the only thread, or an empty tuple if there are
+        several.
+        """
         main = next((t for t in self.threads if t.main), None)
         return (main or self.threads[0]).frames if main or len(self.threads) == 1 else ()
 
     @property
     def pace(self) -> str:
-        """`sleeps`, `spins`, or nothing where its CPU time says neither."""
+        """Return `sleeps` or `spins` by the CPU time of the process, or an empty string if neither can be concluded."""
         cpu = self.seen.cpu if self.seen else None
         return "" if cpu is None else "spins" if cpu >= BUSY else "sleeps" if cpu <= IDLE else ""
 
 
 @dataclasses.dataclass
 class Evidence:
-    """What was read, and what could not be."""
+    """All files that were read, grouped by rank, and the reasons why others could not be read."""
 
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     read: list[str] = dataclasses.field(default_factory=list)
     unread: list[str] = dataclasses.field(default_factory=list)
-    """A sentence each."""
+    """One sentence per file that could not be read."""
     unknown: list[int] = dataclasses.field(default_factory=list)
-    """Ranks of which files are there, and none could be read."""
+    """Ranks that have files of which none could be read."""
     gpus: str = ""
     nccl: str = ""
 
     def of(self, rank: int, name: str = "") -> Rank:
-        """The rank of this number, or the process of this name where it has none."""
+        """Return the rank with this number, or the process with this name if it has no rank."""
         found = next((r for r in self.ranks if r.rank == rank and (rank != NOBODY or r.name == name)), None)
         if found is None:
             found = Rank(rank, f"rank {rank}" if rank != NOBODY else name)
@@ -128,7 +136,7 @@ class Evidence:
 
 
 def of_files(paths: Sequence[Path]) -> Evidence:
-    """What these files say, and those that lie in these folders. Raises RecordsError where nothing could be read."""
+    """Read evidence from `paths`: files, and all files in folders. Raise RecordsError if no file could be read."""
     found = Evidence()
     typed = {os.path.realpath(path): path for path in paths if not path.is_dir()}
     inside = [path for folder in paths if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_file()]
@@ -145,7 +153,7 @@ def of_files(paths: Sequence[Path]) -> Evidence:
             found.unread.append(str(e))
             missed.append(dumps.rank_of(path))
     known = {rank.rank for rank in found.ranks}
-    if NOBODY not in known:  # else numbers in names may be of processes
+    if NOBODY not in known:  # otherwise numbers in names may be process ids
         found.unknown = sorted({*missed} - known - {NOBODY})
     found.ranks.sort(key=lambda r: (r.rank == NOBODY, r.rank, r.name))
     if not found.ranks:
@@ -158,9 +166,9 @@ def of_files(paths: Sequence[Path]) -> Evidence:
 
 
 def _take(found: Evidence, path: Path, called: str) -> bool:
-    """Read a file as what its name or its text says it is; whether it was something.
+    """Read one file by its name or content into `found`; return True if its kind is known.
 
-    Dumps of one file name are of several hosts, and the number in it is of each host's own.
+    Dumps with the same file name come from several hosts, so the number in such a name is local to its host.
     """
     if path.suffix == ".bin":
         read = beats.read(path)
@@ -219,7 +227,7 @@ def _take_seen(found: Evidence, path: Path) -> None:
 
 
 OURS = {"device-": _take_device, "signals-": _take_signals, SEEN_FILE: _take_seen}
-"""Who reads JSON of ours, by how the file's name begins."""
+"""Readers of our own JSON files, by the beginning of the file name."""
 
 
 def _decoded(path: Path, kind: type[Read]) -> Read:

@@ -1,15 +1,17 @@
-"""Who kept the others waiting: a finding with its reasons, or `unknown` with what was read.
+"""Find which ranks kept the others waiting: a finding with its reasons, or `unknown` with what was read.
 
-Ranks of a group must begin the same collectives in the same order. The n-th that each began in the group tells, in turn:
+All ranks of a group must begin the same collectives in the same order. The n-th collective that each rank began in the
+group is compared, and the first of these cases that applies is the finding:
 
-1. two ranks began different ones as their n-th: another order, shape or dtype, and who differs
-2. a rank waits in a kernel for a peer's signal, by the counters in its memory: the peer has passed that place and its
-   signal was lost, or it has not come there
-3. some wait in the n-th that another one has not begun: that one is behind, and where it is, is where it hangs
-4. a rank waits in the kernel, where no signal reaches it: for a disk or a driver that does not answer
-5. all are in the same one: none is behind, and what carries it stands still
-6. none is in a collective that is known: where the devices are in a step, by the marks of their norms; else each rank's
-   own place is all there is
+1. Two ranks began different collectives as their n-th: the order, shape or dtype differs.
+2. A rank waits in a GPU kernel for a peer's signal, by the counters in its memory: either the peer has passed that
+place and its signal was lost, or the peer has not reached it.
+3. Some ranks wait in the n-th collective, which another rank has not begun: that rank is behind, and its position is
+the place of the hang.
+4. A rank waits in the operating system's kernel, uninterruptible: for a disk or a driver that does not answer.
+5. All ranks are in the same collective: none is behind, and the transport or the device does not progress.
+6. No rank is in a known collective: the position of the devices in a step, by their norm markers; otherwise only each
+rank's own position is reported.
 """
 
 from __future__ import annotations
@@ -72,30 +74,38 @@ WAITS_IN = ("distributed_c10d.py", "torch/cuda/", "torch/distributed/")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """The responsible ranks of a hang, with the reasons."""
 
     kind: str
-    """`order`, `shape`, `dtype`: it began another collective than the others · `signal`: it has passed the meeting of
-    kernels in which others wait for its signal · `behind`: it has not come to the collective in which the others wait,
-    or to the meeting · `gone`: nor will it · `together`: all are in the same one · `apart`: groups
-    wait for each other · `device`: steps were handed over, and devices stand in them · `kernel`: it waits in
-    the kernel for a disk or a driver · `outside`: none is in a collective · `unknown`."""
+    """Kind of the finding.
+
+    - `order`, `shape`, `dtype`: the rank began another collective than the others.
+    - `signal`: the rank has passed the kernel meeting in which others wait for its signal.
+    - `behind`: the rank has not reached the collective or the kernel meeting in which the others wait.
+    - `gone`: as `behind`, and the rank has ended.
+    - `together`: all ranks are in the same collective.
+    - `apart`: groups wait for each other.
+    - `device`: steps were launched, and the devices do not finish them.
+    - `kernel`: the rank waits in the operating system's kernel for a disk or a driver.
+    - `outside`: no rank is in a collective.
+    - `unknown`: the evidence does not decide.
+    """
     said: str
-    """In one sentence."""
+    """The finding in one sentence."""
     ranks: list[int] = []
-    """Who differs or is behind."""
+    """Ranks that differ or are behind."""
     waiting: list[int] = []
     phase: str = ""
-    """Where the culprit is; of a collective of which it is not known, where the others wait."""
+    """Phase of the responsible rank; the phase in which the others wait if the collective of that rank is unknown."""
     layer: int | None = None
     collective: str = ""
-    """In which the others wait, or should be."""
+    """Collective in which the other ranks wait, or should be."""
     number: int | None = None
-    """Of that collective in its group."""
+    """Number of that collective within its group."""
     line: str = ""
-    """Where the culprit is."""
+    """Source line of the responsible rank."""
     waiting_at: str = ""
-    """Where the others are."""
+    """Source line at which the other ranks wait."""
     why: list[str] = []
     read: list[str] = []
     unread: list[str] = []
@@ -103,7 +113,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """What one rank began in one group, by number."""
+    """Collectives that one rank began in one group, by number."""
 
     by_number: Mapping[int, Met]
 
@@ -113,7 +123,7 @@ class _Line:
 
 
 def find(evidence: Evidence) -> Finding:
-    """What the evidence says, and no more."""
+    """Return the finding that the evidence supports."""
     groups = _groups(evidence)
     found = _mismatch(evidence, groups) or _at_meetings(evidence, groups) or _behind(evidence, groups)
     found = _held(evidence, found) or found or _together(evidence, groups)
@@ -126,12 +136,18 @@ def find(evidence: Evidence) -> Finding:
 
 
 def differs(evidence: Evidence) -> Finding | None:
-    """The same where two ranks began different collectives, else None: what of a job that broke explains it."""
+    """Return a finding if two ranks began different collectives, else None; it explains a job that broke before it
+    hung.
+    """
     return _mismatch(evidence, _groups(evidence))
 
 
 def met(rank: Rank) -> list[Met]:
-    """Its last collectives: as its host waited in them, else as the flight recorder has them, with the places of beats."""
+    """Return the rank's last collectives.
+
+    They come from the heartbeats if the host waited in collectives, otherwise from the flight recorder with the source
+    lines of the heartbeats.
+    """
     if rank.beats is not None and (rank.beats.waits or rank.flight is None):
         return rank.beats.met
     if rank.flight is None:
@@ -154,20 +170,20 @@ def _placed(one: Met, own: Sequence[Met]) -> Met:
 
 
 def inside(rank: Rank) -> Met | None:
-    """The collective that it waits in, as far as somebody says."""
+    """Return the collective that the rank waits in, or None if it waits in none or this is unknown."""
     known = met(rank)
     if rank.beats is not None and not rank.beats.waits and rank.flight is None:
-        return None  # handed to the device, and nobody knows how far that is
+        return None  # collectives were only launched on the device, and its progress is unknown
     return next((m for m in known if m.state == INSIDE), None)
 
 
 def at_meetings(evidence: Evidence) -> list[Wait]:
-    """The ranks that wait in a kernel for signals of their peers."""
+    """Return the ranks that wait in a kernel for signals of their peers."""
     return meetings.waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
 
 
 def _groups(evidence: Evidence) -> dict[str, dict[int, _Line]]:
-    """Of each group, what each rank began in it."""
+    """Return the collectives that each rank began, by group and rank."""
     lines: dict[str, dict[int, dict[int, Met]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for rank in evidence.ranks:
         for one in met(rank):
@@ -182,7 +198,7 @@ def _place(one: Met) -> tuple[object, ...]:
 
 
 def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 1; the earliest of all groups."""
+    """Return the finding of case 1, the earliest over all groups."""
     found = []
     for lines in groups.values():
         numbers = sorted({n for line in lines.values() for n in line.by_number})
@@ -201,21 +217,25 @@ def _mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
 
 
 def _agree(of: Mapping[int, Met]) -> bool:
-    """Whether all ranks began the same."""
+    """Return True if all ranks began the same collective."""
     return len({_what(one) for one in of.values()}) <= 1
 
 
 def _passed(of: Mapping[int, Met], following: Mapping[int, Met] | None) -> bool:
-    """Whether a difference did no harm: all came back from it, and went on alike.
+    """Return True if a difference did no harm: every rank returned from it, and the following collectives agree.
 
-    Of our own never: its ranks agree in everything, and NCCL may let one that gave less go on.
+    Collectives of dcpbench never pass: its ranks agree in every argument, and NCCL may return on a rank that gave fewer
+    bytes.
     """
     back = all(one.state == RETURNED and one.call is not None and not one.call.at for one in of.values())
     return back and following is not None and following.keys() == of.keys() and _agree(following)
 
 
 def _what(one: Met) -> tuple[str, str, tuple[int, ...]]:
-    """What must agree; of collectives of other programs whose ranks may give parts of several sizes, not the shape."""
+    """Return the part of a collective that must agree: (op, dtype, shape).
+
+    The shape is left empty for collectives of other programs that accept parts of different sizes.
+    """
     assert one.call is not None
     op, dtype, shape = one.call.what
     return op, dtype, () if op in UNEVEN and not one.call.at else shape
@@ -264,7 +284,10 @@ def _differing(
 
 
 def _odd(lines: Mapping[int, _Line], at: Mapping[int, Met], number: int) -> tuple[set[int], bool, list[str]]:
-    """Who differs; whether that is known; why. The few against the many, else who left what all did before."""
+    """Return (ranks that differ, True if that is certain, reasons).
+
+    The minority differs from the majority; in a tie, the ranks that left the order of earlier steps differ.
+    """
     sides: dict[object, set[int]] = collections.defaultdict(set)
     for rank, one in at.items():
         sides[_place(one)].add(rank)
@@ -278,13 +301,13 @@ def _odd(lines: Mapping[int, _Line], at: Mapping[int, Met], number: int) -> tupl
 
 
 def _followed(lines: Mapping[int, _Line], at: Mapping[int, Met], rank: int, number: int) -> bool:
-    """Whether what the rank began came behind the one before it in an earlier step, too."""
+    """Return True if the collective that the rank began followed the one before it in an earlier step, too."""
     before = lines[rank].by_number.get(number - 1)
     return before is not None and _place(at[rank]) in _behind_it(lines, before, number)
 
 
 def _behind_it(lines: Mapping[int, _Line], one: Met, number: int) -> list[tuple[object, ...]]:
-    """What came behind a collective whenever it was begun at the same place before, on any rank."""
+    """Return the collectives that followed `one` each time any rank began it at the same place before."""
     return [
         _place(line.by_number[n + 1])
         for line in lines.values()
@@ -294,7 +317,7 @@ def _behind_it(lines: Mapping[int, _Line], one: Met, number: int) -> list[tuple[
 
 
 def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], number: int) -> list[str]:
-    """What else is known of an order that differs."""
+    """Return further facts about an order that differs: swapped, additional or missing collectives."""
     one, other = min(odd), min(set(at) - odd)
     mine, theirs = lines[one].by_number, lines[other].by_number
     places = {
@@ -312,7 +335,7 @@ def _order(lines: Mapping[int, _Line], at: Mapping[int, Met], odd: set[int], num
 
 
 def _at_meetings(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 2; None where who has not come waits in a collective for yet another."""
+    """Return the finding of case 2; None if the absent rank waits in another collective."""
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waiting = at_meetings(evidence)
     if lost := [wait for wait in waiting if wait.passed]:
@@ -328,7 +351,7 @@ def _at_meetings(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) 
 
 
 def _late(groups: Mapping[str, Mapping[int, _Line]], one: Met) -> set[int]:
-    """Who has not begun a collective."""
+    """Return the ranks that have not begun a collective."""
     assert one.call is not None
     lines = groups[one.call.group]
     expected = set(members(one.call.ranks)) or set(lines)
@@ -336,7 +359,7 @@ def _late(groups: Mapping[str, Mapping[int, _Line]], one: Met) -> set[int]:
 
 
 def _signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
-    """Signals that have not come of ranks which went on."""
+    """Return the finding for missing signals of ranks that have passed the meeting."""
     one = lost[0]
     same = [w for w in lost if (w.said, w.passed, w.meeting.ranks) == (one.said, one.passed, one.meeting.ranks)]
     waiting = sorted({w.rank for w in same})
@@ -362,7 +385,7 @@ def _signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
 
 
 def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait]) -> Finding:
-    """Ranks that have not come to a meeting."""
+    """Return the finding for ranks that have not reached a meeting."""
     one = waiting[0]
     known = [by_rank[r] for r in sorted(roots) if r in by_rank]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
@@ -391,7 +414,7 @@ def _absent(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait
 
 
 def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
-    """Ranks in several meetings that wait for each other."""
+    """Return the finding for ranks in several meetings that wait for each other."""
     one = waiting[0]
     phase, layer = _meeting_place(by_rank[one.rank], one)
     ranks = sorted({w.rank for w in waiting})
@@ -409,12 +432,12 @@ def _meetings_apart(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Fin
 
 
 def _by_host(rank: Rank) -> bool:
-    """Whether its place is its host's: nothing says where its device is."""
+    """Return True if the position of the rank is that of its host because the position of its device is unknown."""
     return rank.device is None or not rank.device.norm or rank.beats is None or rank.beats.waits
 
 
 def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
-    """(phase, layer) of a meeting that a rank is in."""
+    """Return (phase, layer) of the meeting that a rank is in."""
     if not _by_host(rank):
         assert rank.device is not None
         # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/pieces.py).
@@ -426,7 +449,7 @@ def _meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
 
 
 def _whereabouts(rank: Rank) -> str:
-    """`by its device in attention of layer 1`, `in phase moe of layer 1 at model.py:12 in experts`."""
+    """Return `by its device in attention of layer 1` or `in phase moe of layer 1 at model.py:12 in experts`."""
     if not _by_host(rank):
         assert rank.device is not None
         return f"by its device in {rank.device.said}"
@@ -439,13 +462,15 @@ def _in_step(phase: str, layer: int | None) -> str:
 
 
 def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 3, by whom each waiting rank waits for; and groups that wait for each other."""
+    """Return the finding of case 3, from the ranks that each waiting rank waits for, or for groups that wait for each
+    other.
+    """
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waits: dict[int, Met] = {r: one for r, rank in by_rank.items() if (one := inside(rank)) and one.call}
     for_whom = {rank: _late(groups, one) - {rank} for rank, one in waits.items()}
     late = set().union(*for_whom.values()) - {wait.rank for wait in at_meetings(evidence)}
     unread = {r for r in late if r not in by_rank or not _tells(by_rank[r])}
-    roots = {r for r in late - unread if not for_whom.get(r)}  # in no collective, or in one to which all have come
+    roots = {r for r in late - unread if not for_whom.get(r)}  # in no collective, or in one that all have reached
     if not late:
         return None
     if not roots:
@@ -480,12 +505,12 @@ def _behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Fi
 
 
 def _tells(rank: Rank) -> bool:
-    """Whether it is known which collectives it began, or that it has ended."""
+    """Return True if it is known which collectives the rank began, or that the rank has ended."""
     return rank.beats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
 
 
 def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
-    """Some wait for ranks of which nothing says whether they have come."""
+    """Return the finding for ranks that wait for ranks without any evidence of their collectives."""
     rank, one = next(iter(waits.items()))
     assert one.call is not None
     return Finding(
@@ -500,7 +525,7 @@ def _of_unread(waits: Mapping[int, Met], unread: set[int]) -> Finding:
 
 
 def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set[int]) -> Finding:
-    """Ranks of several groups that wait for each other."""
+    """Return the finding for ranks of several groups that wait for each other."""
     ranks = sorted(r for r in late if for_whom.get(r))
     parts = []
     for rank in ranks:
@@ -524,7 +549,10 @@ def _apart(waits: Mapping[int, Met], for_whom: Mapping[int, set[int]], late: set
 
 
 def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
-    """Case 4: ranks that wait in the kernel, and that no other finding names already. None is called level with others."""
+    """Return the finding of case 4: ranks blocked in the operating system's kernel.
+
+    If `found` names such a rank, return it with this reason added; if it names only others, return None.
+    """
     held = {rank.rank: rank.seen.held_in for rank in evidence.ranks if rank.seen is not None and rank.seen.held}
     if not held or (found is not None and not set(found.ranks) & set(held)):
         return None
@@ -544,7 +572,7 @@ def _held(evidence: Evidence, found: Finding | None) -> Finding | None:
 
 
 def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
-    """Case 5."""
+    """Return the finding of case 5."""
     waits = {rank.rank: one for rank in evidence.ranks if (one := inside(rank)) and one.call}
     if not waits:
         return None
@@ -570,7 +598,7 @@ def _together(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> 
 
 
 def _on_devices(evidence: Evidence) -> Finding | None:
-    """Case 6 where hosts only handed steps to devices that mark how far they are."""
+    """Return the finding of case 6 if hosts only launched steps on devices that mark their progress."""
     known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
     handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
     if not known or not len(known) == len(handed) == len(evidence.ranks):
@@ -596,7 +624,9 @@ def _on_devices(evidence: Evidence) -> Finding | None:
 
 
 def _by_stacks(evidence: Evidence) -> Finding | None:
-    """Case 3 by stacks alone: some are in a function of torch that waits, and others are not."""
+    """Return the finding of case 3 from stacks alone: some ranks are in a waiting function of torch, and others are
+    not.
+    """
     stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _frames(evidence, rank))}
     ranks = {id(rank): rank for rank in evidence.ranks}
     waits = {r: call for r, frames in stacks.items() if (call := _waits_in(frames)) is not None}
@@ -622,12 +652,12 @@ def _by_stacks(evidence: Evidence) -> Finding | None:
 
 
 def _numbers(ranks: Mapping[int, Rank], some: Iterable[int]) -> list[int]:
-    """Of those that have one."""
+    """Return the numbers of those ranks that have one."""
     return [ranks[r].rank for r in some if ranks[r].rank != NOBODY]
 
 
 def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Frame]]) -> Finding | None:
-    """All wait, and few of them at another line than most."""
+    """Return the finding if all ranks wait, and a minority of them at another line."""
     lines: dict[str, list[int]] = collections.defaultdict(list)
     for r, (call, own) in waits.items():
         lines[f"{call.function}, at {own.said}"].append(r)
@@ -650,7 +680,7 @@ def _lines_apart(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, Fra
 
 
 def _outside(evidence: Evidence) -> Finding:
-    """Case 6, and whatever is not known."""
+    """Return the finding for ranks outside collectives (case 6), or `unknown`."""
     placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
     parts = [f"{rank.name} {_doing(rank)}{_at(*spot(rank))}" for rank in placed[:8]]
     if placed and all(rank.beats is not None for rank in placed) and not any(inside(rank) for rank in placed):
@@ -670,7 +700,7 @@ def _frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:
 
 
 def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
-    """(the outermost function of torch that waits, who called it)."""
+    """Return (the outermost waiting function of torch, its caller)."""
     for call, above in reversed([*itertools.pairwise(frames)]):
         if call.function in WAITS and any(part in call.file for part in WAITS_IN):
             return call, above
@@ -678,12 +708,12 @@ def _waits_in(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
 
 
 def _own(frames: Sequence[Frame]) -> Frame:
-    """The innermost line of ours, else the innermost that is known."""
+    """Return the innermost frame of dcpbench, else the innermost known frame."""
     return next((f for f in frames if OURS in f.file), next((f for f in frames if f.line is not None), frames[0]))
 
 
 def spot(rank: Rank) -> tuple[str, int | None, str]:
-    """(phase, layer, line) where it is."""
+    """Return the position of a rank as (phase, layer, line)."""
     beat = rank.beats
     line = ""
     if rank.frames:

@@ -1,8 +1,9 @@
-"""Who waits in a kernel for a signal of whom, by the counters of kernels that meet in peers' memory.
+"""Find which rank waits in a kernel for a signal of which peer, by the counters of kernels that synchronise in peer
+memory.
 
-How they meet: kernels/peers/meeting.py. A rank adds one to a counter in each peer's memory and waits until all peers have
-added to its own as often. So a peer that has a rank's signal of its next meeting says that the rank is in that meeting,
-and the rank's own counters say whose signal it has not.
+The protocol is in kernels/peers/meeting.py: a rank adds one to a counter in each peer's memory and waits until every
+peer has added the same count to its own counters. If a peer has received the signal of a rank's next meeting, that rank
+is in the meeting; the rank's own counters show which peer's signal is missing.
 """
 
 from __future__ import annotations
@@ -23,47 +24,49 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """The counters of one kind of meeting in the memory of one rank."""
 
     number: int
-    """Which buffer of the rank it lies in: the same on all ranks of its group."""
+    """Index of the rank's buffer that holds the counters; the same on all ranks of the group."""
     what: str
     """`merge of symm`."""
     phase: str = ""
-    """Of a step; empty where the half of a layer decides."""
+    """Phase of the step; empty if the half of the layer determines it."""
     ranks: tuple[int, ...]
-    """Of the group, in its order."""
+    """Ranks of the group, in group order."""
     rows: list[list[int]] = []
-    """For each block that meets by itself: how many meetings it has ended here, and how often each of `ranks` has
-    signalled (this rank itself: as many as it has ended). Behind the last one that is not zero there may be none."""
+    """One row per block that synchronises by itself: number of meetings it has ended here, then number of signals from
+    each of `ranks` (for this rank itself, the number it has ended). Rows after the last non-zero one may be missing.
+    """
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank found in its memory."""
+    """Signal counters found in the memory of one rank."""
 
     meetings: list[Meeting] = []
     unread: str = ""
-    """Why no more than these could be read."""
+    """Reason why no further counters could be read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A rank in a meeting that peers keep it in."""
+    """A rank that waits in a meeting, with the peers that it waits for."""
 
     rank: int
     meeting: Meeting
     number: int
-    """Of the meeting among those of its kind, from 1 on."""
+    """Number of the meeting among those of its kind, from 1."""
     passed: list[int]
-    """Peers that have ended this meeting, or whose signal of it others have: theirs has not come here."""
+    """Peers that have ended this meeting, or have signalled it to other ranks: their signal to this rank is missing.
+    """
     absent: list[int]
-    """Peers that have not begun it, as far as anybody says."""
+    """Peers that have not begun the meeting, as far as is known."""
 
     @property
     def said(self) -> str:
-        """`merge of symm, meeting 70`."""
+        """Return the meeting as `merge of symm, meeting 70`."""
         return f"{self.meeting.what}, meeting {self.number}"
 
 
 def waits(signals: Mapping[int, Signals]) -> list[Wait]:
-    """All that wait, by rank; of one rank the first meeting of each buffer and kind."""
+    """Return all waiting ranks, in order; for each rank the first meeting of each buffer and kind."""
     kinds: dict[tuple[object, ...], dict[int, Meeting]] = {}
     for rank, told in sorted(signals.items()):
         for meeting in told.meetings:
@@ -74,12 +77,12 @@ def waits(signals: Mapping[int, Signals]) -> list[Wait]:
 
 
 def _wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
-    """The first of its blocks that is known to wait."""
+    """Return the first wait among the rank's blocks, or None."""
     ranks = by_rank[rank].ranks
     for block in range(max(len(meeting.rows) for meeting in by_rank.values())):
         ended = _ended(by_rank[rank], block)
         ahead = max((_ahead(heard, ended) for heard in _heard_of(by_rank, rank, block)), default=0)
-        if ahead != 1:  # by more nobody can be: these were read while ranks went on
+        if ahead != 1:  # a peer can be ahead by at most one: these counters were read while ranks went on
             continue
         missing = [p for p in ranks if p != rank and _ahead(_signals(by_rank[rank], block, p), ended) <= 0]
         if missing:
@@ -98,7 +101,7 @@ def _wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
 
 
 def _heard_of(by_rank: Mapping[int, Meeting], rank: int, block: int) -> Iterator[int]:
-    """How often each of its peers has its signal."""
+    """Yield the number of this rank's signals that each of its peers has received."""
     return (_signals(meeting, block, rank) for peer, meeting in by_rank.items() if peer != rank)
 
 
@@ -112,5 +115,5 @@ def _signals(meeting: Meeting, block: int, peer: int) -> int:
 
 
 def _ahead(count: int, of: int) -> int:
-    """By how much a counter is ahead of another."""
+    """Return by how much a wrapping counter is ahead of another."""
     return (count - of + WRAP // 2) % WRAP - WRAP // 2

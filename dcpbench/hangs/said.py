@@ -1,4 +1,4 @@
-"""Hangs told: in text, as JSON, and as a page."""
+"""Format hangs as text, as JSON and as an HTML page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Hang:
 
 
 def explained(paths: Sequence[Path]) -> list[Hang]:
-    """One for each of a run's hangs that is named; one for all other files together. Raises RecordsError."""
+    """Return a Hang for each named hang of a run, and one for all other files together. Raise RecordsError if none can
+    be read.
+    """
     hangs, others = [], []
     for path in paths:
         below = (
@@ -52,7 +54,7 @@ def _hang(paths: Sequence[Path], name: str) -> Hang:
 
 
 def as_json(hang: Hang) -> dict[str, object]:
-    """For programs: the finding, and where each rank was."""
+    """Return the finding and the position of each rank as values for JSON."""
     met = {wait.rank: wait for wait in at_meetings(hang.evidence)}
     ranks = [
         {"rank": rank.rank, "name": rank.name, **dict(zip(COLUMNS, _row(rank, met.get(rank.rank))[1:], strict=True))}
@@ -90,7 +92,7 @@ def _row(rank: Rank, wait: Wait | None) -> list[str]:
 
 
 def as_text(hang: Hang) -> str:
-    """For people: the sentence, why, where each rank was, and what was read."""
+    """Return the report as text: the sentence, the reasons, a table of the ranks, and the files that were read."""
     found = hang.finding
     rows = _rows(hang.evidence)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -110,7 +112,7 @@ def as_text(hang: Hang) -> str:
 
 
 def as_page(hangs: Sequence[Hang]) -> str:
-    """A page of HTML that loads nothing."""
+    """Return an HTML page that loads no other file."""
     told = [
         {
             "name": printable(hang.name),
@@ -138,7 +140,7 @@ def as_page(hangs: Sequence[Hang]) -> str:
 
 
 def _rows(evidence: Evidence) -> list[list[str]]:
-    """A head, and a row for each rank, of the columns that say something."""
+    """Return the header and a row per rank, with the columns that have a value."""
     met = {wait.rank: wait for wait in at_meetings(evidence)}
     rows = [["rank", *COLUMNS], *(_row(rank, met.get(rank.rank)) for rank in evidence.ranks)]
     shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]

@@ -1,4 +1,4 @@
-"""The JSON objects of a result file, each with where it stands, or what is wrong with the file in one sentence."""
+"""The JSON objects of result files, each with its place, and what could not be read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-MOST_BYTES = 4 << 30
-"""Of a file that is read into memory."""
+MAX_BYTES = 4 << 30  # of a file that is read into memory
 SUFFIXES = (".json", ".jsonl")
 SWEEPS = ("SERVE-", "BENCH-")
-"""How `vllm bench sweep` names the folder of a set of parameters."""
+"""Prefixes of folder names with which `vllm bench sweep` names a set of parameters."""
 ROWS = "benchmarks"
-"""Where a whole sweep of InferenceX has its rows."""
+"""Field of an InferenceX sweep that holds its rows."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""How JSON spells halves of characters, which mostly come in pairs."""
+"""Escape of half a surrogate pair in JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,90 +32,133 @@ class Document:
     """`results/a.json`, or `results/a.jsonl, line 3`."""
     fields: dict[str, Any]
     listed: bool = False
-    """Whether the file is a list, as summaries are of what lies beside them."""
+    """True if the file is a list, as summaries of several results are."""
     folders: tuple[str, ...] = ()
-    """Names of the folders around it that may say something of it, as `SERVE--max_num_seqs=4` does."""
+    """Names of the folders around the file that may hold parameters, such as `SERVE--max_num_seqs=4`."""
     file: str = ""
     found: bool = False
-    """Whether a folder was given and not the file, so that it may be something else."""
+    """True if a folder was given and not the file itself, so that the file may be something else."""
 
 
-def gather(paths: Iterable[Path]) -> list[Document]:
-    """Of files, and of all files below folders, in the order of the numbers in their names; no file twice.
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Documents of one or more files, and an error for each part that cannot be read."""
 
-    Raises RecordsError as `read`, and for a folder without any.
+    documents: list[Document]
+    errors: list[RecordsError]
+
+
+def gather(paths: Iterable[Path]) -> Contents:
+    """Read files, and all result files below folders, in the order of the numbers in their names; each file once.
+
+    Unreadable parts of files below a folder are returned as errors. Raises RecordsError for an unreadable file that was
+    named itself, and for a folder without any result file.
     """
-    documents: dict[Path, list[Document]] = {}
+    found: dict[Path, Contents] = {}
     for path in paths:
-        files = _inside(path) if path.is_dir() else [path]
+        files = _list_files(path) if path.is_dir() else [path]
         if not files:
             raise RecordsError(f"{path} holds no *{' or *'.join(SUFFIXES)}; give the folder of results, or a file.")
         for file in files:
-            if (key := file.resolve()) not in documents:
-                around = [name for name in key.parent.parts if name.startswith(SWEEPS)]
-                below = file.parent.relative_to(path).parts if path != file else ()
-                folders = tuple(dict.fromkeys([*around, *below]))
-                documents[key] = [
-                    dataclasses.replace(d, folders=folders, file=str(file), found=path != file) for d in read(file)
-                ]
-    return [document for found in documents.values() for document in found]
+            if (key := file.resolve()) not in found:
+                found[key] = _read_below(path, file, key)
+    return Contents(
+        [document for contents in found.values() for document in contents.documents],
+        [error for contents in found.values() for error in contents.errors],
+    )
 
 
-def _inside(folder: Path) -> list[Path]:
+def _read_below(path: Path, file: Path, resolved: Path) -> Contents:
+    """Read a file that is `path`, or lies below it."""
+    contents = read(file)
+    if contents.errors and path == file:
+        raise contents.errors[0]
+    around = [name for name in resolved.parent.parts if name.startswith(SWEEPS)]
+    below = file.parent.relative_to(path).parts if path != file else ()
+    folders = tuple(dict.fromkeys([*around, *below]))
+    placed = [
+        dataclasses.replace(document, folders=folders, file=str(file), found=path != file)
+        for document in contents.documents
+    ]
+    return Contents(placed, contents.errors)
+
+
+def _list_files(folder: Path) -> list[Path]:
     files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     return sorted(shown, key=natural)
 
 
-def read(path: Path) -> list[Document]:
-    """A file with one object, a list of objects, or an object per line.
+def read(path: Path) -> Contents:
+    """Read a file with one object, a list of objects, or an object per line. Infinity is a number, as Python writes it.
 
-    Infinity is a number here, as Python writes and reads it. Raises RecordsError for anything else.
+    A file, an entry or a line that cannot be read is an error in the result.
     """
-    text = _text(path)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise RecordsError(f"{path} is empty; the benchmark may have been interrupted. Run it again.")
     try:
-        found = _parse(text)
-    except ValueError as e:
-        if len(lines) == 1 or not _is_object(lines[0][1]):
-            raise RecordsError(f"{path} {_wrong(e)} Run the benchmark again, or leave this file out.") from e
-        return [_document(f"{path}, line {number}", _line(path, number, line)) for number, line in lines]
+        text = _read_text(path)
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        try:
+            entries = _list_entries(path, _parse(text))
+        except ValueError as e:
+            if len(lines) == 1 or not _is_object(lines[0][1]):
+                raise RecordsError(f"{path} {_describe(e)} Run the benchmark again, or leave this file out.") from e
+            entries = [(f"{path}, line {number}", line, False) for number, line in lines]
+            return _collect(entries, parse_lines=True)
+    except RecordsError as e:
+        return Contents([], [e])
+    return _collect(entries, parse_lines=False)
+
+
+def _list_entries(path: Path, found: object) -> list[tuple[str, object, bool]]:
+    """Return the place and value of each entry, and whether the file is a list. Raises RecordsError for an empty list."""
     if isinstance(found, dict) and isinstance(found.get(ROWS), list):
         found = found[ROWS]
-    if isinstance(found, list):
-        if not found:
-            raise RecordsError(
-                f"{path} holds an empty list, and no result. Run the benchmark again, or leave this file out."
-            )
-        entries = enumerate(found, 1)
-        return [dataclasses.replace(_document(f"{path}, entry {n}", entry), listed=True) for n, entry in entries]
-    return [_document(str(path), found)]
+    if not isinstance(found, list):
+        return [(str(path), found, False)]
+    if not found:
+        raise RecordsError(
+            f"{path} holds an empty list, and no result. Run the benchmark again, or leave this file out."
+        )
+    return [(f"{path}, entry {number}", entry, True) for number, entry in enumerate(found, 1)]
 
 
-def _text(path: Path) -> str:
+def _collect(entries: Iterable[tuple[str, Any, bool]], *, parse_lines: bool) -> Contents:
+    """Make a document of each entry; `parse_lines` if entries are still text."""
+    contents = Contents([], [])
+    for where, entry, listed in entries:
+        try:
+            value = _parse_line(where, entry) if parse_lines else entry
+            contents.documents.append(dataclasses.replace(_make_document(where, value), listed=listed))
+        except RecordsError as e:
+            contents.errors.append(e)
+    return contents
+
+
+def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise RecordsError(f"{path} is larger than 4 GiB; save the results without generated texts.")
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as e:
         raise RecordsError(f"{path} cannot be read ({e.strerror}); name a result file of the benchmark.") from e
     except UnicodeDecodeError as e:
         raise RecordsError(f"{path} is no text ({e.reason} at byte {e.start}), and so no result of a benchmark.") from e
+    if not text.strip():
+        raise RecordsError(f"{path} is empty; the benchmark may have been interrupted. Run it again.")
+    return text
 
 
-def _line(path: Path, number: int, line: str) -> object:
+def _parse_line(where: str, line: str) -> object:
     try:
         return _parse(line)
     except ValueError as e:
         raise RecordsError(
-            f"{path}, line {number} {_wrong(e)} Remove that line to import the others, or run its benchmark again."
+            f"{where} {_describe(e)} Remove that line to import the others, or run its benchmark again."
         ) from e
 
 
 def _parse(text: str) -> object:
-    """Raises ValueError, as which json reports numbers that are too long, too."""
+    """Parse JSON. Raises ValueError, which json also raises for numbers that are too long."""
     try:
         found = json.loads(text)
         if SURROGATE.search(text):
@@ -135,7 +177,7 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _wrong(error: ValueError) -> str:
+def _describe(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
         at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
         place = "is cut short" if at_end else f"is no JSON at character {error.pos + 1:,}"
@@ -143,7 +185,7 @@ def _wrong(error: ValueError) -> str:
     return f"is no JSON ({str(error)[:100]})."
 
 
-def _document(where: str, found: object) -> Document:
+def _make_document(where: str, found: object) -> Document:
     if not isinstance(found, dict):
         raise RecordsError(f"{where} holds a {type(found).__name__}, not a JSON object with results.")
     return Document(where, found)

@@ -1,7 +1,7 @@
-"""InferenceX: rows as its `process_result.py` writes them and its site hands them out; docs/exports.md names the commits.
+"""InferenceX: rows as its `process_result.py` writes them and its site serves them; docs/exports.md names the commits.
 
-A row is a summary with rates of tokens for each GPU and times in seconds: neither how long a run took nor how many
-requests it had is in it. The server's framework is the backend of its point.
+A row is a summary with tokens per second and GPU, and times in seconds. It has neither the duration of the run nor the
+number of requests. The framework of the server is the backend of its point.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.imports import result, said
+from dcpbench.imports import field_names, result
 from dcpbench.imports.documents import Document
-from dcpbench.imports.result import Rates, Result
-from dcpbench.imports.vllm import TIMES, summary
+from dcpbench.imports.result import Rates, Result, count_instance_gpus
+from dcpbench.imports.vllm import TIMES, read_summary
 from dcpbench.points.names import CLOSED, INFERENCEX, TOOLS
 
 if TYPE_CHECKING:
@@ -42,45 +42,51 @@ OTHERS = """
     infmax_model_prefix disagg is_multinode dp_attention pp prefill_tp prefill_ep prefill_pp prefill_dp_attention
     prefill_num_workers decode_tp decode_ep decode_pp decode_dp_attention decode_num_workers num_gpus num_prefill_gpu
     num_decode_gpu num_aggregate_gpu input_tput_per_gpu pcp_size metrics spec_method spec_decoding mtp ep benchmark_type
-    result_filename run_url source scenario_type offload_mode
+    result_filename run_url source scenario_type offload_mode recipe_fingerprint router kv_p2p_transfer
+    prefill_dcp_size prefill_pcp_size decode_dcp_size decode_pcp_size
 """
-KNOWN = (*Row.__struct_fields__, *said.SERVER, *OTHERS.split())
+KNOWN = (*Row.__struct_fields__, *field_names.SERVER, *OTHERS.split())
 SPECULATION = ("spec_decoding", "spec_method", "mtp")
 NONE = ("", "none", "off", "false", "0")
+IDENTIFYING = ("image", "recipe_fingerprint", "router", "kv_p2p_transfer", "offload_mode")
+"""Fields that distinguish two servers, besides those that a point has fields for."""
 
 
-def flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as it was measured; of one from the site, whose numbers stand in `metrics`."""
+def flatten(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as it was measured; rows of the site have their numbers in `metrics`."""
     inner = fields.get("metrics")
     return {**fields, **inner} if isinstance(inner, dict) else dict(fields)
 
 
-def beyond(fields: Mapping[str, Any]) -> str:
-    """What no layout of ours says of a row; empty for one that can be read."""
-    row = flat(fields)
-    if _yes(row.get("disagg")):
-        return "prefill and decode on GPUs of their own, of which no row says how KV crosses"
-    if any((result.integer(row.get(name)) or 1) > 1 for name in ("pp", "prefill_pp", "decode_pp", "pcp_size")):
-        return "pipeline or prefill context parallel, which no layout of ours says"
+def explain_unsupported(fields: Mapping[str, Any]) -> str:
+    """Return what a point cannot hold of a row; empty for a row that can be read."""
+    row = flatten(fields)
+    if field_names.is_true(row.get("disagg")):
+        return "prefill and decode on GPUs of their own, and a row does not have the speed at which KV crosses"
+    names = ("tp",) if field_names.is_true(row.get("is_multinode")) else ("tp", "decode_tp")
+    if not _find_degree(row, *names):
+        return (
+            "no number of GPUs that share one copy of the model, as of several nodes without prefill and decode apart"
+        )
     if str(row.get("scenario_type") or "").startswith("agentic"):
         return "replays of agents, which have no lengths"
     return ""
 
 
 def read(document: Document) -> Result:
-    """One row. Raises RecordsError for what is none of InferenceX's."""
-    fields = flat(document.fields)
+    """Read one row. Raises RecordsError for a document of another tool."""
+    fields = flatten(document.fields)
     row: Row = result.convert(Document(document.where, fields), Row, TOOLS[INFERENCEX])
     if row.conc < 1:
         raise RecordsError(f"{document.where}: conc is {row.conc}; a row has at least one request in flight.")
-    layout = _layout(fields)
+    layout = _read_layout(fields)
     speculates = next((v for n in SPECULATION if (v := str(fields.get(n) or "").lower()) not in NONE), "")
-    in_ms = {f"{name}_ms": _ms(v) for name, v in fields.items() if _is_time(name) and isinstance(v, float | int)}
+    in_ms = {f"{name}_ms": _convert_to_ms(v) for name, v in fields.items() if _is_time(name) and _is_number(v)}
     times = Document(document.where, in_ms)
     return Result(
         where=document.where,
-        model=result.model(row.model, document.where),
-        backend=said.brief(row.framework),
+        model=result.read_model(row.model, document.where),
+        backend=field_names.shorten_label(row.framework),
         arrival=CLOSED,
         request_rate=None,
         concurrency=row.conc,
@@ -88,40 +94,62 @@ def read(document: Document) -> Result:
         completed=None,
         failed=None,
         duration_s=None,
-        rates=Rates(row.tput_per_gpu, row.output_tput_per_gpu, layout["tp"]),
+        rates=Rates(row.tput_per_gpu, row.output_tput_per_gpu, count_instance_gpus(layout)),
         nominal=(row.isl, row.osl),
-        summary={name: summary(times, name, 0) for name in TIMES},
+        summary={name: read_summary(times, name, 0) for name in TIMES},
         several_tokens=bool(speculates),
         layout=layout,
-        ep=str(result.integer(fields.get("ep")) or result.integer(fields.get("decode_ep")) or ""),
-        device=said.hardware(fields),
-        precision=said.precision(fields),
-        settings={"spec": said.brief(speculates)} if speculates else {},
-        facts={"date": row.date, "image": said.brief(row.image or "")},
+        ep=str(result.read_integer(fields.get("ep")) or result.read_integer(fields.get("decode_ep")) or ""),
+        device=field_names.read_hardware(fields),
+        precision=field_names.read_precision(fields),
+        settings={"spec": field_names.shorten_label(speculates)} if speculates else {},
+        hints={name: text for name in IDENTIFYING if (text := _format_component(fields.get(name)))},
+        facts={"date": row.date, "image": field_names.shorten_label(row.image or "")},
         unread=[name for name in fields if name not in KNOWN and not _is_time(name) and fields[name] not in (None, "")],
     )
 
 
-def _ms(seconds: float) -> float:
-    """The same in milliseconds; infinite where no float is as large."""
+def _format_component(value: object) -> str:
+    """Return a field that names a part of the server; a router has a name and a version."""
+    if isinstance(value, dict):
+        value = " ".join(str(value[name]) for name in ("name", "version") if name in value)
+    return field_names.shorten_label(value) if isinstance(value, str) else ""
+
+
+def _convert_to_ms(seconds: float) -> float:
+    """Return a time in milliseconds; infinity if no float is as large."""
     try:
         return seconds * MS
     except OverflowError:
         return math.inf
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int)
+
+
 def _is_time(name: str) -> bool:
-    """A statistic of a latency; `intvty` is one divided by TPOT."""
+    """Return whether a field is a statistic of a latency; `intvty` is 1 / TPOT."""
     return name.partition("_")[2] in (*TIMES, "intvty")
 
 
-def _layout(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Its tp counts all GPUs; with attention data parallel each replica has one GPU, or those of a dcp group."""
-    tp = result.integer(fields.get("tp")) or result.integer(fields.get("decode_tp")) or 0
-    dcp = result.integer(fields.get("dcp_size")) or 1
-    spread = _yes(fields.get("dp_attention")) or _yes(fields.get("decode_dp_attention"))
-    return {"tp": tp, "dp": max(tp // dcp, 1) if spread else 1, "dcp": dcp}
+def _read_layout(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the layout in our degrees.
+
+    tp counts the GPUs of all replicas. With attention data parallelism a replica has one GPU, or those of a DCP group. The
+    GPUs are tp * pp * pcp, as process_result.py counts them.
+    """
+    tp = _find_degree(fields, "tp", "decode_tp") or 0
+    dcp = _find_degree(fields, "dcp_size", "decode_dcp_size") or 1
+    spread = field_names.is_true(fields.get("dp_attention")) or field_names.is_true(fields.get("decode_dp_attention"))
+    return {
+        "tp": tp,
+        "dp": max(tp // dcp, 1) if spread else 1,
+        "dcp": dcp,
+        "pp": _find_degree(fields, "pp", "decode_pp") or 1,
+        "pcp": _find_degree(fields, "pcp_size", "decode_pcp_size") or 1,
+    }
 
 
-def _yes(value: object) -> bool:
-    return str(value).lower() in ("true", "1")
+def _find_degree(fields: Mapping[str, Any], *names: str) -> int | None:
+    return next((degree for name in names if (degree := result.read_integer(fields.get(name)))), None)

@@ -1,4 +1,4 @@
-"""Our metrics of another engine's result: computed of its requests where it kept them, else its own summary."""
+"""Metrics of an imported result: computed from its requests if the file has them, else the tool's own summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import RecordsError
+from dcpbench.imports.result import MIN_CHUNK_TOKENS
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
@@ -19,26 +22,42 @@ if TYPE_CHECKING:
 SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
 NOMINAL = "nominal_lengths"
 """Marks of imports; reports/explain.py has a sentence for each."""
+FROM_TPOT = "tpot"
+"""Value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms."""
 
 
-def serve_metrics(result: Result, tp: int) -> tuple[ServeMetrics, list[str]]:
-    """Metrics of a result with its marks; what it does not say is None. `tp` is 0 where nobody knows it.
+def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]:
+    """Return the metrics of a result and its marks; what the file does not contain is None. `gpus` is 0 if unknown.
 
-    With an entry per request every definition is ours; the wall time is from the first submission to the last token
-    where requests have a start, else the tool's. Raises RecordsError where no time passed.
+    With an entry per request every definition is that of docs/metrics.md. The wall time is from the first submission to
+    the last token if requests have a start, else the tool's. If chunks hold several tokens, tok/s per user comes from
+    TPOT. Raises RecordsError if no time passed.
     """
     details = result.details
-    chunked = result.several_tokens or (details is not None and details.in_chunks())
-    found = _metrics(result if details is None else _computed(result, details), tp, chunked=chunked)
-    told = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
-    return found, [*(mark for mark, holds in told.items() if holds), *(marks(found) if details else ())]
+    chunked = result.several_tokens or (count_chunk_tokens(result) or 1.0) >= MIN_CHUNK_TOKENS
+    if details is not None:
+        chunked |= details.in_chunks()
+    found = _fill_metrics(result if details is None else _summarise(result, details), gpus, chunked=chunked)
+    holds = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
+    return found, [*(mark for mark, is_set in holds.items() if is_set), *(marks(found) if details else ())]
 
 
-def rows(result: Result) -> list[Row] | None:
-    """A row per request as our samples have them; None where the moments of tokens are not known.
+def count_chunk_tokens(result: Result) -> float | None:
+    """Return the mean tokens per chunk after the first token: counted in details, else estimated from the summary.
 
-    They are not where requests have no start, or where chunks hold several tokens. A failed request has no tokens, and
-    what became of it is in no word of ours: it is left out.
+    Gaps that the tool divided among the tokens of a chunk have no count.
+    """
+    if result.details is None:
+        return result.estimate_chunk_tokens()
+    done = result.details.finished()
+    gaps = sum(len(result.details.itls[i]) for i in done)
+    return sum(result.details.output_lens[i] - 1 for i in done) / gaps if gaps else None
+
+
+def make_rows(result: Result) -> list[Row] | None:
+    """Return a row per finished request as samples have them; None if the times of tokens are unknown.
+
+    They are unknown if requests have no start, or if chunks hold several tokens.
     """
     details = result.details
     if details is None or details.start_times is None or not details.per_token():
@@ -63,8 +82,8 @@ def rows(result: Result) -> list[Row] | None:
     return found
 
 
-def _computed(result: Result, details: Details) -> Result:
-    """The result with sums, times and statistics of its requests in place of the tool's."""
+def _summarise(result: Result, details: Details) -> Result:
+    """Return the result with sums, times and statistics of its requests in place of the tool's."""
     done, starts = details.finished(), details.start_times
     wall = result.duration_s
     if starts is not None:
@@ -87,7 +106,7 @@ def _computed(result: Result, details: Details) -> Result:
     )
 
 
-def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
+def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
     times, wall_s = result.summary, result.duration_s
     if wall_s is not None and not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
@@ -96,7 +115,7 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
     else:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
-    itl = times["itl"].p50
+    per_token = times["tpot" if chunked else "itl"].p50
     steady_tok_s, steady_s = _steady(result)
     found = ServeMetrics(
         ttft_ms=times["ttft"],
@@ -104,10 +123,11 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
         tpot_ms=times["tpot"],
         e2el_ms=times["e2el"],
         output_tok_s=rate,
-        output_tok_s_per_gpu=formulas.per_gpu(rate, tp) if tp else None,
+        output_tok_s_per_gpu=formulas.per_gpu(rate, gpus) if gpus else None,
         total_tok_s=total,
         request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
-        tok_s_per_user=formulas.tok_s_per_user(itl) if itl and not chunked else None,
+        tok_s_per_user=formulas.tok_s_per_user(per_token) if per_token else None,
+        tok_s_per_user_from=FROM_TPOT if per_token and chunked else msgspec.UNSET,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
         slo_ms=dict(result.slo_ms) if result.goodput_s is not None else {},
@@ -135,8 +155,8 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
 
 
 def _steady(result: Result) -> tuple[float | None, float | None]:
-    """Throughput at the target concurrency and for how long, where requests have a start and a target."""
-    if result.arrival != CLOSED or not result.concurrency or (served := rows(result)) is None:
+    """Return the throughput at the target concurrency and its duration; None unless requests have a start and a target."""
+    if result.arrival != CLOSED or not result.concurrency or (served := make_rows(result)) is None:
         return None, None
     times = [formulas.RequestTimes(row.submitted_s, row.token_s) for row in served]
     window = formulas.steady_window(times, result.concurrency)

@@ -1,6 +1,6 @@
-"""What an engine's result file says, whichever engine it is, once it has been read and checked.
+"""The contents of one result of any tool, once it has been read and checked, and the lengths that results have in common.
 
-And which results asked for requests of the same lengths: a curve is of one load, and sums differ with every draw.
+A curve belongs to one load, while the sums of tokens differ with every draw of lengths.
 """
 
 from __future__ import annotations
@@ -25,66 +25,70 @@ if TYPE_CHECKING:
     from dcpbench.imports.documents import Document
     from dcpbench.records.record import Latencies
 
-MOST_IN_A_NAME = 1000
-"""Characters of a model's name and its like."""
+MAX_NAME = 1000  # characters of a model's name and similar texts
 NEAR = 0.05
-"""Means of one load differ by no more, as a share of the smaller one: a tokenizer adds some, and draws differ."""
+"""Maximum difference between means of one load, as a share of the smaller one: a tokenizer adds tokens, and draws differ."""
 SAME_CURVE = 0.25
-"""Nor do those of a curve, whose results are of different loads: ten requests of drawn lengths say little of their mean."""
+"""Maximum difference between means along a curve, whose points have different loads: ten drawn lengths have a wide mean."""
 PLAUSIBLE = (0.1, 1.3)
-"""The mean over the length asked for, where that stands in a name: it may mean something else."""
+"""Range of the mean over a length from a name, outside which the name means something else."""
 PER_TOKEN = 0.98
-"""Gaps for each token after the first, from which on a gap stands for a token."""
+"""Minimum number of gaps per token after the first with which a gap counts as the gap of one token."""
+MIN_CHUNK_TOKENS = 1.1
+"""Minimum estimate of tokens per chunk with which gaps count as those of chunks. Mean ITL weighs requests by their gaps and
+mean TPOT weighs them equally, so that their ratio is not exactly 1 with one token per chunk either."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Details:
-    """Lists of one length with an entry per request; times in seconds."""
+    """Lists of equal length with an entry per request; times in seconds."""
 
     input_lens: list[int]
     output_lens: list[int]
     ttfts: list[float]
     itls: list[list[float]]
-    """Gaps between the chunks of a stream, of which each may hold several tokens."""
+    """Gaps between the chunks of each stream. A chunk may hold several tokens."""
     errors: list[str]
     latencies: list[float] | None = None
     start_times: list[float] | None = None
 
     def finished(self) -> list[int]:
-        """Indices of requests that brought tokens and no error."""
+        """Return the indices of requests with tokens and without an error."""
         return [
             i for i, (n, error) in enumerate(zip(self.output_lens, self.errors, strict=True)) if n > 0 and not error
         ]
 
     def longest(self) -> int:
-        """Tokens of the longest finished request, answer included; 0 without any."""
+        """Return the tokens of the longest finished request, answer included; 0 without finished requests."""
         return max((self.input_lens[i] + self.output_lens[i] for i in self.finished()), default=0)
 
     def latency(self, i: int) -> float:
-        """Of a request, in s."""
+        """Return the end-to-end latency of a request in s."""
         return self.latencies[i] if self.latencies is not None else self.ttfts[i] + math.fsum(self.itls[i])
 
     def per_token(self) -> bool:
-        """Whether each gap of each request is that between two tokens, so that the moment of every token is known."""
+        """Return whether every gap lies between two tokens, so that the time of every token is known."""
         return all(len(self.itls[i]) == self.output_lens[i] - 1 for i in self.finished())
 
     def in_chunks(self) -> bool:
-        """Whether so many tokens came beside others that gaps are those of chunks: more than 2 in 100."""
+        """Return whether more than 2 % of the tokens arrived in a chunk with others, so that gaps are those of chunks."""
         gaps = sum(len(self.itls[i]) for i in self.finished())
         return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.finished())
 
     def divided(self) -> bool:
-        """Whether gaps were divided among the tokens of a chunk: no clock gives so many twice in a row."""
+        """Return whether the tool divided gaps among the tokens of a chunk: a clock rarely yields equal gaps in a row."""
         gaps = [gap for i in self.finished() for gap in itertools.pairwise(self.itls[i])]
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
 
 
 LISTS = tuple(field.name for field in dataclasses.fields(Details))
+LENS = ("input_lens", "output_lens")
+"""Lists that InferenceX's copy of the benchmark saves without --save-detailed, too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a result says that has neither sums nor a duration: tokens per second for each of so many GPUs."""
+    """Tokens per second and GPU of a result that has neither sums nor a duration."""
 
     total: float
     output: float
@@ -93,18 +97,18 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One run of an engine's benchmark; None where the file does not say."""
+    """One run of an engine's benchmark; None for what the file does not contain."""
 
     where: str
     model: str | None
     backend: str = ""
-    """What served, where the tool that measured it is another one."""
+    """The engine that served, if it is not the one that wrote the benchmark."""
     arrival: str
     """One of points.names.ARRIVALS."""
     request_rate: float | None
     burstiness: float = 1.0
     concurrency: int | None
-    """Clients of a closed loop, or the most requests that were sent at once."""
+    """Clients of a closed loop, or the maximum number of requests in flight."""
     trace: str = ""
     submitted: int | None
     completed: int | None
@@ -114,41 +118,73 @@ class Result:
     output_tokens: int = 0
     rates: Rates | None = None
     lengths: tuple[str | None, str | None] = (None, None)
-    """Of prompts and answers as a load has them, where the file says it of all: `1024`, `uniform:256-1024`."""
+    """Lengths of all prompts and of all answers as a load has them, if the file has them: `1024`, `uniform:256-1024`."""
     nominal: tuple[int | None, int | None] = (None, None)
-    """Of prompts and answers the length that was asked for, where nothing says whether all had it."""
+    """Requested length of prompts and of answers, if it is unknown whether all have it."""
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """By the name of a point's field; `unknown`, or not there, where the file does not say."""
+    """Precisions by the name of a point's field; `unknown` or absent if the file has none."""
     summary: Mapping[str, Latencies]
     """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
     several_tokens: bool = False
-    """Whether a chunk brought several tokens of a request, as with speculative decoding, as far as the file tells."""
+    """True if a field of the file shows that chunks hold several tokens, as with speculative decoding."""
     goodput_s: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """tp, dp and dcp, in our words."""
+    """tp, dp, dcp, pp and pcp as a point has them; of a decode instance, if prefill runs on other GPUs."""
+    disaggregate: str = ""
+    """Number of prefill and decode instances as a point has them: `1:2`; empty for one instance that does both."""
+    prefill_gpus: int = 0
+    """GPUs of each prefill instance if its layout is another one; else 0."""
     ep: str = ""
-    """As of a point, or as many ranks as experts are dealt out to."""
+    """Expert parallelism as a point has it, or the number of expert-parallel ranks."""
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of the server and the load, where a sweep says that it varied them and nothing here has a place for them."""
+    """Parameters of the server and the load that identify the point and have no field of their own."""
+    swept: bool = False
+    """True for a run of a sweep, whose file lists what distinguishes its server."""
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What may tell two servers apart: a label, metadata, a folder's name."""
+    """Texts that may distinguish two servers: a label, metadata, an image, the names of the file and its folder."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()
-    """Fields of the file that say nothing to us, and may say something to the reader."""
+    """Fields of the file that are not read and may matter to the reader."""
     details: Details | None = None
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of one instance; 0 if the layout is unknown."""
+        return count_instance_gpus(self.layout)
+
     def means(self) -> tuple[float, float] | None:
-        """Tokens of a prompt and of an answer, where sums are known."""
+        """Return the mean tokens of a prompt and of an answer; None if the sums are unknown."""
         done = self.completed
         return (self.input_tokens / done, self.output_tokens / done) if done else None
 
     def plausible(self, lengths: tuple[int | None, int | None]) -> bool:
-        """Whether requests can have been asked for with such lengths."""
+        """Return whether requests of such lengths can have had these means."""
         low, high = PLAUSIBLE
         pairs = zip(self.means() or (), lengths, strict=False)
         return all(low <= mean / asked <= high for mean, asked in pairs if asked)
+
+    def estimate_chunk_tokens(self) -> float | None:
+        """Return the mean number of tokens per chunk from the tool's own summary; None if it cannot be estimated.
+
+        With sums and end-to-end latencies: (output tokens - requests) * mean ITL / (requests * (mean E2EL - mean TTFT)).
+        Otherwise mean ITL / mean TPOT, which is that number for requests of equal length.
+        """
+        itl, tpot, ttft, e2el = (self.summary[name].mean for name in ("itl", "tpot", "ttft", "e2el"))
+        if not itl:
+            return None
+        decoded = self.output_tokens - (self.completed or 0)
+        if self.completed and decoded > 0 and ttft and e2el and e2el > ttft:
+            return decoded * itl / (self.completed * (e2el - ttft))
+        if not tpot:
+            itl, tpot = self.summary["itl"].p50, self.summary["tpot"].p50
+        return itl / tpot if itl and tpot else None
+
+
+def count_instance_gpus(layout: Mapping[str, int]) -> int:
+    """Return the GPUs of one instance of a layout: tp, each pipeline stage and each prefill-context-parallel rank."""
+    return layout["tp"] * layout["pp"] * layout["pcp"] if layout else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,19 +195,19 @@ class Shape:
     """`1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`."""
     answers: str
     nominal: bool
-    """Whether a length is the one asked for, and the requests were on average of another one."""
-    most: int
-    """Tokens of the longest request, answer included; 0 where nobody knows it."""
+    """True if a length is the requested one, and requests had another one on average."""
+    longest: int
+    """Tokens of the longest request, answer included; 0 if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
     """The prompts of a result, or its answers."""
 
-    said: str | None
-    """Their length, where the file says it of all of them."""
+    fixed: str | None
+    """Length of all of them, if the file has it."""
     nominal: int | None
-    """The one asked for, where it does not."""
+    """Requested length, if the file does not have the length of all."""
     tokens: int
     requests: int
 
@@ -180,14 +216,14 @@ class _Side:
         return self.tokens / self.requests
 
     def is_off(self) -> bool:
-        """Whether requests were on average of another length than asked for."""
+        """Return whether requests had another length on average than the requested one."""
         return bool(self.nominal and self.requests and abs(self.mean / self.nominal - 1) > NEAR)
 
 
 def shapes_of(results: Sequence[Result], loads: Sequence[object]) -> list[Shape]:
-    """The shape of each result: the lengths asked for where those are known, else a mean that results of a load share.
+    """Return the shape of each result: the requested lengths if they are known, else a mean that results of a load share.
 
-    `loads` says of each result what it was measured on and how heavy the load was; no curve has the same twice.
+    `loads` has for each result the server and the load. A curve has none of them twice.
     """
     pairs = [_sides(result) for result in results]
     prompts, answers = (_named(sides, loads) for sides in zip(*pairs, strict=True))
@@ -198,8 +234,8 @@ def shapes_of(results: Sequence[Result], loads: Sequence[object]) -> list[Shape]
         Shape(
             p,
             a,
-            any(side.said is None and side.is_off() for side in sides),
-            _most(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0),
+            any(side.fixed is None and side.is_off() for side in sides),
+            _longest(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0),
         )
         for p, a, sides in zip(prompts, answers, pairs, strict=True)
     ]
@@ -209,7 +245,7 @@ def _sides(result: Result) -> tuple[_Side, _Side]:
     details, done = result.details, result.details.finished() if result.details else []
     sums = (result.input_tokens, result.output_tokens)
     found = []
-    for said, nominal, tokens, lens in zip(
+    for fixed, nominal, tokens, lens in zip(
         result.lengths,
         result.nominal,
         sums,
@@ -217,19 +253,19 @@ def _sides(result: Result) -> tuple[_Side, _Side]:
         strict=True,
     ):
         theirs = [lens[i] for i in done]
-        alike = str(theirs[0]) if len(set(theirs)) == 1 else None
-        found.append(_Side(said or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed or 0))
+        equal = str(theirs[0]) if len(set(theirs)) == 1 else None
+        found.append(_Side(fixed or equal, nominal, sum(theirs) or tokens, len(theirs) or result.completed or 0))
     return found[0], found[1]
 
 
 def _named(sides: Iterable[_Side], loads: Sequence[object]) -> list[str]:
-    """Of each side its length; where nothing says that, the mean over all that have nearly the same.
+    """Return the length of each side; if it is unknown, the mean over all sides with nearly the same mean.
 
-    The smallest mean decides which others are near it. Two such groups are of one curve where they are not far apart
-    and no load is in both.
+    The smallest mean decides which others are near it. Two groups belong to one curve if they are not far apart and have
+    no load in common.
     """
     sides = list(sides)
-    varied = [i for i, side in enumerate(sides) if not side.said and not side.nominal and side.requests]
+    varied = [i for i, side in enumerate(sides) if not side.fixed and not side.nominal and side.requests]
     groups: list[list[int]] = []
     for i in sorted(varied, key=lambda i: sides[i].mean):
         if not groups or sides[i].mean > sides[groups[-1][0]].mean * (1 + NEAR):
@@ -248,11 +284,13 @@ def _named(sides: Iterable[_Side], loads: Sequence[object]) -> list[str]:
         for same in curves
         for i in same
     }
-    return [side.said or (str(side.nominal) if side.nominal else names.get(i, UNKNOWN)) for i, side in enumerate(sides)]
+    return [
+        side.fixed or (str(side.nominal) if side.nominal else names.get(i, UNKNOWN)) for i, side in enumerate(sides)
+    ]
 
 
-def _most(prompts: str, answers: str) -> int:
-    """Of lengths that have an upper bound; 0 for means."""
+def _longest(prompts: str, answers: str) -> int:
+    """Return the tokens of the longest request for lengths with an upper bound; 0 for means."""
     if UNKNOWN in (prompts, answers) or "mean:" in prompts + answers:
         return 0
     bounds = [parse_lengths("", spec) for spec in (prompts, answers)]
@@ -260,25 +298,25 @@ def _most(prompts: str, answers: str) -> int:
 
 
 def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN401 - one of the tools' structs
-    """The document as one of the tools' files. Raises RecordsError that says which field is wrong."""
+    """Return the document as the struct of a tool's file. Raises RecordsError with the name of a wrong field."""
     try:
         found = msgspec.convert(document.fields, into)
     except msgspec.ValidationError as e:
         raise RecordsError(f"{document.where} is not what {tool} writes: {one_line(str(e))}.") from e
     for name in found.__struct_fields__:
-        most = MOST_TOKENS if name.endswith("_len") else MAX_NUMBER
-        _check(getattr(found, name), f"{document.where}: {name}", most=most)
+        limit = MOST_TOKENS if name.endswith("_len") else MAX_NUMBER
+        _check(getattr(found, name), f"{document.where}: {name}", limit=limit)
     return found
 
 
-def details(document: Document, completed: int) -> Details | None:
-    """The lists with an entry per request, None where the file has none.
+def read_details(document: Document, completed: int) -> Details | None:
+    """Return the lists with an entry per request; None if the file has none, or lengths alone.
 
-    Raises RecordsError where they do not fit each other or the summary.
+    Raises RecordsError if they do not fit each other or the summary.
     """
     given = {name: document.fields[name] for name in LISTS if document.fields.get(name)}
     needed = [f.name for f in dataclasses.fields(Details) if f.default is dataclasses.MISSING]
-    if not any(name in given for name in needed):
+    if not any(name in given for name in needed if name not in LENS):
         return None
     if lacking := [name for name in needed if name not in given]:
         raise RecordsError(f"{document.where} has details, but no {', '.join(lacking)}; it is not whole.")
@@ -291,9 +329,9 @@ def details(document: Document, completed: int) -> Details | None:
         counts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
         raise RecordsError(f"{document.where}: lists of requests differ in length: {counts}; it is not whole.")
     for name in sizes:
-        most = MOST_TOKENS if name in ("input_lens", "output_lens") else MAX_NUMBER
+        limit = MOST_TOKENS if name in LENS else MAX_NUMBER
         if name != "errors":
-            _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", most=most)
+            _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", limit=limit)
     if (listed := len(found.finished())) != completed:
         raise RecordsError(
             f"{document.where} says that {completed:,} requests completed, while its lists hold {listed:,} "
@@ -302,10 +340,28 @@ def details(document: Document, completed: int) -> Details | None:
     return found
 
 
-def rate(document: Document, tool: str, words: Sequence[str]) -> float | None:
-    """Requests per second; None where nothing spaces them (`inf`), or the file has another of `words` for it.
+def read_equal_lengths(document: Document) -> tuple[str | None, str | None]:
+    """Return the length of all prompts and of all answers, if lists of lengths have a single value for finished requests.
 
-    Raises RecordsError for what is neither.
+    Raises RecordsError for lists that are not lengths.
+    """
+    prompts, answers = (document.fields.get(name) or [] for name in LENS)
+    try:
+        pairs = list(zip(msgspec.convert(prompts, list[int]), msgspec.convert(answers, list[int]), strict=True))
+    except (msgspec.ValidationError, ValueError) as e:
+        raise RecordsError(f"{document.where}: {' and '.join(LENS)} are not lists of equally many lengths.") from e
+    _check([length for pair in pairs for length in pair], f"{document.where}: {' or '.join(LENS)}", limit=MOST_TOKENS)
+    finished = [pair for pair in pairs if pair[1]]
+    prompts, answers = (
+        str(lengths.pop()) if len(lengths := {pair[side] for pair in finished}) == 1 else None for side in (0, 1)
+    )
+    return prompts, answers
+
+
+def read_rate(document: Document, tool: str, words: Sequence[str]) -> float | None:
+    """Return the requests per second; None if all are sent at once (`inf`), or for one of the other `words`.
+
+    Raises RecordsError for any other value.
     """
     value = document.fields.get("request_rate")
     if value is None or value in words:
@@ -314,14 +370,15 @@ def rate(document: Document, tool: str, words: Sequence[str]) -> float | None:
     if number == math.inf:
         return None
     if number is None or not 0 < number <= MAX_NUMBER:
-        said = f"{document.where}: request_rate is {str(value)[:40]}"
-        raise RecordsError(f"{said}; {tool} writes a number above 0, or {' or '.join(words)}.")
+        raise RecordsError(
+            f"{document.where}: request_rate is {str(value)[:40]}; {tool} writes a number above 0, or {' or '.join(words)}."
+        )
     return number
 
 
-def unread(document: Document, known: Collection[str], times: Sequence[str], details: Details | None) -> list[str]:
-    """Fields with a value that are neither `known` nor statistics of `times` that we have, or compute of details."""
-    ours = "mean|median|std|p90|p95|p99" if details is None else r"mean|median|std|max|p[\d.]+"
+def list_unread(document: Document, known: Collection[str], times: Sequence[str], details: Details | None) -> list[str]:
+    """Return the fields with a value that are neither `known` nor statistics of `times` that are read or computed."""
+    ours = "mean|median|std|p50|p90|p95|p99" if details is None else r"mean|median|std|max|p[\d.]+"
     statistic = re.compile(rf"(?:{ours})_(?:{'|'.join(times)})_ms")
     return [
         name
@@ -330,8 +387,8 @@ def unread(document: Document, known: Collection[str], times: Sequence[str], det
     ]
 
 
-def model(name: object, where: str) -> str | None:
-    """A model's name; None for an empty one. Raises RecordsError for one that is too long."""
+def read_model(name: object, where: str) -> str | None:
+    """Return the name of a model; None for an empty one. Raises RecordsError for a name that is too long."""
     if not isinstance(name, str) or not name.strip():
         return None
     _check(name, f"{where}: the model's name")
@@ -339,7 +396,7 @@ def model(name: object, where: str) -> str | None:
 
 
 def _number(value: object) -> float | None:
-    """Also of a text, as parameters of a sweep may be; None for what is none."""
+    """Return a number, also from a text, as parameters of a sweep may be; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -348,23 +405,23 @@ def _number(value: object) -> float | None:
         return None
 
 
-def integer(value: object) -> int | None:
-    """A whole number above 0, also as text."""
+def read_integer(value: object) -> int | None:
+    """Return a whole number above 0, also from a text; None for anything else."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
 
 
-def _check(value: object, what: str, *, signed: bool = False, most: float = MAX_NUMBER) -> None:
-    """Numbers are finite, not negative and at most `most`, texts no longer than a name."""
+def _check(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:
+    """Raise RecordsError unless numbers are finite, not negative and at most `limit`, and texts no longer than a name."""
     if isinstance(value, list):
         for entry in value:
-            _check(entry, what, signed=signed, most=most)
-    elif isinstance(value, str) and len(value) > MOST_IN_A_NAME:
+            _check(entry, what, signed=signed, limit=limit)
+    elif isinstance(value, str) and len(value) > MAX_NAME:
         raise RecordsError(f"{what} has {len(value):,} characters, which is no name; was the file written by hand?")
     elif isinstance(value, float | int) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise RecordsError(f"{what} is {value}; a result with NaN or infinity cannot be compared. Run it again.")
-        if abs(value) > most:
-            raise RecordsError(f"{what} is above {most:g}, more than anything measured; was the file damaged?")
+        if abs(value) > limit:
+            raise RecordsError(f"{what} is above {limit:g}, more than anything measured; was the file damaged?")
         if value < 0 and not signed:
             raise RecordsError(f"{what} is {value}, less than nothing.")

@@ -1,25 +1,45 @@
-"""SGLang's `bench_serving`: fields as of python/sglang/bench_serving.py; docs/exports.md names the commit."""
+"""SGLang's `bench_serving`: fields as of python/sglang/bench_serving.py; docs/exports.md names the commit.
+
+Behind a router that separates prefill and decode, the server's information is a list of servers of each kind (mini_lb.py).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.imports import result, said
+from dcpbench.errors import RecordsError
+from dcpbench.imports import field_names, result
 from dcpbench.imports.result import Result
-from dcpbench.imports.vllm import experts_of, summary
+from dcpbench.imports.vllm import read_experts, read_summary
+from dcpbench.points.instances import MOST as MAX_INSTANCES
+from dcpbench.points.instances import Instances
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, SGLANG, TOOLS, TRACE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.imports.documents import Document
 
 NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e_latency"}
 RANDOM = ("random", "random-ids")
 ONE_TOKEN = 1.05
-"""Accepted tokens of a step above which several came at once."""
+"""Maximum number of accepted tokens per step with which a chunk counts as one token."""
+PREFILL, DECODE = "prefill", "decode"
+ALONE = "disaggregation_mode"
+"""Field of one server of several; its value is `prefill` or `decode`."""
+ARGUMENTS = """
+    version attention_backend prefill_attention_backend decode_attention_backend moe_runner_backend moe_a2a_backend
+    sampling_backend page_size context_length chunked_prefill_size max_prefill_tokens max_running_requests
+    mem_fraction_static schedule_policy schedule_conservativeness disable_radix_cache disable_cuda_graph
+    cuda_graph_max_bs disable_overlap_schedule enable_two_batch_overlap enable_torch_compile enable_mixed_chunk
+    enable_dp_lm_head moe_dense_tp_size attn_cp_size stream_interval num_continuous_decode_steps
+    speculative_algorithm speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
+"""
+"""Arguments of a server that distinguish two servers, besides those that a point has fields for."""
 
 
 class File(msgspec.Struct, kw_only=True):
@@ -31,7 +51,7 @@ class File(msgspec.Struct, kw_only=True):
     total_input_tokens: int
     total_output_tokens: int
     median_e2e_latency_ms: float
-    """Tells this file from vLLM's, which has another name for it."""
+    """Distinguishes this file from vLLM's, which has another name for it."""
     dataset_name: str = ""
     max_concurrency: int | None = None
     random_input_len: int | None = None
@@ -48,22 +68,35 @@ OTHERS = """
     max_output_tokens_per_s max_concurrent_requests
 """
 KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or say nothing of how fast it was."""
+"""Fields that are read, follow from those, or do not matter to performance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """The servers that a file describes."""
+
+    server: Mapping[str, Any]
+    """Information of the server, or of the first one that decodes."""
+    layout: Mapping[str, int]
+    """Layout of that server; empty if it, or the number of servers, is unknown."""
+    disaggregate: str = ""
+    prefill_gpus: int = 0
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read(document: Document) -> Result:
-    """One result. Raises RecordsError for what is none of SGLang's."""
-    fields = _renamed(document.fields)
+    """Read one result. Raises RecordsError for a document of another tool."""
+    fields = _rename_sums(document.fields)
     found: File = result.convert(type(document)(document.where, fields), File, TOOLS[SGLANG])
-    traced, per_s = fields.get("request_rate") == TRACE, result.rate(document, "SGLang", ("inf", TRACE))
-    details = result.details(document, found.completed)
-    server = document.fields.get("server_info")
-    server = server if isinstance(server, dict) else {}
+    is_trace, per_s = fields.get("request_rate") == TRACE, result.read_rate(document, "SGLang", ("inf", TRACE))
+    details = result.read_details(document, found.completed)
+    deployment = _read_deployment(document)
+    server = deployment.server
     return Result(
         where=document.where,
-        model=_model(document),
-        arrival=TRACE if traced else CLOSED if per_s is None else GAMMA,
-        trace=found.dataset_name if traced else "",
+        model=_read_model(document),
+        arrival=TRACE if is_trace else CLOSED if per_s is None else GAMMA,
+        trace=found.dataset_name if is_trace else "",
         request_rate=per_s,
         concurrency=found.max_concurrency,
         submitted=None if details is None else len(details.errors),
@@ -72,54 +105,118 @@ def read(document: Document) -> Result:
         duration_s=found.duration,
         input_tokens=found.total_input_tokens,
         output_tokens=found.total_output_tokens,
-        lengths=_lengths(found),
-        summary={ours: summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
+        lengths=_read_lengths(found),
+        summary={ours: read_summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
         several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.divided()),
-        layout=_layout(server),
-        ep=experts_of(server),
-        device=said.hardware({**server, **document.fields}),
-        precision=said.precision({**server, **document.fields}),
-        hints={"tag": said.brief(found.tag.strip())} if found.tag and found.tag.strip() else {},
+        layout=deployment.layout,
+        disaggregate=deployment.disaggregate,
+        prefill_gpus=deployment.prefill_gpus,
+        ep=read_experts(server),
+        device=field_names.read_hardware({**server, **document.fields}),
+        precision=field_names.read_precision({**server, **document.fields}),
+        settings=deployment.settings,
+        hints=_read_hints(found, server),
         facts={"backend": found.backend, "dataset": found.dataset_name, "tag": found.tag or ""},
-        unread=result.unread(document, (*KNOWN, *said.SERVER), list(NAMES.values()), details),
+        unread=result.list_unread(document, (*KNOWN, *field_names.SERVER), list(NAMES.values()), details),
         details=details,
     )
 
 
-def _layout(server: Mapping[str, Any]) -> dict[str, int]:
-    """Of the server's own information. Its dp is inside tp with attention data parallel, else whole copies beside it."""
-    tp, dp = result.integer(server.get("tp_size")), result.integer(server.get("dp_size")) or 1
-    dcp = result.integer(server.get("dcp_size")) or 1
+def _server_info(document: Document) -> dict[str, Any]:
+    info = document.fields.get("server_info")
+    return info if isinstance(info, dict) else {}
+
+
+def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
+    """Return the servers of a kind behind a router that separates prefill and decode."""
+    found = info.get(kind)
+    return [server for server in found if isinstance(server, dict)] if isinstance(found, list) else []
+
+
+def _read_deployment(document: Document) -> Deployment:
+    """Read which servers there were. Raises RecordsError if servers of one kind have different layouts."""
+    info = _server_info(document)
+    prefill, decode = _list_servers(info, PREFILL), _list_servers(info, DECODE)
+    if prefill and decode:
+        return _read_instances(document.where, prefill, decode)
+    server = info | (prefill or decode or [{}])[0]
+    mode = server.get(ALONE)
+    if prefill or decode or mode in (PREFILL, DECODE):  # the servers of the other kind are missing: GPUs are unknown
+        return Deployment(server, {}, settings={"disaggregation": str(mode or (PREFILL if prefill else DECODE))})
+    return Deployment(server, _read_layout(server))
+
+
+def _read_instances(where: str, prefill: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -> Deployment:
+    """Read the servers of both kinds, each on GPUs of its own."""
+    if len(prefill) + len(decode) > MAX_INSTANCES:
+        raise RecordsError(f"{where}: {len(prefill) + len(decode):,} servers; a point has at most {MAX_INSTANCES}.")
+    first, main = (_read_shared_layout(where, kind, own) for kind, own in ((PREFILL, prefill), (DECODE, decode)))
+    split = str(Instances(prefill=len(prefill), decode=len(decode)))
+    if not (first and main):
+        return Deployment(decode[0], {}, split)
+    if first == main:
+        return Deployment(decode[0], main, split)
+    degrees = "·".join(f"{name}{degree}" for name, degree in first.items() if degree > 1 or name == "tp")
+    return Deployment(decode[0], main, split, result.count_instance_gpus(first), {PREFILL: degrees})
+
+
+def _read_shared_layout(where: str, kind: str, servers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    layouts = [_read_layout(server) for server in servers]
+    if any(layout != layouts[0] for layout in layouts):
+        raise RecordsError(
+            f"{where}: the {kind} servers have different layouts, which a point cannot hold; import the results of servers "
+            "with one layout for prefill and one for decode."
+        )
+    return layouts[0]
+
+
+def _read_layout(server: Mapping[str, Any]) -> dict[str, int]:
+    """Return the layout in our degrees; empty without tp_size.
+
+    dp_size lies inside tp_size with attention data parallelism, and multiplies it otherwise. Pipeline stages have GPUs of
+    their own. Prefill context parallelism (attn_cp_size) lies inside tp_size.
+    """
+    tp, dp, dcp, pp = (result.read_integer(server.get(f"{name}_size")) for name in (*DEGREES, "pp"))
     if tp is None:
         return {}
-    return {"tp": tp if server.get("enable_dp_attention") else tp * dp, "dp": dp, "dcp": dcp}
+    inside = field_names.is_true(server.get("enable_dp_attention"))
+    return {"tp": tp if inside else tp * (dp or 1), "dp": dp or 1, "dcp": dcp or 1, "pp": pp or 1, "pcp": 1}
 
 
-def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Sums by the names that all versions but one have."""
+def _read_hints(found: File, server: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tag, the API that was measured, the data set and the server's arguments, as far as the file has them."""
+    arguments = {name: server[name] for name in ARGUMENTS.split() if isinstance(server.get(name), str | int | float)}
+    texts = {"tag": found.tag or "", "backend": found.backend, "dataset": found.dataset_name, **arguments}
+    return {name: field_names.shorten_label(str(text).strip()) for name, text in texts.items() if str(text).strip()}
+
+
+def _rename_sums(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with sums under the names that all versions but one have."""
     short = {"total_input": "total_input_tokens", "total_output": "total_output_tokens"}
     return {**{long: fields[name] for name, long in short.items() if name in fields}, **fields}
 
 
-def _lengths(found: File) -> tuple[str | None, str | None]:
-    """Of its random data set, which draws every length from a share of the longest one up to that.
+def _read_lengths(found: File) -> tuple[str | None, str | None]:
+    """Return the lengths of the random data set, which draws from a share of the maximum up to the maximum.
 
-    Of others the file has the same fields, and they say nothing.
+    Files of other data sets have the same fields without a meaning.
     """
     ratio = found.random_range_ratio
     if found.dataset_name not in RANDOM or ratio is None or not 0 <= ratio <= 1:
         return None, None
-    prompts, answers = (_drawn(longest, ratio) for longest in (found.random_input_len, found.random_output_len))
+    prompts, answers = (_format_range(longest, ratio) for longest in (found.random_input_len, found.random_output_len))
     return prompts, answers
 
 
-def _drawn(longest: int | None, ratio: float) -> str | None:
+def _format_range(longest: int | None, ratio: float) -> str | None:
     if not longest:
         return None
     shortest = max(int(longest * ratio), 1)
     return str(longest) if shortest == longest else f"uniform:{shortest}-{longest}"
 
 
-def _model(document: Document) -> str | None:
-    info = document.fields.get("server_info")
-    return result.model(info.get("model_path"), document.where) if isinstance(info, dict) else None
+def _read_model(document: Document) -> str | None:
+    """Return the model of the server, or of the first server behind a router that has one."""
+    info = _server_info(document)
+    servers = [info, *_list_servers(info, PREFILL), *_list_servers(info, DECODE)]
+    return next((name for s in servers if (name := result.read_model(s.get("model_path"), document.where))), None)

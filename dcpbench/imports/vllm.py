@@ -1,6 +1,7 @@
 """`vllm bench serve --save-result`: fields as of vllm/benchmarks/serve.py; docs/exports.md names the commit.
 
-And what `vllm bench sweep` adds to them: the parameters of a run stand behind `run_number`, and in its folder's name.
+`vllm bench sweep` adds the parameters of a run behind `run_number`, and in the name of its folder. InferenceX's copy of the
+benchmark (utils/bench_serving/benchmark_serving.py) keeps lists of lengths without --save-detailed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.imports import result, said
+from dcpbench.imports import field_names, result
 from dcpbench.imports.result import Result
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TOOLS, TRACE, VLLM, WHOLE
@@ -21,7 +22,7 @@ from dcpbench.records.record import Latencies
 from dcpbench.show.text import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from dcpbench.imports.documents import Document
 
@@ -46,51 +47,46 @@ class File(msgspec.Struct, kw_only=True):
     request_goodput: float | None = None
     ramp_up_strategy: str | None = None
     goodput: str = ""
-    """Metadata, as --goodput has it."""
+    """Metadata in the form of --goodput."""
 
 
 OTHERS = """
     request_rate endpoint_type label tokenizer_id best_of use_beam_search ramp_up_start_rps ramp_up_end_rps
     request_throughput output_throughput total_token_throughput max_output_tokens_per_s max_concurrent_requests rtfx
-    queue_times generated_texts run_number _benchmark_name spec_decode_acceptance_rate spec_decode_acceptance_length
+    benchmark_start_time_unix benchmark_end_time_unix queue_times generated_texts run_number _benchmark_name spec_decode_acceptance_rate spec_decode_acceptance_length
     spec_decode_num_drafts spec_decode_draft_tokens spec_decode_accepted_tokens
     spec_decode_per_position_acceptance_rates
 """
 KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or say nothing of how fast it was."""
+"""Fields that are read, follow from those, or do not matter to performance."""
 LABEL = "label"
 IN_A_NAME = re.compile(r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)")
-"""A parameter in a folder's name: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""
-MOST_SETTINGS, LONGEST_SETTING = 100, 200
+"""A parameter in the name of a folder: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""
+MAX_SETTINGS, MAX_SETTING = 100, 200  # parameters of a sweep, characters of one of them
 
 
 def read(document: Document) -> Result:
-    """One result. Raises RecordsError for what is none of vLLM's."""
+    """Read one result. Raises RecordsError for a document of another tool."""
     found: File = result.convert(document, File, TOOLS[VLLM])
-    rate = result.rate(document, "vLLM", ("inf",))
-    arrival = CLOSED if rate is None else GAMMA
-    details = result.details(document, found.completed)
-    varied = _varied(document)
-    told = {**{option(name): value for name, value in document.fields.items()}, **varied}
-    layout = layout_of(told)
-    nominal = _nominal(told)
-    hints = {} if varied else _hints(document, found.backend)
-    slo = _objectives(found.goodput)
-    several = {name for names in said.PRECISION.values() if sum(name in varied for name in names) > 1 for name in names}
-    known = {*KNOWN, *hints, *said.SERVER.difference(several)}
-    if not layout:
-        known -= {name for names in said.DEGREES.values() for name in names}
-    if not (ep := experts_of(told)):
-        known -= {*said.EXPERTS, *said.SPREAD}
+    rate = result.read_rate(document, "vLLM", ("inf",))
+    details = result.read_details(document, found.completed)
+    varied = _read_parameters(document)
+    fields = {**{normalise_option(name): value for name, value in document.fields.items()}, **varied}
+    layout, ep = read_layout(fields), read_experts(fields)
+    nominal = _read_nominal(fields)
+    unused = _list_unused(varied, layout, ep)
+    hints = {} if varied else _read_hints(document, found, unused)
+    slo = _parse_objectives(found.goodput)
+    known = {*KNOWN, *hints, *field_names.SERVER.difference(unused)}
     if found.completed > found.num_prompts:
         raise RecordsError(
             f"{document.where}: completed is {found.completed}, more than the {found.num_prompts} of num_prompts."
         )
     return Result(
         where=document.where,
-        model=result.model(found.model_id, document.where),
-        arrival=TRACE if found.ramp_up_strategy else arrival,
-        trace=f"ramp-up {found.ramp_up_strategy}" if found.ramp_up_strategy else "",
+        model=result.read_model(found.model_id, document.where),
+        arrival=TRACE if found.ramp_up_strategy else CLOSED if rate is None else GAMMA,
+        trace=_name_ramp_up(document, found),
         request_rate=rate,
         burstiness=found.burstiness,
         concurrency=found.max_concurrency,
@@ -100,50 +96,77 @@ def read(document: Document) -> Result:
         duration_s=found.duration,
         input_tokens=found.total_input_tokens,
         output_tokens=found.total_output_tokens,
-        lengths=_all_as_asked(found, nominal),
+        lengths=_read_lengths(document, found, nominal),
         nominal=nominal,
-        summary={name: summary(document, name, found.completed) for name in TIMES},
+        summary={name: read_summary(document, name, found.completed) for name in TIMES},
         several_tokens="spec_decode_acceptance_length" in document.fields,
         goodput_s=found.request_goodput,
         slo_ms=slo,
         layout=layout,
         ep=ep,
         settings={name: value for name, value in sorted(varied.items()) if name not in known},
-        device=said.hardware(told),
-        precision=said.precision(told),
+        swept=bool(varied),
+        device=field_names.read_hardware(fields),
+        precision=field_names.read_precision(fields),
         hints=hints,
         facts={"date": found.date, "backend": found.backend, **hints},
         unread=[
-            *result.unread(document, {*known, *(n for n in document.fields if option(n) in varied)}, TIMES, details),
+            *result.list_unread(
+                document, {*known, *(n for n in document.fields if normalise_option(n) in varied)}, TIMES, details
+            ),
             *(["request_goodput (its objectives are not there)"] if found.request_goodput and not slo else []),
         ],
         details=details,
     )
 
 
-def summary(document: Document, name: str, completed: int, theirs: str = "") -> Latencies:
-    """The tool's own statistics of a latency, by its name in the file.
+def _list_unused(varied: Mapping[str, str], layout: Mapping[str, int], ep: str) -> set[str]:
+    """Return the names of server fields that no field of a point holds here, so that they may distinguish servers."""
+    several = [names for names in field_names.PRECISION.values() if sum(name in varied for name in names) > 1]
+    unused = {name for names in several for name in names}
+    if not layout:
+        unused |= {name for names in field_names.DEGREES.values() for name in names}
+    if not ep:
+        unused |= {*field_names.EXPERTS, *field_names.SPREAD}
+    return unused
 
-    Where all are 0 there was no sample: both tools average a list with one 0 where theirs is empty. Of each completed
-    request there is one TTFT and one E2EL; of how many tokens the others are, no file says.
+
+def _name_ramp_up(document: Document, found: File) -> str:
+    """Return the name of a load with a rising rate, with its rates; empty for other loads."""
+    if not found.ramp_up_strategy:
+        return ""
+    rates = [document.fields.get(f"ramp_up_{end}_rps") for end in ("start", "end")]
+    known = [f"{rate:g}" for rate in rates if isinstance(rate, int | float)]
+    return field_names.shorten_label(f"ramp-up {found.ramp_up_strategy} {'-'.join(known)}".strip())
+
+
+def read_summary(document: Document, name: str, completed: int, theirs: str = "") -> Latencies:
+    """Return the tool's own statistics of a latency, which the file calls `theirs`.
+
+    If all are 0 there was no sample: both tools average a list with one 0 instead of an empty one. Each completed request
+    has one TTFT and one E2EL; the number of tokens behind the other latencies is unknown. A file may have the median as
+    `median_` or, with --metric-percentiles 50, as `p50_`.
     """
+    names = {"mean": ("mean",), "p50": ("median", "p50"), "p90": ("p90",), "p95": ("p95",), "p99": ("p99",)}
     numbers = {
-        ours: number(document, f"{word}_{theirs or name}_ms")
-        for ours, word in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
+        ours: next((n for word in words if (n := read_time(document, f"{word}_{theirs or name}_ms")) is not None), None)
+        for ours, words in names.items()
     }
     if not any(numbers.values()):
         return Latencies()
     rising = [value for ours, value in numbers.items() if ours != "mean" and value is not None]
     if rising != sorted(rising):
-        said = ", ".join(f"{ours} {value:g}" for ours, value in numbers.items() if ours != "mean" and value is not None)
+        listed = ", ".join(
+            f"{ours} {value:g}" for ours, value in numbers.items() if ours != "mean" and value is not None
+        )
         raise RecordsError(
-            f"{document.where}: percentiles of {theirs or name} fall ({said} ms); they are not of one list."
+            f"{document.where}: percentiles of {theirs or name} fall ({listed} ms); they are not of one list."
         )
     return Latencies(**numbers, samples=completed if name in ("ttft", "e2el") else 0)
 
 
-def number(document: Document, name: str) -> float | None:
-    """A time in ms. Raises RecordsError for one that cannot be."""
+def read_time(document: Document, name: str) -> float | None:
+    """Return a time in ms; None if the file does not have it. Raises RecordsError for a value that is not a time."""
     value = document.fields.get(name)
     if value is None:
         return None
@@ -152,79 +175,92 @@ def number(document: Document, name: str) -> float | None:
     return float(value)
 
 
-def option(name: str) -> str:
-    """A parameter's name in one of the two ways to write it."""
+def normalise_option(name: str) -> str:
+    """Return the name of a parameter with underscores, as it may be written with hyphens, too."""
     return name.replace("-", "_")
 
 
-def _varied(document: Document) -> dict[str, str]:
-    """The parameters of a sweep's run, of server and benchmark alike; empty where it is of none.
+def _read_parameters(document: Document) -> dict[str, str]:
+    """Return the parameters of a run of a sweep, of the server and of the benchmark; empty for other results.
 
-    The folder's name is read for them only where the file has none: it is abridged, and may be chosen.
+    The name of the folder is read only if the file has none, because it is abridged and may be chosen freely.
     """
     names = list(document.fields)
     behind = set(names[names.index("run_number") + 1 :]) if "run_number" in names else set()
     written = [n for n in names if n in behind or any(f"{n}=" in folder for folder in document.folders)]
-    found = {option(name): _text(document.fields[name]) for name in written}
+    found = {normalise_option(name): _format_value(document.fields[name]) for name in written}
     if not found:
-        found = {option(n): value for folder in document.folders for n, value in IN_A_NAME.findall(folder)}
-    if len(found) > MOST_SETTINGS:
+        found = {normalise_option(n): value for folder in document.folders for n, value in IN_A_NAME.findall(folder)}
+    if len(found) > MAX_SETTINGS:
         raise RecordsError(f"{document.where} has {len(found):,} parameters of a sweep; was the file damaged?")
-    return {name: shortened(value, LONGEST_SETTING) for name, value in found.items()}
+    return {name: shortened(value, MAX_SETTING) for name, value in found.items()}
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def _nominal(fields: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _read_nominal(fields: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the requested lengths of prompts and answers from metadata or a sweep."""
     prompts, answers = (
-        next((length for name in names if (length := result.integer(fields.get(name)))), None) for names in said.LENGTHS
+        next((length for name in names if (length := result.read_integer(fields.get(name)))), None)
+        for names in field_names.LENGTHS
     )
     return prompts, answers
 
 
-def _all_as_asked(found: File, nominal: tuple[int | None, int | None]) -> tuple[str | None, str | None]:
-    """The lengths asked for, where the sums are those of requests that all had them."""
-    prompts, answers = (
+def _read_lengths(
+    document: Document, found: File, nominal: tuple[int | None, int | None]
+) -> tuple[str | None, str | None]:
+    """Return the length of all prompts and of all answers, if sums or lists of lengths prove it."""
+    proven = [
         str(length) if length and found.completed and tokens == length * found.completed else None
         for length, tokens in zip(nominal, (found.total_input_tokens, found.total_output_tokens), strict=True)
+    ]
+    prompts, answers = (
+        by_sum or by_list for by_sum, by_list in zip(proven, result.read_equal_lengths(document), strict=True)
     )
     return prompts, answers
 
 
-def _hints(document: Document, backend: str) -> dict[str, str]:
-    """Its label and its metadata, which are all texts, where nothing else here reads them."""
-    others = {*KNOWN, *said.SERVER} - {LABEL}
+def _read_hints(document: Document, found: File, unused: Collection[str]) -> dict[str, str]:
+    """Return the label, the API and the metadata that may distinguish servers. Metadata are texts."""
+    others = {*KNOWN, *field_names.SERVER.difference(unused)} - {LABEL, "backend"}
     return {
-        name: said.brief(value.strip())
+        name: field_names.shorten_label(value.strip())
         for name, value in document.fields.items()
-        if isinstance(value, str) and value.strip() and option(name) not in others
-        if name != LABEL or value not in (backend, document.fields.get("endpoint_type"))
+        if isinstance(value, str) and value.strip() and normalise_option(name) not in others
+        if name != LABEL or value not in (found.backend, document.fields.get("endpoint_type"))
     }
 
 
-def layout_of(fields: Mapping[str, Any]) -> dict[str, int]:
-    """By vLLM's option names, of --metadata or of a sweep. Its tp counts inside one dp replica, ours over all."""
+def read_layout(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the layout from vLLM's option names in metadata, a sweep or a name; empty without tp.
+
+    vLLM's tp counts the GPUs of one dp replica, ours those of all replicas. Each pipeline stage and each
+    prefill-context-parallel rank has GPUs of its own.
+    """
     degrees = {
-        ours: next((n for name in theirs if (n := result.integer(fields.get(name)))), None)
-        for ours, theirs in said.DEGREES.items()
+        ours: next((n for name in theirs if (n := result.read_integer(fields.get(name)))), None)
+        for ours, theirs in field_names.DEGREES.items()
     }
-    tp, dp, dcp = degrees["tp"], degrees["dp"] or 1, degrees["dcp"] or 1
-    return {} if tp is None else {"tp": tp * dp, "dp": dp, "dcp": dcp}
+    if degrees["tp"] is None:
+        return {}
+    found = {name: degree or 1 for name, degree in degrees.items()}
+    return {**found, "tp": found["tp"] * found["dp"]}
 
 
-def experts_of(fields: Mapping[str, Any]) -> str:
-    """How a server places experts, by the words of engines: `8` ranks, `tp` for all of them, `1`; empty where none says."""
-    number = next((n for name in said.EXPERTS if (n := result.integer(fields.get(name)))), None)
+def read_experts(fields: Mapping[str, Any]) -> str:
+    """Return the number of expert-parallel ranks, `tp` for all, `1` for tensor-parallel experts; empty if unknown."""
+    number = next((n for name in field_names.EXPERTS if (n := result.read_integer(fields.get(name)))), None)
     if number is not None:
         return str(number)
-    switch = next((str(fields[name]).lower() for name in said.SPREAD if name in fields), "")
+    switch = next((str(fields[name]).lower() for name in field_names.SPREAD if name in fields), "")
     return {"true": WHOLE, "1": WHOLE, "false": CUT, "0": CUT}.get(switch, "")
 
 
-def _objectives(text: str) -> dict[str, float]:
-    """`ttft:500 e2el:9000` in ms; nothing where it is anything else."""
+def _parse_objectives(text: str) -> dict[str, float]:
+    """Return the objectives of `ttft:500 e2el:9000` in ms; nothing for any other text."""
     found = {}
     for pair in text.split():
         name, _, limit = pair.partition(":")

@@ -17,11 +17,13 @@ from dcpbench.points.shapes import SCALE_BLOCK
 FEW_ROWS = 128
 """Up to which a product is bound by the reading of its weights, and scales of a group lie side by side."""
 GROUPS, MORE_GROUPS, MANY = 8, 32, 16384
-"""That a program quantises; past so many in all."""
+"""Number of groups that a program quantises; MORE_GROUPS if there are more than MANY in all."""
 SCALE_STRIDES = ("scale_row", "scale_group")
-"""Arguments of kernels that take scales of rows as they lie. Where nothing is gained by knowing them, batches of all sizes have one kernel."""
+"""Stride arguments of kernels that take the scales of rows in any layout. They are not specialised, so that batches of
+all sizes share one kernel.
+"""
 LEAST = 1e-10
-"""Of a block's largest number, so that a block of zeros has a scale."""
+"""Lower bound of a block's largest number, so that a block of zeros has a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Scaled:
 
     @property
     def nbytes(self) -> int:
-        """Of the numbers and their scales."""
+        """Return the bytes of the numbers and their scales."""
         return self.data.nbytes + self.scale.nbytes
 
 
@@ -49,13 +51,13 @@ class Rows:
 
     scaled: Scaled
     dtype: torch.dtype
-    """That they were rounded to before, and that products are."""
+    """Dtype of the numbers before quantisation, and of products."""
     plain: torch.Tensor | None = None
-    """As they were before, where somebody wants them so."""
+    """Numbers before quantisation, if requested."""
 
 
 def quantised_for(weight: torch.Tensor | Scaled | None) -> bool:
-    """Whether kernels that make activations for a product with it quantise them, too."""
+    """Return True if kernels that make activations for a product with this weight also quantise them."""
     return isinstance(weight, Scaled) and weight.data.is_cuda
 
 
@@ -74,8 +76,9 @@ def empty_rows(rows: int, depth: int, device: torch.device) -> Scaled:
 
 @triton.jit
 def quantised(x_GK, LEAST: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
-    """Bytes of e4m3 and scales of groups in fp32. Rounded as IEEE says: a quotient that is an ulp off may lie on the
-    other side of the middle of two numbers of e4m3.
+    """Return the bytes of e4m3 and the scales of groups in fp32, with IEEE rounding.
+
+    A quotient that is off by one ulp may lie on the other side of the midpoint of two e4m3 numbers.
     """
     scale_G = tl.div_rn(tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST), LARGEST)
     return e4m3_byte(tl.div_rn(x_GK, scale_G[:, None]), NATIVE), scale_G
@@ -148,11 +151,12 @@ def _rows_kernel(
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose programs may start while the kernel before it ends: they wait for it by themselves.
+    """Return the options of a launch with programs that start while the preceding kernel ends, and wait for it themselves.
 
-    All programs of all kernels that are launched so must wait. As they let the next kernel's begin before they wait, these
-    may be there while kernels further back still run; but a kernel that is waited for has itself waited, so whatever follows
-    one of them follows all before it. Before it waits a program writes nothing, and reads nothing that any of them writes.
+    All programs of all kernels launched this way must wait. They let the next kernel's programs begin before they wait,
+    so these may exist while earlier kernels still run; but a kernel that is waited for has itself waited, so a kernel
+    that follows one of them follows all before it. Before its wait a program writes nothing, and reads no data that any
+    of them writes.
     """
     return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
 
@@ -180,7 +184,7 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
 
 
 def quantise_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:
-    """Slow and obvious, in groups of any number of columns, of which the last may have fewer."""
+    """Return the reference quantisation, in groups of any number of columns; the last group may be smaller."""
     scaled = _quantise(x_TK.unsqueeze(-2), (1, group))
     return Scaled(scaled.data.squeeze(-2), scaled.scale.squeeze(-2), (1, group))
 
@@ -204,12 +208,12 @@ def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
 
 
 def dequantise_weight(weight: Scaled) -> torch.Tensor:
-    """What it stands for, fp32 [..., N, K]."""
+    """Return the represented weight, fp32 [..., N, K]."""
     *_, height, depth = weight.data.shape
     scale = weight.scale.repeat_interleave(weight.block[0], -2).repeat_interleave(weight.block[1], -1)
     return weight.data.float() * scale[..., :height, :depth]
 
 
 def dequantise_rows(rows: Scaled) -> torch.Tensor:
-    """What they stand for, fp32 [T, K]."""
+    """Return the represented rows, fp32 [T, K]."""
     return rows.data.float() * rows.scale.repeat_interleave(rows.block[1], -1)[..., : rows.data.shape[-1]]

@@ -49,12 +49,14 @@ def e4m3_number(byte):
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; (0, 0) of a CPU, and in Triton's interpreter: a dry run's tensors say that they are on a GPU."""
+    """Return the compute capability of a GPU, or (0, 0) for a CPU and in Triton's interpreter, where a dry run's
+    tensors claim CUDA.
+    """
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return 0, 0
     return torch.cuda.get_device_capability(device)
 
 
 def has_cast(device: torch.device) -> bool:
-    """Whether `e4m3_byte` may be NATIVE."""
+    """Return True if `e4m3_byte` may be NATIVE."""
     return capability(device) >= (8, 9)

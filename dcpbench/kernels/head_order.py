@@ -1,6 +1,6 @@
-"""Puts the queries that an all-gather brought, rank after rank, into the order of heads.
+"""Put the queries of an all-gather, which are ordered by rank, into the order of heads.
 
-On a GPU in one Triton copy: 16 bytes a load, where torch's copy of a transposed tensor takes 2.
+On a GPU this is one Triton copy with 16 bytes per load, where torch's copy of a transposed tensor uses 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 2048
 
 
 def in_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:
-    """Contiguous [N, B, h, Q] as contiguous [B, N·h, Q]; the same memory where there is one rank or one request."""
+    """Return contiguous [N, B, h, Q] as contiguous [B, N·h, Q]; the same memory with one rank or one request."""
     if 1 in q_NBhQ.shape[:2]:
         return q_NBhQ.transpose(0, 1).flatten(1, 2)
     return in_head_order_fused(q_NBhQ) if q_NBhQ.is_cuda else in_head_order_reference(q_NBhQ)

@@ -1,8 +1,8 @@
-"""Stand-in for a call between ranks: what it would leave, and the time that it would take, in one kernel.
+"""Stand-in for a collective: write its result and take its time, in one kernel.
 
-Every block copies its part and then waits until so many nanoseconds have passed since its own start, by the GPU's global
-timer: the copy is part of the time, as a collective's own reading and writing is, and the stream is held as long as by a
-collective. CUDA graphs may hold it. On the CPU it copies and does not wait.
+Every block copies its part and then waits until the given number of nanoseconds has passed since its own start, by the
+GPU's global timer. The copy is part of the time, like a collective's own reads and writes, and the stream is occupied
+as long as by a collective. The kernel can be captured in CUDA graphs. On the CPU it copies and does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dcpbench.measuring.timing import capture
 
 BLOCK = 4096
 MOST_BLOCKS = 32
-"""About as many as NCCL takes for a large message."""
+"""Maximum number of blocks, about as many as NCCL uses for a large message."""
 PASSES, CALLS = 5, 200
 
 
@@ -38,9 +38,9 @@ def _hold_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOC
 
 
 def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
-    """Fill `out`, contiguous and some whole times as large as x, with x over and over, and end after so many seconds.
+    """Fill `out`, contiguous and an integer multiple of the size of x, with copies of x, and end after `seconds`.
 
-    x is contiguous; its numbers become what `out` holds. Without `out` nothing is copied: x stays what it is.
+    x is contiguous. Without `out` nothing is copied and x is unchanged.
     """
     copies = 0 if out is None else out.numel() // x.numel()
     if x.device.type != "cuda":
@@ -54,7 +54,7 @@ def hold(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> None:
 
 @functools.cache
 def overhead_s(device: torch.device) -> float:
-    """What a kernel that holds nothing takes in a row of them in a CUDA graph: the wait is shorter by as much."""
+    """Return the duration of a kernel that holds for 0 s in a sequence in a CUDA graph, by which the wait is shortened."""
     _launch(device)
     torch.cuda.synchronize(device)
 

@@ -1,11 +1,10 @@
-"""Keys and values of prompts for one rank's heads, from latent rows that are stored and such that are new.
+"""Keys and values of prompts for one rank's heads, from stored and new latent rows.
 
-    lay          rows in the order in which attention takes them, in what is computed with: request by request, what is
-                 stored of it and behind that its new tokens
+    lay          rows in the order and dtype of the attention: request by request, stored rows followed by new ones
     decompress   keys (nope ‖ rope) and values of all heads
 
-How many rows there are, and where they come from, stands on the device. So one CUDA graph has both for any prefix: as
-many programs as the GPU holds go through the rows that there are.
+The number of rows, and their sources, are read on the device, so that one CUDA graph serves any prefix: as many
+programs as the GPU holds loop over the existing rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ programs for each multiprocessor: of so many one adds up while the other stores.
 SMALLEST = 16
 """Side of the smallest product that the tensor cores take."""
 UNIT = 16
-"""Bytes of which tensor descriptors want rows to be multiples."""
+"""Row size in bytes required by tensor descriptors: a multiple of this."""
 
 
 def lay(
@@ -109,7 +108,7 @@ def _widened(source, target, live, scale, WIDTH: tl.constexpr, HEAD: tl.constexp
     tl.store(target + t, tail.to(target.dtype.element_ty), mask=in_tail)
 
 
-# Places may begin anywhere in a longer tensor, and none of this is compiled anew for that.
+# Places may begin anywhere in a longer tensor, without recompilation.
 @triton.jit(do_not_specialize_on_alignment=["count", "places"])
 def _lay_kernel(
     out,

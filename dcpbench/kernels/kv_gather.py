@@ -1,10 +1,10 @@
-"""The KV prefix of several requests in token order, from rows that lie interleaved on the ranks of a DCP group.
+"""Gather the KV prefix of several requests into token order, from rows interleaved on the ranks of a DCP group.
 
 A rank packs its own rows, request by request and in token order, into a part: `part[first(request) + k]` is its k-th
-row of that request. Of all ranks' parts, wherever they lie, `in_token_order` makes `out[start(request) + token]`. As
-token_idx % N == loc % N, who holds a token follows from its index alone, and no table has to travel.
+row of that request. From all ranks' parts, at any addresses, `in_token_order` makes `out[start(request) + token]`.
+Because token_idx % N == loc % N, the owner of a token follows from its index alone, and no table has to be sent.
 
-Of either kernel a program copies ROWS rows, 16 bytes per thread, all of them under way before it writes.
+In both kernels a program copies ROWS rows, 16 bytes per thread, all of them loaded before it writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROWS = 16
 WARPS = 8
 UNIT = 16
-"""Bytes that a thread reads at once, of which rows and addresses are multiples."""
+"""Bytes that a thread reads at once; rows and addresses are multiples of it."""
 
 
 def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
@@ -37,10 +37,10 @@ def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
 
 
 def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
-    """`part_JQ[j] = kv_KQ[row_J[j]]`: this rank's rows, packed. No host sync.
+    """Pack this rank's rows: `part_JQ[j] = kv_KQ[row_J[j]]`. No host sync.
 
     row_J is int32, as kv_indices.fill_pages makes it with pages of one row; part_JQ has at least as many rows, is
-    contiguous and of the dtype of kv_KQ, whose last dimension is contiguous.
+    contiguous and of the dtype of kv_KQ, which has a contiguous last dimension.
     """
     (pack_fused if kv_KQ.is_cuda else pack_reference)(part_JQ, kv_KQ, row_J)
 
@@ -85,7 +85,7 @@ def pack_reference(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tens
 
 
 def in_token_order_reference(out_TQ: torch.Tensor, parts: list[torch.Tensor], prefix: Prefix) -> None:
-    """One row at a time; parts are those of ranks 0 to N−1."""
+    """Copy one row at a time; parts are those of ranks 0 to N−1."""
     firsts = [prefix.firsts(rank) for rank in range(prefix.dcp)]
     for request, length in enumerate(prefix.lengths):
         for token in range(length):

@@ -24,7 +24,7 @@ BLOCK = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which tokens are a rank's, and how many rows its pages hold."""
+    """Tokens owned by a rank, and the number of rows of its pages."""
 
     rank: int
     dcp: int
@@ -41,22 +41,23 @@ def fill_pages(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """Write this rank's pages of each request b into `pages`, and its rows into `local_lengths_B[b]`. No host sync.
+    """Write this rank's pages of each request b into `pages`, and its number of rows into `local_lengths_B[b]`. No host
+    sync.
 
     table_SC holds int32 virtual locations by request slot and token index (engine/request_pool.py); slots_B and
     lengths_B [B ≥ 1] are int32 or int64, lengths in tokens of the whole request, at most C; a length of 0 has no pages.
 
     Without `indptr`, `pages` is a table [B, at least ceil(rows / page_size)]. With it, [B + 1], requests lie one after
-    the other, as FlashInfer's wrappers want them: request b's pages are `pages[indptr[b]:indptr[b + 1]]`, and there is
-    room for all. What is written is int32, the last dimension of `pages` contiguous; what lies behind a request's pages
-    is left as it was. One kernel, which a graph may hold.
+    the other, as FlashInfer's wrappers require: request b's pages are `pages[indptr[b]:indptr[b + 1]]`, and `pages` is
+    large enough for all. Written values are int32, and the last dimension of `pages` is contiguous; entries behind a
+    request's pages are unchanged. One kernel, which can be captured in a graph.
     """
     fill = fill_fused if pages.is_cuda else fill_reference
     fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
 
 
 def pages_of(locs: list[int], share: Share) -> list[int]:
-    """Pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
+    """Return the pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
     mine = layout.local_tokens(len(locs), share.rank, share.dcp, share.interleave)
     rows = [layout.row(locs[token], share.dcp, share.interleave) for token in mine]
     return [row // share.page_size for row in rows[:: share.page_size]]
@@ -71,7 +72,7 @@ def fill_reference(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """One local row at a time, with the integer arithmetic of layout.py."""
+    """Fill one local row at a time, with the integer arithmetic of layout.py."""
     ends = [0]
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
         found = pages_of(table_SC[slot, :length].tolist(), share)
@@ -120,7 +121,7 @@ def _fill_kernel(
     if (first < count) | (tl.program_id(0) == 0):
         out = pages + b.to(tl.int64) * pages_stride
         if PACKED:
-            # Every program adds up the requests before its own: nothing waits for another program.
+            # Every program sums the requests before its own, so that no program waits for another.
             others = tl.arange(0, BATCH)
             before = tl.load(lengths + others, mask=others < b, other=0).to(tl.int32)
             start = tl.sum(tl.cdiv(_local_length(before, rank, DCP, INTERLEAVE), PAGE), 0)
@@ -147,9 +148,9 @@ def fill_fused(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """One kernel: each program writes a stretch of one request's pages, and sums what lies before it."""
+    """Run one kernel: each program writes a range of one request's pages, and sums the page counts before it."""
     batch = len(slots_B)
-    # Most pages of a request, by what the table can hold: lengths are on the device.
+    # Maximum number of pages of a request, by the size of the table: lengths are on the device.
     stripes = triton.cdiv(table_SC.shape[1], share.interleave * share.dcp)
     most = triton.cdiv(stripes * share.interleave, share.page_size)
     _fill_kernel[(triton.cdiv(most, BLOCK), batch)](

@@ -1,14 +1,16 @@
 """Write new tokens' KV rows into a rank's pool; only the owner of a location stores it. Nothing is counted on the host.
 
-`write_kv` works out who owns a virtual location; `write_rows` is told this rank's rows, with -1 for what others own.
+`write_kv` computes the owner of a virtual location; `write_rows` takes this rank's rows, with -1 for rows of other
+ranks.
 
-A program takes TILE tokens and stores those that are this rank's, ROWS at a time: 16 bytes per thread, all of them on
-their way before the first is stored. Where every token may be this rank's, TILE = ROWS. Where one of `share` is, TILE
-is larger, and the program first numbers its own, so that others cost nothing but the load of their location.
+A program takes TILE tokens and stores those that are this rank's, ROWS at a time: 16 bytes per thread, all of them
+loaded before the first is stored. If every token may be this rank's, TILE = ROWS. If one of `share` is, TILE is larger,
+and the program first numbers its own tokens, so that others cost only the load of their location.
 
-Dependent launch: the GPU may set up this kernel's programs while the kernel before still runs. Two rules keep that
-right. Nothing that the kernel before may have written is read before `gdc_wait`, and every program waits, even one that
-stores nothing: otherwise this kernel could end before that one, and whoever waits for this one would read too early.
+Dependent launch: the GPU may set up this kernel's programs while the preceding kernel still runs. Two rules keep that
+correct. No program reads data that the preceding kernel may have written before `gdc_wait`, and every program waits,
+even one that stores nothing: otherwise this kernel could end before the preceding one, and dependents of this one would
+read too early.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.kv_indices import Share
 
 NUMBERED_FROM = 8192
-"""Tokens from which on programs number the rows that they store, where few are."""
+"""Number of tokens from which programs number the rows that they store, if few are stored."""
 
 
 def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
@@ -51,15 +53,15 @@ def write_rows(
     share: int = 1,
     settled: bool = False,
 ) -> None:
-    """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0, whose source is not read. No host sync.
+    """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0, and do not read their source. No host sync.
 
-    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 that stands for it: then what is stored is
-    new × (1 / scale), rounded to nearest and bounded by ±448. row_B is int32 or int64, valid rows distinct and below K.
-    Always a kernel: without a GPU it runs in Triton's interpreter.
+    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 with e4m3 bytes: then the stored value is new × (1 /
+    scale), rounded to nearest and bounded by ±448. row_B is int32 or int64, valid rows distinct and below K. Always a
+    kernel: without a GPU it runs in Triton's interpreter.
 
     Two hints, for speed only: about one row of `share` is valid; and `settled` promises that neither new_BQ nor row_B
-    was written by the kernel that is launched directly before, so that both may be read while that one still runs; nor by
-    those before it, if it lets this one begin before it has waited for them, as norms and linear layers over e4m3 do.
+    was written by the directly preceding kernel, so that both may be read while it still runs; nor by those before it,
+    if it lets this one begin before it has waited for them, as norms and linear layers over e4m3 do.
     """
     nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
     launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)
@@ -186,7 +188,7 @@ def _write_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How tokens are dealt to programs."""
+    """Assignment of tokens to programs."""
 
     tile: int
     rows: int
@@ -194,7 +196,7 @@ class Tiling:
 
 
 def tiling(tokens: int, share: int) -> Tiling:
-    """What was fastest on an H200 (docs/kernels-kv.md) where one token of `share` is stored."""
+    """Return the fastest tiling on an H200 (docs/kernels-kv.md) if one token of `share` is stored."""
     if share < 4 or tokens < NUMBERED_FROM:
         return Tiling(tile=16, rows=16, warps=8)
     return Tiling(tile=32, rows=4, warps=1)
@@ -217,7 +219,7 @@ def launch(
     settled: bool,
     **owner: int,
 ) -> None:
-    """One kernel; `owner` is what says whose a place is."""
+    """Launch one kernel; `owner` holds the arguments that determine the owner of a location."""
     fp8 = kv_KQ.element_size() == 1
     hopper = _launches_dependents(kv_KQ.device)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
@@ -243,11 +245,11 @@ def launch(
 
 @functools.cache
 def _launches_dependents(device: torch.device) -> bool:
-    """Hopper and later do; Triton's interpreter does not."""
+    """Return True for Hopper and later; Triton's interpreter does not launch dependents."""
     return e4m3.capability(device) >= (9, 0)
 
 
 def widths(width: int) -> dict[str, int]:
-    """What `copy_rows` has to know of rows of so many numbers."""
+    """Return the constants of `copy_rows` for rows of `width` numbers."""
     head = 1 << (width.bit_length() - 1)
     return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(max(1, width - head))}

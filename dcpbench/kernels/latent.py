@@ -1,6 +1,6 @@
-"""What lies between the first projection of MLA and what it feeds: norms of the query's and the KV latent, rope of k.
+"""Fused operators after the first projection of MLA: norms of the query's and the KV latent, rope of k.
 
-One kernel where there were four to six, each of which would begin and end for a few kilobytes.
+One kernel replaces four to six, each of which would start and end for a few kilobytes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def split_latent(
     interleaved: bool,
     feeds: torch.Tensor | Scaled | None = None,
 ) -> torch.Tensor | Rows | None:
-    """Fills the KV rows [B, R + P] and gives the normalised query latent, for a product with `feeds`.
+    """Fill the KV rows [B, R + P] and return the normalised query latent, for a product with `feeds`.
 
     Args:
         qkv_BN: query columns, R of the KV latent, P of k's rope part.
-        q_norm: None where queries are projected in one step: their columns are left alone.
+        q_norm: None if queries are projected in one step: their columns are left unchanged.
         kv_norm: [R].
-        positions_B: as rope takes them.
-        table: likewise.
-        row_BQ: where KV rows go; their own columns lie side by side.
-        eps: of both norms.
-        interleaved: as rope takes it.
-        feeds: with e4m3 weights on a GPU the query latent is quantised, and not kept as it was.
+        positions_B: as in rope.
+        table: as in rope.
+        row_BQ: destination of the KV rows; the columns of a row are contiguous.
+        eps: epsilon of both norms.
+        interleaved: as in rope.
+        feeds: with e4m3 weights on a GPU the query latent is quantised, and the plain one is not kept.
     """
     given = (qkv_BN, q_norm, kv_norm, positions_B, table, row_BQ, eps)
     if not qkv_BN.is_cuda:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 HOPPER = 9
 """Major compute capability."""
 SHARED, RESERVED = 228 * 1024, 1024
-"""Bytes of shared memory that a multiprocessor of a Hopper has, and that each program takes beside its own."""
+"""Bytes of shared memory of a Hopper multiprocessor, and bytes reserved per program in addition to its own."""
 FEWEST_STAGES = 4
 MOST_TOGETHER = 3
 """Programs on a multiprocessor from which on they hide each other's waiting."""
@@ -47,9 +47,9 @@ PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6
 """Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
 most; of parts that are stored and added up."""
 BESIDE = 0.43
-"""By how much longer programs take for each one beside them."""
+"""Relative slowdown of a program per additional program on the same multiprocessor."""
 ADD_UP_US = 1.7
-"""What adding up takes beside."""
+"""Fixed time of adding up partial sums."""
 
 
 def linear(
@@ -68,7 +68,7 @@ def linear(
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
-    """Slow and obvious, over blocks of any size: what e4m3 stands for, multiplied in fp32."""
+    """Return the reference product over blocks of any size, from the represented e4m3 values in fp32."""
     rows = dequantise_rows(quantise_rows_reference(x_TK, weight_NK.block[1]))
     return functional.linear(rows, dequantise_weight(weight_NK)).to(x_TK.dtype)
 
@@ -100,7 +100,7 @@ def _product_kernel(
     k = tl.arange(0, 128)
     depth = groups * 128
     begin, end = groups * part // parts, groups * (part + 1) // parts
-    # Were the last row read in place of those that are not there, all programs would read the same few bytes at a time.
+    # If the last row were read in place of missing ones, all programs would read the same few bytes at a time.
     live = m < rows
     x_at = x + m.to(tl.int64)[:, None] * depth + k[None, :]
     w_at = weight + (n % columns).to(tl.int64)[:, None] * depth + k[None, :]
@@ -139,16 +139,16 @@ def _add_up_kernel(partial, out, numbers, parts, BLOCK: tl.constexpr, EARLY: tl.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a product is cut, and run."""
+    """Tiling and launch parameters of a product."""
 
     rows: int
     columns: int
     stages: int
     warps: int
     parts: int = 1
-    """Stretches of the depth that programs of their own take."""
+    """Number of parts of the depth, each computed by its own programs."""
     weight_first: bool = True
-    """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
+    """True if weights are the first operand, so that few rows are the narrow side of a wgmma."""
 
 
 def product(
@@ -161,7 +161,7 @@ def product(
     if out is None:
         out = torch.empty(rows, columns, dtype=dtype, device=device)
     if how is None and rows > FEW_ROWS and capability(device)[0] == HOPPER:
-        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+        # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels import hopper_linear
 
         hopper_linear.product(x, weight, out, multiprocessors(device))
@@ -199,7 +199,7 @@ def product(
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; the interpreter has one."""
+    """Return the number of multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -213,7 +213,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def tiling(rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> Tiling:
-    """How a product is cut: as microseconds() says that it takes least."""
+    """Return the tiling of a product with the least time by microseconds()."""
     if rows > FEW_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=8, weight_first=False)
     return min(
@@ -239,9 +239,11 @@ def cuts(rows: int, columns: int, depth: int, multiprocessors: int, shared: int 
 
 
 def microseconds(how: Tiling, rows: int, columns: int, depth: int, multiprocessors: int, shared: int = SHARED) -> float:
-    """What a product of few rows takes, but for its start: as long as its longest programs, or as memory is read, and adding up.
+    """Return the modelled time of a product of few rows without its start-up: the slowest programs or the memory read,
+    plus adding up.
 
-    Of what was measured on an H200 with layers of DeepSeek-V3 and Kimi-K2, whole and cut by 2, 4 and 8; docs/kernels-linear.md.
+    The constants were measured on an H200 with layers of DeepSeek-V3 and Kimi-K2, whole and divided by 2, 4 and 8;
+    docs/kernels-linear.md.
     """
     stage = (how.rows + how.columns) * SCALE_BLOCK
     share = triton.cdiv(triton.cdiv(columns, how.columns) * how.parts, multiprocessors)

@@ -10,11 +10,11 @@ import triton.language as tl
 def correct(
     o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's share of the merged output: exp(lse_rank − lse*)·o, as [H, B, R] in `dtype`, heads first.
+    """Return this rank's share of the merged output: exp(lse_rank − lse*)·o, as [H, B, R] in `dtype`, heads first.
 
-    lse* = logsumexp over N. A rank without rows (lse −inf) has weight 0, whatever its `o` holds, NaN included; where
-    all ranks are empty the result is 0. Summed over ranks the shares are the merged output. It is written into `out`
-    where one is given, contiguous.
+    lse* = logsumexp over N. A rank without rows (lse −inf) has weight 0 for any `o`, including NaN; if all ranks are
+    empty the result is 0. The sum of the shares over ranks is the merged output. The result is written into `out` if
+    given, contiguous.
     """
     if o_BHR.is_cuda:
         return correct_fused(o_BHR, lse_NBH, rank, dtype, out)
@@ -25,15 +25,15 @@ def correct(
 def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
     """Merge the attention of the same queries over more keys into `o_ThV` (fp32) and `lse_Th`, in place. No host sync.
 
-    o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two. A side with lse −inf has weight 0, whatever its o
-    holds, NaN included; where both have, the result is 0 and −inf. o_ThV is contiguous, the others may be strided, the
-    last dimension of more_ThV excepted. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
+    o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two. A side with lse −inf has weight 0 for any o,
+    including NaN; if both have, the result is 0 and −inf. o_ThV is contiguous, the others may be strided, except for
+    the last dimension of more_ThV. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
     """
     (merge_into_fused if o_ThV.is_cuda else merge_into_reference)(o_ThV, lse_Th, more_ThV, more_Th)
 
 
 def merge(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor) -> torch.Tensor:
-    """All ranks' partial outputs merged in one place, in o's dtype: what an exchange must agree with."""
+    """Return all ranks' partial outputs merged on one rank, in o's dtype: the reference for exchanges."""
     weight_NBH1 = weights(lse_NBH).unsqueeze(-1).to(o_NBHR.dtype)
     return torch.where(weight_NBH1 > 0, weight_NBH1 * o_NBHR, 0.0).sum(0)
 

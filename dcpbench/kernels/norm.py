@@ -12,10 +12,10 @@ from dcpbench.kernels.block_scaled import SCALE_STRIDES, Rows, Scaled, empty_row
 
 
 class Mark(NamedTuple):
-    """What a norm leaves when it begins, so that the host sees how far a step has come, also one of a graph."""
+    """Marker that a norm writes when it begins, which shows the host the progress of a step, also within a graph."""
 
     at: torch.Tensor
-    """int32 [1], in pinned memory of the host where there is a GPU."""
+    """int32 [1], in pinned host memory if there is a GPU."""
     number: int
 
 
@@ -140,7 +140,9 @@ def norm_rows(
     *,
     keep: bool = True,
 ) -> Rows:
-    """norm_fused and quantise_rows in one kernel, bit by bit; D must be a multiple of 128. `keep`: with what is plain."""
+    """Run norm_fused and quantise_rows in one kernel, bit-identical; D must be a multiple of 128. `keep`: also return
+    plain rows.
+    """
     out_BD = torch.empty(x_BD.shape, dtype=x_BD.dtype, device=x_BD.device) if keep else None
     rows = empty_rows(len(x_BD), x_BD.shape[1], x_BD.device)
     _launch(x_BD, residual_BD, weight_D, eps, mark, out_BD, rows)

@@ -1,8 +1,9 @@
-"""Partial outputs and their log-sum-exp as one message per rank, for one all-to-all, and the merge of what it brings.
+"""Pack partial outputs and their log-sum-exp into one message per rank, for one all-to-all, and merge the received
+messages.
 
 A message is a row of fp32 words: o of the receiver's heads, [B, h, R] in its own dtype, then their lse [B, h] as fp32,
-bit by bit: two columns more of a 16-bit o. Both parts begin where wide loads can; rows of R + 2
-columns would not.
+bit by bit: as many bytes as two more columns of a 16-bit o. Both parts are aligned for wide loads; rows of R + 2
+columns would not be.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ class Message:
 
     @property
     def o_words(self) -> int:
-        """Words that o takes, padding included."""
+        """Return the words of o, padding included."""
         return _aligned(self.batch * self.heads * self.columns * self.dtype.itemsize)
 
     @property
     def words(self) -> int:
-        """Words of the whole message."""
+        """Return the words of the whole message."""
         return self.o_words + _aligned(self.batch * self.heads * WORD)
 
     def views(self, wire_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [N, B, h, R] in its dtype and lse [N, B, h], in the memory of N messages."""
+        """Return o [N, B, h, R] in its dtype and lse [N, B, h], as views of N messages."""
         o = wire_NW[:, : self.o_words].view(self.dtype)
         lse = wire_NW[:, self.o_words :]
         return _view(o, self.batch, self.heads, self.columns), _view(lse, self.batch, self.heads)
 
 
 def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Messages to all N ranks, [N, words] fp32; H = N·h, and rank n gets heads n·h to (n + 1)·h.
+    """Return messages to all N ranks, [N, words] fp32; H = N·h, and rank n gets heads n·h to (n + 1)·h.
 
-    o is contiguous in fp32, fp16 or bf16, and lse in fp32. Nothing is rounded; NaN in o travels as it is.
+    o is contiguous in fp32, fp16 or bf16, and lse in fp32. Values are not rounded; NaN in o is preserved.
     """
     batch, heads, columns = o_BHR.shape
     message = Message(batch, heads // ranks, columns, o_BHR.dtype)
@@ -63,10 +64,10 @@ def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def combine(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
-    """Merge what N ranks sent for this rank's heads: Σ exp(lse_n − lse*)·o_n in fp32, into `out_hBR` [h, B, R].
+    """Merge the messages of N ranks for this rank's heads: Σ exp(lse_n − lse*)·o_n in fp32, into `out_hBR` [h, B, R].
 
-    `out` may have any dtype and strides, its last dimension being contiguous. A rank whose lse is −inf has weight 0,
-    whatever its o holds, NaN included; where all are −inf the result is 0.
+    `out_hBR` may have any dtype and strides with a contiguous last dimension. A rank with lse −inf has weight 0 for any
+    o, including NaN; if all are −inf the result is 0.
     """
     (combine_fused if wire_NW.is_cuda else combine_reference)(wire_NW, message, out_hBR)
 

@@ -1,4 +1,4 @@
-"""Read memory as fast as it comes, this GPU's or a peer's, and write next to nothing: measures a limit."""
+"""Read memory, this GPU's or a peer's, at full speed, and write next to nothing: measures a bandwidth limit."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def rope_fused(
 
 
 def softmax_scale(shape: ModelShape) -> float:
-    """(nope + rope)^-0.5, times mscale_all_dim's factor squared where the config has YaRN."""
+    """Return (nope + rope)^-0.5, times the squared factor of mscale_all_dim if the config has YaRN."""
     scale = (shape.nope + shape.rope) ** -0.5
     if shape.yarn and shape.yarn.mscale_all_dim:
         scale *= _mscale(shape.yarn.factor, shape.yarn.mscale_all_dim) ** 2
@@ -117,7 +117,7 @@ def softmax_scale(shape: ModelShape) -> float:
 
 
 def rope_table(shape: ModelShape, positions: int, device: torch.device) -> torch.Tensor:
-    """[positions, P] fp32: cos ‖ sin of position × frequency, times YaRN's attention factor."""
+    """Return [positions, P] fp32: cos ‖ sin of position × frequency, times YaRN's attention factor."""
     exponents = torch.arange(0, shape.rope, 2, dtype=torch.float32, device=device) / shape.rope
     frequencies = 1.0 / shape.rope_theta**exponents
     factor = 1.0

@@ -1,7 +1,7 @@
-"""Random KV rows that depend on the request and the token, not on where a layout stores them.
+"""Random KV rows that depend on the request and the token, but not on their location in a layout.
 
 Every layout then attends to the same numbers, routes its tokens to the same experts, and differs from another layout
-only in what is being compared.
+only in the compared property.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _fill_kernel(
 
 
 def fill_counter_based(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
-    """Each number from a counter (Philox), so that a rank draws only what it stores."""
+    """Draw each number from a counter (Philox), so that a rank draws only the numbers that it stores."""
     layers, _, width = kv.shape
     _fill_kernel[(locs_S.shape[0], layers)](
         kv.view(torch.uint8) if kv.itemsize == 1 else kv,

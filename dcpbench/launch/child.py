@@ -1,19 +1,19 @@
-"""A process of a job, tied to the one that started it: however that one ends, the kernel kills this one with it.
+"""A process of a job, tied to the one that started it: if the parent ends in any way, the kernel kills this process.
 
-Run by its path, before anything is imported: a launcher that dies while torch is being imported leaves nothing behind.
-So it has nothing but the standard library.
+It is run by its path, before any import, so that a launcher that dies while torch is being imported leaves no process
+behind. It therefore uses only the standard library.
 
     child.py tied PARENT COMMAND…                be COMMAND, tied to the process PARENT
     child.py rank WORKER JOB FOLDER LOGS FIRST RANKS
-                                                 have a process run JOB as one of so many ranks, of which this machine
-                                                 has those from FIRST on, and keep an account of it:
+                                                 have a process run JOB as one of RANKS ranks, of which this machine
+                                                 has those from FIRST on, and record its life cycle:
 
-    FOLDER/rank-R.pid     its process id and when that process began (start_ticks), before it imports anything
-    LOGS/rank-R.log       everything that it printed; torchrun's own --log-dir makes up random names
+    FOLDER/rank-R.pid     its process id and start time (start_ticks), written before it imports any module
+    LOGS/rank-R.log       its whole output; torchrun's own --log-dir makes up random names
     LOGS/rank-R.exit      how it ended (jobs.Exit)
 
-torchrun closes every descriptor of its ranks but the standard ones, so the lock of the run's folder comes as standard
-input: each rank holds it until it is gone.
+torchrun closes every descriptor of its ranks but the standard ones, so the lock of the run's folder is passed as
+standard input: each rank holds it until it has ended.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PARENT = "DCPBENCH_PARENT"
-"""Environment variable by which a tied process tells its children whose they are."""
+"""Environment variable that holds the id of the parent to which a tied process and its children belong."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What torchrun ends its ranks with, short of SIGKILL."""
+"""Signals with which torchrun ends its ranks, apart from SIGKILL."""
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """A command line that runs `command`, whose first word is a path, tied to this process."""
+    """Return a command line that runs `command`, starting with a path, tied to this process."""
     return [sys.executable, "-I", "-S", __file__, "tied", str(os.getpid()), *command]
 
 
 def of_rank(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
-    """The command line of each rank, for a process that PARENT names: a torchrun that is tied itself, or this one."""
+    """Return the command line of each rank, for a tied parent named by PARENT: a torchrun, or this process."""
     return [sys.executable, "-I", "-S", __file__, "rank", worker, job, folder, logs, str(first), str(ranks)]
 
 
 def start_ticks(pid: int) -> tuple[str, int] | None:
-    """(state, clock ticks from boot to its start) of a process, in the words of proc(5); None where there is none."""
+    """Return (state, clock ticks from boot to start) of a process, by proc(5); None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 -- no path of a user
             fields = file.read().rpartition(b")")[2].split()
@@ -60,7 +60,7 @@ def start_ticks(pid: int) -> tuple[str, int] | None:
 
 
 def _tie(parent: int) -> None:
-    """Have the kernel kill this process when `parent` dies, and end now where it is dead already."""
+    """Have the kernel kill this process when `parent` dies, and exit now if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -84,7 +84,7 @@ def _account_for(worker: str, job: str, folder: str, logs: str, first: str, rank
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # none is lost while there is no process to pass it on to
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # no signal is lost before the process exists
     child = os.fork()
     if child == 0:
         try:
@@ -124,7 +124,7 @@ def _be_rank(parent: int, rank: str, command: list[str], folder: str, logs: str)
 
 
 def _write(path: str, text: str) -> None:
-    """The whole file or none: it is read while others are being written."""
+    """Write a file atomically, because it is read while others are being written."""
     with open(f"{path}.part", "w", encoding="utf-8") as file:  # noqa: PTH123 -- pathlib takes longer to import
         file.write(text)
     os.replace(f"{path}.part", path)  # noqa: PTH105 -- as above

@@ -1,6 +1,6 @@
-"""A run's folder: whether a command may use it, what --force removes, and what --resume must leave as it was. No torch.
+"""Validate a run's folder: whether a command may use it, what --force removes, and what --resume must keep. No torch.
 
-A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and does not enter a sweep's folder.
+A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and does not use a sweep's folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 COMMANDS = {"decode": "sweep", "serve": "serve"}
-"""By workload, which leaves records there."""
+"""Command that writes records, by workload."""
 ENDING_S, LOOK_S = 5.0, 0.05
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
@@ -67,7 +67,7 @@ def make_folder(folder: Path) -> None:
 
 
 def new_folder(name: str, tp: Sequence[int]) -> Path:
-    """A folder that does not exist yet, named by the time, `name` and the world sizes."""
+    """Return a folder that does not exist yet, named by the time, `name` and the world sizes."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
     base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, tp))}"
     numbered = (base.with_name(f"{base.name}-{n}") for n in range(2, 100))
@@ -76,10 +76,11 @@ def new_folder(name: str, tp: Sequence[int]) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Make the folder and keep every other run out of it; gives the descriptor, which all processes of a job have.
+    """Create the folder and lock it against every other run; yield the descriptor, which all processes of a job
+    inherit.
 
-    The lock ends with the last process that has the descriptor. Raises OutputError where a run is still at work, and
-    where the file system has no locks: two runs that write here would spoil each other's records.
+    The lock ends with the last process that has the descriptor. Raise OutputError if a run is still at work, or if the
+    file system has no locks: two runs that write here would corrupt each other's records.
     """
     make_folder(folder)
     try:
@@ -96,7 +97,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def _take(lock: int, folder: Path) -> None:
-    """Take the lock. Where the command that had it is gone, its workers are ending: they get ENDING_S for that."""
+    """Take the lock. If the command that held it is gone, wait ENDING_S for its workers to end."""
     refused = time.monotonic() + ENDING_S
     while True:
         try:
@@ -120,7 +121,7 @@ def _take(lock: int, folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Name a disk that cannot be written, and a folder that is gone, where a run writes into its folder."""
+    """Convert errors of writes to the run's folder into errors that name the disk, or the missing folder."""
     try:
         yield
     except OSError as e:
@@ -134,7 +135,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_there(folder: Path, lock: int) -> None:
-    """Raise OutputError where the folder is not the one that was locked any more: it was removed, or moved away."""
+    """Raise OutputError if the folder is no longer the locked one: it was removed, or moved away."""
     try:
         same = os.path.samestat(os.fstat(lock), (folder / LOCK_FILE).stat())
     except OSError:
@@ -151,7 +152,7 @@ def _removed(folder: Path) -> OutputError:
 
 
 def check_free(folder: Path, *, goes_on: bool) -> None:
-    """Raise OutputError where a folder holds records, unless it was said what to do with them."""
+    """Raise OutputError if a folder holds records and no option selects what to do with them."""
     if _holds(folder / RECORDS_FILE) and not goes_on:
         raise OutputError(
             f"{folder} already holds records; add --resume to measure only what is missing, "
@@ -160,9 +161,9 @@ def check_free(folder: Path, *, goes_on: bool) -> None:
 
 
 def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
-    """Make a sweep's folder; `force` removes what an earlier run left.
+    """Create a sweep's folder; `force` removes the files of an earlier run.
 
-    Raises OutputError when it holds records and neither flag says what to do with them, or cannot be written.
+    Raise OutputError if it holds records and neither flag is given, or if it cannot be written.
     """
     check_free(folder, goes_on=resume or force)
     make_folder(folder)
@@ -171,7 +172,7 @@ def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
 
 
 def prepare_checks(folder: Path, *, force: bool) -> None:
-    """The same for `verify`, which never touches a sweep's records."""
+    """Create the folder for `verify`, which never touches a sweep's records."""
     if _holds(folder / RECORDS_FILE):
         raise OutputError(f"{folder} holds the records of a sweep; give verify another folder with -o.")
     if (_holds(folder / CHECKS_FILE) or _holds(folder / FAILED_FILE)) and not force:
@@ -181,7 +182,7 @@ def prepare_checks(folder: Path, *, force: bool) -> None:
 
 
 def settings_of(point: Point, settings: Settings, device: str) -> dict[str, object]:
-    """What is the same for all points of a run, by the option that says it."""
+    """Return the settings shared by all points of a run, by option."""
     return {
         "--seconds": settings.seconds,
         "--profile": settings.profile,
@@ -238,9 +239,9 @@ def command_to_resume(folder: Path, records: Iterable[Record]) -> str:
 
 
 def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
-    """What differs from the settings with which the folder's last job ran, as a sentence; empty if nothing does.
+    """Return the differences from the settings of the folder's last job as a sentence; empty without differences.
 
-    Raises OutputError where points measured now would not belong beside the others: another pool, layout of the KV
+    Raise OutputError if new points would not be comparable with the recorded ones: another pool, layout of the KV
     cache, dtype, checkpoint or device.
     """
     job = _last_job(folder)

@@ -1,6 +1,7 @@
-"""What is taken down of a job before it is ended: HANGS/TAG-N/, whose files hangs/evidence.py names. No torch.
+"""Capture the evidence of a hanging job before it is ended: HANGS/TAG-N/, with the files listed in hangs/evidence.py.
+No torch.
 
-What ranks leave in LOGS themselves: hangs/beats.py, measuring/flight_recorder.py.
+The files that ranks write to LOGS themselves are described in hangs/beats.py and measuring/flight_recorder.py.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from dcpbench.launch.ranks import Ranks
 
 ASK_S, SPY_S, GPUS_S, NCCL_S = 2.0, 5.0, 3.0, 3.0
-"""How long each may take: what ranks say of themselves, py-spy, nvidia-smi, NCCL."""
+"""Time limits in s: for answers of ranks, py-spy, nvidia-smi, NCCL."""
 NCCL_ADDRESS, NCCL_ASKED, NCCL_BYTES = "localhost:28028", b"verbose status\n", 1 << 20
-"""Where NCCL (RAS, from 2.24 on) says how its jobs on this machine are, unless NCCL_RAS_ADDR says otherwise; how it is
-asked; the most that is read."""
+"""Default address at which NCCL (RAS, from 2.24 on) reports the state of its jobs on this machine, unless NCCL_RAS_ADDR
+is set; the request; the maximum number of bytes read.
+"""
 GPUS = (
     "index",
     "name",
@@ -46,26 +48,29 @@ GPUS = (
     "power.draw",
     "ecc.errors.uncorrected.volatile.total",
 )
-HELD = "D"  # state of a process in the kernel, where no signal reaches it
+HELD = "D"  # state letter of uninterruptible sleep
 FINDING_FILE = "finding.json"
 BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
 DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
-"""What a rank writes when its pipe ASK is opened and closed, in this order. The stacks are for where its main thread, in
-a driver that no signal reaches, did not write them."""
+"""Files that a rank writes, in this order, when its pipe ASK is opened and closed. The stacks are a fallback if its
+main thread is blocked in a driver, where no signal reaches it.
+"""
 ANSWERED = "answered-{}.json"
-"""What it writes behind all others, so that nobody waits for what it has not."""
+"""File written after all others, so that missing ones are not waited for."""
 # All of them are files of a rank in its job's folder of logs.
 
 
 def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
-    """(folder of what was taken down, Python stacks by rank). Everything has its time; what fails is left out."""
+    """Return (folder of the captured evidence, Python stacks by rank). Every source has a time limit; failed ones are
+    left out.
+    """
     folder = _new_folder(ranks)
     pids = ranks.pid_of()
     before, began = {rank: _cpu_ticks(pid) for rank, pid in pids.items()}, time.monotonic()
     held = {rank for rank, pid in pids.items() if _state(pid) == HELD}
     gpus = _start(["nvidia-smi", f"--query-gpu={','.join(GPUS)}", "--format=csv"], folder / GPUS_FILE)
     nccl = threading.Thread(target=ask_nccl, args=(folder / NCCL_FILE,), daemon=True)
-    if gpus is not None:  # else there is no NCCL of ours that could answer
+    if gpus is not None:  # without a GPU there is no NCCL that could answer
         nccl.start()
     asked = [rank for rank in pids if _ask(ranks.logs / ASK.format(rank))]
     stacks = ranks.stacks()
@@ -99,7 +104,7 @@ def take_down(ranks: Ranks) -> tuple[Path, dict[str, str]]:
 
 
 def ask_nccl(to: Path) -> None:
-    """Keep in a file what NCCL says of its jobs on this machine; no file where it is older, off, or silent."""
+    """Write NCCL's report on its jobs on this machine to a file; no file if NCCL is too old, disabled or silent."""
     host, _, port = os.environ.get("NCCL_RAS_ADDR", NCCL_ADDRESS).rpartition(":")
     until, said = time.monotonic() + NCCL_S, b""
     with (
@@ -117,9 +122,9 @@ def ask_nccl(to: Path) -> None:
 
 
 def explain(folder: Path, stacks: Mapping[str, str]) -> Finding | None:
-    """Who kept whom waiting, which is left beside what says so, too; None where nothing could be read.
+    """Return the finding from the evidence in a folder, and store it there; None if nothing could be read.
 
-    `stacks`: of ranks on other machines, too.
+    `stacks` also holds those of ranks on other machines.
     """
     _keep(folder, stacks)
     try:
@@ -137,9 +142,9 @@ def _keep(folder: Path, stacks: Mapping[str, str]) -> None:
 
 
 def differing(ranks: Ranks) -> tuple[Path, Finding] | None:
-    """Who began another collective than the others in a job that has ended, and the folder that keeps what says so.
+    """Return the folder with evidence and the finding if ranks of an ended job began different collectives.
 
-    By the beats that are left; None where they say nothing of the kind.
+    The heartbeat files are evaluated; None if they show no difference.
     """
     left = [path for rank in ranks.ranks if (path := ranks.logs / BEATS.format(rank)).exists()]
     try:
@@ -169,7 +174,7 @@ def _keep_log_and_beats(ranks: Ranks, rank: int, folder: Path) -> None:
 
 
 def _cpu_ticks(pid: int) -> int | None:
-    """Clock ticks that a process's main thread has run."""
+    """Return the CPU time of a process's main thread in clock ticks."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:  # noqa: PTH123 -- no path of a user
             fields = file.read().rpartition(b")")[2].split()
@@ -196,7 +201,7 @@ def _seen(ranks: Ranks, rank: int, pid: int | None, before: int | None, seconds:
 
 
 def _ask(pipe: Path) -> bool:
-    """Open a rank's pipe and close it; False where nobody reads it."""
+    """Open a rank's pipe and close it; return False if the pipe has no reader."""
     try:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
@@ -217,7 +222,7 @@ def _start(command: list[str], to: Path) -> subprocess.Popen[bytes] | None:
 
 
 def _wait(started: list[subprocess.Popen[bytes] | None], seconds: float) -> None:
-    """End what has not ended by itself in time."""
+    """Wait for the processes, and kill those that have not ended in time."""
     until = time.monotonic() + seconds
     for process in filter(None, started):
         try:

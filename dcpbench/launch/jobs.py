@@ -1,11 +1,11 @@
-"""What the launcher hands to a torchrun job and what comes back while it runs: plain files of JSON. No torch.
+"""Files that the launcher and a torchrun job exchange, as JSON. No torch.
 
 job-TAG.json          Job, written by torchrun.py, read by every rank
-progress-TAG.jsonl    Progress, one line an event, written by rank 0
+progress-TAG.jsonl    Progress, one line per event, written by rank 0
 stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised
 records.jsonl         finished points (kind `sweep`)
-checks.jsonl          Check, one line each (kind `verify`), with a checksum as records have it
+checks.jsonl          Check, one line each (kind `verify`), with a checksum like records
 failed.jsonl          records of points that could not be checked (kind `verify`)
 """
 
@@ -38,7 +38,7 @@ SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What is the same for all jobs of a command."""
+    """Settings shared by all jobs of a command."""
 
     kind: str = "sweep"
     """`sweep` or `verify`."""
@@ -48,10 +48,11 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     pool_points: tuple[Point, ...] = ()
     """All points of the sweep, those of a job and those already recorded. Empty: those of a job."""
     engines: tuple[EnginePlan, ...] = ()
-    """Kind `sweep`: what is built for the points. Made for all points of the sweep, so that a resumed or relaunched job
-    measures with the same memory plan."""
+    """Kind `sweep`: engines that are built for the points. Planned for all points of the sweep, so that a resumed or
+    relaunched job measures with the same memory plan.
+    """
     command: str = ""
-    """As typed."""
+    """Command line as typed."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Kind `verify` with a checkpoint: token ids, one list per request."""
     new_tokens: int = 8
@@ -71,11 +72,11 @@ class Job(Command, frozen=True, kw_only=True):
     """The dcpbench that starts it, and that its ranks must have; None: whichever they have."""
 
     def path(self) -> Path:
-        """Where the job file lies."""
+        """Return the path of the job file."""
         return job_file(Path(self.folder), self.tag)
 
     def logs(self) -> Path:
-        """Folder of what its processes printed."""
+        """Return the folder with the output of the job's processes."""
         return Path(self.folder) / "logs" / self.tag
 
     def port_path(self) -> Path:
@@ -83,7 +84,7 @@ class Job(Command, frozen=True, kw_only=True):
         return self.logs() / "port"
 
     def progress_path(self) -> Path:
-        """Where rank 0 writes Progress lines."""
+        """Return the path of the file to which rank 0 writes Progress lines."""
         return progress_file(Path(self.folder), self.tag)
 
 
@@ -119,13 +120,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank ended; child.py writes it."""
+    """Exit of a rank, written by child.py."""
 
     rank: int
     code: int
-    """Exit code; -9 stands for signal 9."""
+    """Exit code; -9 means signal 9."""
     asked: bool
-    """Whether torchrun had told it to end by then, so that another one is the cause."""
+    """True if torchrun had asked the rank to end before, so that another rank is the cause."""
     at: float
     """Unix time."""
 
@@ -138,10 +139,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     (workloads/checkpoint_checks.py)."""
     layout: str
     ep: int | None = None
-    """Ranks that whole experts are dealt out to; 1 where each is cut over all."""
+    """Number of expert-parallel ranks; 1 with tensor-parallel experts."""
     backend: str
     exchange: str
-    """With the options that are on: `a2a +q-replicate`."""
+    """Exchange with the enabled options: `a2a +q-replicate`."""
     all_reduce: str = ALL_REDUCES[0]
     dtype: str
     error: float | None
@@ -159,19 +160,19 @@ decode_progress = msgspec.json.Decoder(Progress).decode
 
 
 def write_checks(folder: Path, checks: Iterable[Check]) -> None:
-    """Append checks to a run's, each a line with its checksum."""
+    """Append checks to those of a run, each a line with its checksum."""
     with (folder / CHECKS_FILE).open("ab") as f:
         f.writelines(checksums.seal(msgspec.json.encode(check)) + b"\n" for check in checks)
 
 
 def decode_check(line: bytes) -> Check:
-    """The check of one line, held against its checksum first. Raises records.UNREADABLE."""
+    """Return the check of one line after comparing it with its checksum. Raise records.UNREADABLE if it is damaged."""
     checksums.check(line)
     return _checks.decode(line)
 
 
 def read_checks(folder: Path) -> list[Check]:
-    """All checks of a run, none where there is no file. Raises RecordsError for a line that is none."""
+    """Return all checks of a run, none without a file. Raise RecordsError for an invalid line."""
     path = folder / CHECKS_FILE
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -188,7 +189,7 @@ def read_checks(folder: Path) -> list[Check]:
 
 
 def code_words(code: int) -> str:
-    """How a process ended, by its exit code or, where that is negative, its signal."""
+    """Return a phrase that describes the end of a process by its exit code or, if negative, its signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = next((f" ({s.name})" for s in signal.Signals if s == -code), "")
@@ -196,7 +197,7 @@ def code_words(code: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address of this machine, and at no other; port 0: one that is free."""
+    """Return a socket that listens only at this address of this machine; port 0 selects a free one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(found[4][:2], family=found[0])
 

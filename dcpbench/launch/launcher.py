@@ -52,49 +52,50 @@ AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
 PATIENCE_S = 300.0
 """The least limit of all other stages: starting, building and warming up take as long as they take."""
 ENDING_S = 60.0
-"""The limit of ranks that have measured all of their points: nothing is lost with them."""
+"""Time limit for ranks that have measured all of their points to end, after which they are killed without loss of data.
+"""
 POLL_S = 0.1
 GRACE_S = 5.0
-"""How long the remaining ranks may take to end by themselves once one has failed."""
+"""Time that the remaining ranks have to end by themselves after one has failed."""
 
 
 class Work(jobs.Command, frozen=True, kw_only=True):
-    """What a command has its jobs do, and how it looks after them."""
+    """Work and supervision of the jobs of a command."""
 
     folder: Path
     timeout: float = 300.0
     """Seconds without a sign of life after which a point counts as hung."""
     point_limit: float | None = None
-    """Seconds after which a point that has not ended counts as hung, whatever its signs of life."""
+    """Seconds after which an unfinished point counts as hung, regardless of signs of life."""
     retries: int = 0
-    """How often a point that hung or failed is begun again."""
+    """Number of retries of a point that hung or failed."""
     worker: str = WORKER
     hardware: str = ""
-    """What the machine has, as probes name it."""
+    """Hardware of the machine, as named by probes."""
     lock: int | None = None
     """Descriptor of the folder's lock (folders.locked)."""
 
     def limit_s(self, stage: str) -> float:
-        """Seconds without a sign of life after which a job in this stage counts as hung."""
+        """Return the seconds without a sign of life after which a job in this stage counts as hung."""
         if stage == ENDED:
             return ENDING_S
         timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
         return self.timeout if stage in timed else max(self.timeout, PATIENCE_S)
 
     def check_folder(self) -> None:
-        """Raise OutputError where the folder is not there any more."""
+        """Raise OutputError if the folder no longer exists."""
         if self.lock is not None:
             folders.check_there(self.folder, self.lock)
 
     @property
     def records(self) -> str:
-        """File of the records that the launcher writes; measured points are only in a sweep's."""
+        """Return the file of the records that the launcher writes; measured points are only in a sweep's."""
         return FAILED_FILE if self.kind == "verify" else RECORDS_FILE
 
 
 def probe(worker: str = WORKER) -> Probe:
-    """What the machine has, asked of a process of its own, so that this one never loads torch."""
-    package.started()  # what is edited from here on is another program
+    """Return the hardware of the machine, from a subprocess, so that this process never loads torch."""
+    package.started()  # files edited later count as another program
     command = child.tied([sys.executable, "-m", worker, "--probe"])
     env = os.environ | package.environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
@@ -129,15 +130,16 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
 
 
 def blame(failures: Sequence[Failure]) -> Failure | None:
-    """The rank whose error explains the others: the first that is not merely a broken collective."""
+    """Return the failure that explains the others: the first that is not merely a broken collective."""
     causes = [f for f in failures if not _is_collective(f)]
     return next(iter(causes or failures), None)
 
 
 def first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
-    """The first rank that ended untold and without an error of its own, before any whose error explains the others.
+    """Return the first rank that ended unasked and without an error message, before any rank with an error that
+    explains the others.
 
-    `finished`: all points were done, so that ranks may end with 0.
+    `finished`: all points are done, so that ranks may end with exit code 0.
     """
     spoke = {f.rank for f in failures}
     causes = {f.rank for f in failures if not _is_collective(f)}
@@ -148,7 +150,7 @@ def first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: 
 
 
 def exit_words(end: Exit) -> str:
-    """How a rank ended that left no error message."""
+    """Return a phrase for a rank that ended without an error message."""
     if end.code == -signal.SIGKILL:
         return (
             f"rank {end.rank} was killed by signal 9 (out of memory is the usual cause: lower --concurrency or "
@@ -169,7 +171,9 @@ def _is_collective(failure: Failure) -> bool:
 def _run_size(
     points: list[Point], work: Work, machines: Machines, others: Leader, watch: Callable[[Progress], None]
 ) -> list[Record]:
-    """All points of one world size. Returns failures that points of other sizes share, because no size is to blame."""
+    """Run all points of one world size; return failures that also apply to points of other sizes, as no size is to
+    blame.
+    """
     stillborn = 0
     unusable = []
     failed = tries.failed(work.folder) if work.kind == "sweep" else collections.Counter[str]()
@@ -197,13 +201,13 @@ def _run_size(
         stillborn = 0
         cause = blame(end.failures)  # raised at a point that rank 0 may not have reached
         stuck = next((p for p in points if p.key() in (end.key, cause and cause.key)), None)
-        if stuck is not None:  # between two points none is at fault: what is left is begun again
+        if stuck is not None:  # no point is at fault between two points: the remaining ones are started again
             key = stuck.key()
             record = _record(stuck, running, end, work, failed[key])
             points.remove(stuck)
             failed[key] += 1
             if again := tries.may_pass(record) and failed[key] <= work.retries:
-                points.append(stuck)  # behind the others, which it cannot keep from being measured
+                points.append(stuck)  # after the others, so that it cannot prevent their measurement
             _tell(record, work, watch, again=again)
             if _is_model_error(record):
                 unusable.append(record)
@@ -237,7 +241,7 @@ def _spare(points: list[Point], record: Record, work: Work, watch: Callable[[Pro
 
 
 def _shares(point: Point, record: Record) -> bool:
-    """Whether the cause lies in the model and its weights, or in an engine that could not be built."""
+    """Return True if the cause lies in the model and its weights, or in an engine that could not be built."""
     failed = record.point
     if _is_model_error(record):
         return (point.model, point.weights) == (failed.model, failed.weights)
@@ -251,27 +255,27 @@ def _is_model_error(record: Record) -> bool:
 
 @dataclasses.dataclass
 class _End:
-    """How a job went."""
+    """End of a job."""
 
     done: set[str] = dataclasses.field(default_factory=set)
     key: str = ""
     """Point at work when it ended."""
     stage: str = ""
     started: bool = False
-    """Whether any point was begun."""
+    """True if any point was started."""
     hung_s: float = 0.0
-    """How long it had been silent when it was taken for hung; 0 where it was not."""
+    """Duration of its silence in s when it was considered hung; 0 if it was not."""
     over_s: float = 0.0
-    """The limit of a point that it was past; 0 where it was not."""
+    """Exceeded time limit of a point in s; 0 if it was not exceeded."""
     begun: float = math.inf
     """When the point at work was begun, by the monotonic clock."""
     code: int = 0
-    """Of torchrun, or 1 where its ranks were ended with it; negative: the signal that it was killed by."""
+    """Exit code of torchrun, or 1 if its ranks were ended with it; negative: the signal that killed it."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
     exits: list[Exit] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
     evidence: Path | None = None
-    """What was taken down of a job that hung."""
+    """Folder with the captured evidence of a job that hung."""
 
     @property
     def failed(self) -> bool:
@@ -279,7 +283,7 @@ class _End:
 
     @property
     def hung(self) -> bool:
-        """Whether it was ended for its silence, or for how long a point took."""
+        """Return True if it was ended for its silence or for the duration of a point."""
         return self.hung_s > 0 or self.over_s > 0
 
     @property
@@ -288,11 +292,11 @@ class _End:
         return first_gone(self.failures, self.exits, finished=self.stage == ENDED)
 
     def ended(self, rank: int) -> bool:
-        """Whether a rank was ended from above: by torchrun, or with it."""
+        """Return True if a rank was ended by torchrun, or together with it."""
         return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
 
     def past(self, limit_s: float | None) -> bool:
-        """Whether the point at work has taken longer than this."""
+        """Return True if the current point has taken longer than `limit_s`."""
         return limit_s is not None and bool(self.key) and time.monotonic() - self.begun > limit_s
 
     def see(self, event: Progress) -> None:
@@ -306,34 +310,34 @@ class _End:
 
 
 class Watchdog:
-    """Says when to give up on ranks: a while after one of them has failed, or when nothing was heard for too long."""
+    """Decide when to give up on ranks: some time after one of them has failed, or after a long silence."""
 
     def __init__(self) -> None:
         self._heard = time.monotonic()
         self._failing: float | None = None
 
     def hear(self) -> None:
-        """There was a sign of life."""
+        """Note a sign of life."""
         self._heard = time.monotonic()
 
     def past_grace(self, failing: Callable[[], bool]) -> bool:
-        """Whether the others have had their time to end by themselves, or to say why, since one has failed."""
+        """Return True if a rank has failed and the grace period for the others to end or report is over."""
         now = time.monotonic()
         if self._failing is None and failing():
             self._failing = now
         return self._failing is not None and now - self._failing > GRACE_S
 
     def silent(self, limit_s: float) -> bool:
-        """Whether nothing was heard for longer than this, though none has failed."""
+        """Return True if there was no sign of life for longer than `limit_s` and no rank has failed."""
         return self._failing is None and time.monotonic() - self._heard > limit_s
 
 
 def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
-    """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
+    """Follow a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
     end, watchdog = _End(), Watchdog()
 
     def failing() -> bool:
-        """Whether a rank has failed, or ended while there are points to do."""
+        """Return True if a rank has failed, or ended while points are left."""
         failures = running.failures()
         gone = failures or first_gone(failures, running.exits(), finished=end.stage == ENDED)
         return bool(gone) or others.in_trouble()
@@ -362,7 +366,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
             _tell_of_lingering(end, watch)
             break
         time.sleep(POLL_S)
-    end.exits = running.exits()  # before kill, which is none of the ranks' doing
+    end.exits = running.exits()  # before kill, which would add exits that the ranks did not cause
     if end.hung or end.code != 0:
         running.kill()
     end.failures = running.failures()
@@ -374,7 +378,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
 
 
 def _check_answers(folder: Path, watch: Callable[[Progress], None]) -> None:
-    """Raise DiskError if the folder's file system does not answer, which holds its ranks and whatever would describe them."""
+    """Raise DiskError if the folder's file system does not answer, which blocks its ranks and every diagnosis of them."""
     try:
         disks.check_answers(folder)
     except DiskError as e:
@@ -383,7 +387,7 @@ def _check_answers(folder: Path, watch: Callable[[Progress], None]) -> None:
 
 
 def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:
-    """Say why a job is ended of which all is measured."""
+    """Report why a job that has measured all its points is ended."""
     if end.stage == ENDED:
         note = f"all is measured, but its ranks had not ended {ENDING_S:.0f} s later; dcpbench ends them"
         watch(Progress(stage=STOPPED, note=f"{note}. Where they stood: {end.evidence}"))
@@ -391,7 +395,7 @@ def _tell_of_lingering(end: _End, watch: Callable[[Progress], None]) -> None:
 
 @contextlib.contextmanager
 def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[None]:
-    """An interrupt lets a run of requests write those that have finished before its ranks end."""
+    """On an interrupt, let a run of requests write its finished requests before its ranks end."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -402,7 +406,7 @@ def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[No
 
 
 def _serve(work: Work, machines: Machines) -> None:
-    """Another node's sweep: start the jobs that node 0 names and end them when it says so."""
+    """Take part in a sweep as another node: start the jobs that node 0 sends and end them on its request."""
     line = follow(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
     with contextlib.closing(line):
         while not line.closed:
@@ -445,7 +449,7 @@ def _job(points: list[Point], work: Work, machines: Machines) -> Job:
 
 
 def _record(point: Point, running: Running, end: _End, work: Work, before: int = 0) -> Record:
-    """What is known about a point that did not live to write its own record, and had failed so often `before`."""
+    """Return the record of a point that ended before it could write its own; it had failed `before` times."""
     gone, cause = end.gone, blame(end.failures)
     if gone is None and (cause is None or _is_collective(cause)):
         gone = _unheard(running, end)
@@ -497,7 +501,7 @@ def _record(point: Point, running: Running, end: _End, work: Work, before: int =
 
 
 def _unheard(running: Running, end: _End) -> Exit | None:
-    """The rank that torchrun saw end first, where it left no error of its own."""
+    """Return the rank that torchrun saw end first, if it left no error of its own."""
     first = running.seen_first()
     return first if first is not None and first.rank not in {f.rank for f in end.failures} else None
 

@@ -1,16 +1,16 @@
-"""Several machines, one sweep: node 0 tells the others which job to start next and when to stop it. No torch.
+"""Several machines, one sweep: node 0 sends the others the next job to start and tells when to stop it. No torch.
 
-Every node runs the same command; only node 0 decides (it alone has the records, so it alone knows what --resume or a
-dead point leaves to do). The others connect to --rdzv-endpoint once, before the first job, and keep that connection
-for the whole sweep; rank 0's store of torch.distributed then listens at the same address, so that one open port is
-enough. Both listen at that address alone.
+Every node runs the same command; only node 0 decides, because it alone has the records and knows which points --resume
+or a failed point leaves to do. The others connect to --rdzv-endpoint once, before the first job, and keep that
+connection for the whole sweep; rank 0's store of torch.distributed then listens at the same address, so that one open
+port is enough. Both listen only at that address.
 
-    both ways          a Hello, which proves that the sender has the secret of DCPBENCH_SECRET and is of the same sweep
+    both ways          a Hello, which proves that the sender has the secret of DCPBENCH_SECRET and belongs to the sweep
     node 0 → others    a Job, one line of JSON: start it · `stop`: end it · closed: the sweep is over
     others → node 0    `failed`: a rank of mine died · an Ended, one line of JSON, in answer to `stop`
 
-Each line after the Hellos begins with its authentication code, by a key that is of this connection only. What has none
-closes the connection. The lines are not encrypted.
+Each line after the Hellos begins with its authentication code, made with a key of this connection. A line without a
+valid code closes the connection. The lines are not encrypted.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ LEADS, FOLLOWS = b"node 0", b"another node"
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """What each side sends first; node 0 once more, when it can prove itself."""
+    """First message of each side; node 0 sends a second one with its proof."""
 
     node: int
     nonce: str
     proof: str = ""
-    """Of the secret, both nonces, the node and --rdzv-id."""
+    """Proof that the sender has the secret, over both nonces, the node and --rdzv-id."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """How one node's part of a job ended."""
+    """End of one node's part of a job."""
 
     node: int
     code: int
@@ -58,7 +58,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[Failure] = []
     exits: list[Exit] = []
     stacks: dict[str, str] = {}
-    """By rank, where the job had to be ended."""
+    """Stacks by rank, if the job had to be ended."""
 
 
 class Line:
@@ -74,7 +74,7 @@ class Line:
         self.closed = False
 
     def trust(self, key: bytes, mine: bytes, theirs: bytes) -> None:
-        """From here on every line has a code by this key; `mine` and `theirs` tell the two directions apart."""
+        """Authenticate every later line with this key; `mine` and `theirs` distinguish the two directions."""
         self._key, self._mine, self._theirs, self._longest = key, mine, theirs, LONGEST
 
     def send(self, data: bytes) -> None:
@@ -88,9 +88,10 @@ class Line:
             self.closed = True
 
     def receive(self, wait: float) -> bytes | None:
-        """The next line without its end, or None when none came within `wait` seconds or the peer closed.
+        """Return the next line without its end, or None if none came within `wait` seconds or the peer closed the
+        connection.
 
-        A line that is too long, or not by the peer that was trusted, sets `closed`.
+        A line that is too long, or fails authentication, sets `closed`.
         """
         end = time.monotonic() + wait
         while b"\n" not in self._pending:
@@ -148,12 +149,14 @@ class Leader:
         return [_ended(a) for line in self._lines if (a := _answer(line))]
 
     def in_trouble(self) -> bool:
-        """Whether a rank of another node died, or a node went away."""
+        """Return True if a rank of another node died, or a node disconnected."""
         return any(line.receive(0) == FAILED or line.closed for line in self._lines)
 
 
 def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line:
-    """Another node's side: connect to node 0, which may not be up yet. Raises WorkerError where it is none of ours."""
+    """Connect another node to node 0, which may not be up yet. Raise WorkerError if the peer does not belong to the
+    sweep.
+    """
     host, port = split_endpoint(endpoint)
     key = secret()
     end = time.monotonic() + timeout
@@ -180,7 +183,7 @@ def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line
 
 
 def secret() -> bytes:
-    """What the machines of a sweep share. Raises UsageError without one."""
+    """Return the secret shared by the machines of a sweep. Raise UsageError without one."""
     value = os.environ.get(SECRET, "")
     if not value:
         raise UsageError(
@@ -191,7 +194,7 @@ def secret() -> bytes:
 
 
 def _code(key: bytes, *parts: bytes) -> bytes:
-    """Authentication code of these parts, told apart by their lengths."""
+    """Return the authentication code of these parts, separated by their lengths."""
     text = b"".join(b"%d:%b" % (len(part), part) for part in parts)
     return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
 
@@ -201,7 +204,7 @@ def _proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str], name: st
 
 
 def _introduced(line: Line, key: bytes, node: int, name: str) -> bool:
-    """Another node's half of the greeting; whether each side has proved itself."""
+    """Perform another node's half of the greeting; return True if both sides have proved their identity."""
     theirs = _hello(line)
     if theirs is None:
         return False
@@ -215,7 +218,7 @@ def _introduced(line: Line, key: bytes, node: int, name: str) -> bool:
 
 
 def _met(line: Line, key: bytes, name: str, expected: set[int]) -> int | None:
-    """Node 0's half of the greeting: the number of the node, or None for whoever is none of those expected."""
+    """Perform node 0's half of the greeting; return the number of the node, or None for an unexpected peer."""
     nonce = secrets.token_hex(16)
     line.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
     theirs = _hello(line)
@@ -248,7 +251,7 @@ def _ended(answer: bytes) -> Ended:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`HOST:PORT` in two. Raises UsageError."""
+    """Split `HOST:PORT`. Raise UsageError for another form."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
@@ -264,7 +267,7 @@ def _answer(line: Line) -> bytes | None:
 
 
 def _accept(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
-    """The lines to all other nodes; whoever has not the secret is sent away, and does not end the waiting."""
+    """Return the connections to all other nodes; peers without the secret are rejected, and waiting continues."""
     host, port = split_endpoint(endpoint)
     key = secret()
     try:

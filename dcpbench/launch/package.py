@@ -1,7 +1,7 @@
-"""Which dcpbench a process has: ranks are to run the files of the command that started them. No torch.
+"""Ensure that ranks run the same dcpbench files as the command that started them. No torch.
 
-`python -m` looks into the working directory before it looks anywhere else. Where a folder `dcpbench` lies there, ranks would
-run that one, whichever dcpbench the command is: what they measure would be another program's than plans and records say.
+`python -m` searches the working directory first. If a folder `dcpbench` lies there, ranks would run that one instead of
+the command's package, and plans and records would describe another program than the measured one.
 """
 
 from __future__ import annotations
@@ -25,42 +25,46 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     sha256: str
-    """Of its modules and kernels, wherever they lie."""
+    """SHA-256 of its modules and kernels, independent of the folder."""
 
 
 def folder() -> Path:
-    """That of this process."""
+    """Return the folder of this process's package."""
     return Path(dcpbench.__file__).parent
 
 
 def own() -> Package:
-    """That of this process, as it lies on the disk now."""
+    """Return this process's package, as it is on the disk now."""
     here, found = folder(), hashlib.sha256()
-    for path in sorted(path for kind in SOURCES for path in here.rglob(f"[!.]*{kind}")):  # none of an editor's
+    for path in sorted(path for kind in SOURCES for path in here.rglob(f"[!.]*{kind}")):  # not hidden
         code = path.read_bytes()
         found.update(f"{path.relative_to(here)} {len(code)}\n".encode() + code)
     return Package(folder=str(here), sha256=found.hexdigest())
 
 
 def of_scripts() -> str:
-    """The folder of the dcpbench that programs installed beside this Python run, such as bin/dcpbench; empty where there is none."""
+    """Return the dcpbench folder used by scripts installed with this Python, such as bin/dcpbench; empty if there is
+    none.
+    """
     asked = [sys.executable, "-P", "-c", "import dcpbench, pathlib; print(pathlib.Path(dcpbench.__file__).parent)"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @functools.cache
 def started() -> Package:
-    """That of a command, as it lay on the disk when this was first asked for, which is before its first rank is started."""
+    """Return the package of a command as it was on the disk at the first call, before its first rank is started."""
     return own()
 
 
 def environment() -> dict[str, str]:
-    """What has `python -m` find the package where this process found it: not in the working directory, unless it is there."""
+    """Return the variables with which `python -m` ignores the working directory, unless this process's package lies
+    there.
+    """
     return {} if folder().parent.resolve() == Path.cwd() else {"PYTHONSAFEPATH": "1"}
 
 
 def must_be(wanted: Package) -> None:
-    """Raise WorkerError where this process has other files than the command that started the job."""
+    """Raise WorkerError if this process has other files than the command that started the job."""
     mine = own()
     if mine.sha256 == wanted.sha256:
         return

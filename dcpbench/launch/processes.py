@@ -1,6 +1,6 @@
-"""Whether a run's processes are alive on this machine, by the process ids in its lock file.
+"""Determine whether a run's processes are alive on this machine, by the process ids in its lock file.
 
-The lock itself is not tried: for that moment no run could start in the folder.
+The lock itself is not tried, because no run could start in the folder at that moment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 COMMAND, WORKERS, NONE = "command", "workers", ""
 SLACK_S = 3.0
-"""How far the times of a process and of a file may be apart, which have different clocks."""
+"""Tolerated difference in s between the start time of a process and the time of a file, which come from different
+clocks.
+"""
 MOST_BYTES = 4096
 
 
 def alive(folder: Path) -> tuple[str, float | None]:
-    """Who of the run is alive, COMMAND, only its WORKERS, or NONE; and when the command began, in Unix time."""
+    """Return the living processes of the run, COMMAND, only its WORKERS, or NONE, and the start of the command in Unix
+    time.
+    """
     began = [when for _, when in _named(folder)]
     if began and began[0] is not None:
         return COMMAND, began[0]
@@ -30,12 +34,12 @@ def alive(folder: Path) -> tuple[str, float | None]:
 
 
 def alive_pid(folder: Path) -> int | None:
-    """A process of the run that is alive, the command before the others; None where the lock file names none."""
+    """Return a living process of the run, preferably the command; None if the lock file names none."""
     return next((pid for pid, when in _named(folder) if when is not None), None)
 
 
 def _named(folder: Path) -> list[tuple[int, float | None]]:
-    """Process ids in the lock file, each with what _began says of it; whatever else stands there is passed over."""
+    """Return the process ids in the lock file, each with its start time by _began; other words are skipped."""
     try:
         with (folder / LOCK_FILE).open("rb") as file:
             words = file.read(MOST_BYTES).split()
@@ -47,7 +51,9 @@ def _named(folder: Path) -> list[tuple[int, float | None]]:
 
 
 def _began(pid: int, written: float) -> float | None:
-    """When the process began, in Unix time; None where it is gone, or another has its id since the lock was written."""
+    """Return the Unix time at which the process started; None if it is gone, or its id was reused after the lock was
+    written.
+    """
     found = child.start_ticks(pid)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What the commands show in a terminal: progress while points run, and tables."""
+"""Show progress while points run, and tables, in a terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from dcpbench.plan.grid import point_name, varied
 from dcpbench.points.axes import Role, words
 from dcpbench.points.point import point_axes
 from dcpbench.points.sizes import size_text
+from dcpbench.show.model_fit import format_no_fit, format_range
 from dcpbench.show.numbers import span
-from dcpbench.show.text import listed
+from dcpbench.show.text import capital, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,19 +33,21 @@ if TYPE_CHECKING:
 
 FINISHED = ("done", "failed", "hung")
 QUIET_S = 60.0
-"""Without a terminal, a point that takes long says how far it is this often."""
+"""Interval in s at which a long point reports its progress without a terminal."""
 CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
 
 
 class ProgressBar:
-    """How far a run is, by its Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
+    """Show the progress of a run from its Progress events: a live bar on a terminal, one plain line per finished point
+    elsewhere.
+    """
 
     def __init__(
         self, names: Mapping[str, str], console: Console, what: str = "points", *, brief: bool = False
     ) -> None:
-        """`names` of what is to be done by the key of its events; `what` they are, in the plural.
+        """Create the bar; `names` maps the keys of events to names, and `what` is their plural noun.
 
-        `brief`: of what has finished only what failed has a line.
+        With `brief`, only failed points get a line.
         """
         self._names = names
         self._brief = brief
@@ -100,7 +103,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._eta())
 
     def _line(self, event: jobs.Progress, name: str) -> None:
-        """A finished point stays on the screen, above the bar where there is one."""
+        """Print a finished point, which stays on the screen, above the bar if there is one."""
         of = len(self._names)
         mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
         note = f"  {mark}{event.note}" if event.note or mark else ""
@@ -119,13 +122,13 @@ class ProgressBar:
 
 
 def names_of(points: Sequence[Point]) -> dict[str, str]:
-    """What points are called while they run, by key."""
+    """Return the names of running points, by key."""
     more = varied(points)
     return {p.key(): point_name(p) + more[p.key()] for p in points}
 
 
 def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
-    """What --dry-run --gpu plans for, which is not this machine."""
+    """Return the note that --dry-run --gpu plans for other hardware than this machine."""
     machine = f"{count} × {gpu.device}" + (f" on each of {nnodes} machines" if nnodes > 1 else "")
     return (
         f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {size_text(gpu.memory_bytes)} as "
@@ -133,8 +136,21 @@ def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
     )
 
 
+def no_fit_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Return that whole models do not fit, a line for each model, with the layers that points hold; empty if all are held."""
+    held: dict[tuple[str, str], list[int]] = {}
+    for r in rows:
+        if not r["reason"] and r["layers"] and int(str(r["layers_held"])) < int(str(r["layers"])):
+            held.setdefault((str(r["model"]), str(r["layers"])), []).append(int(str(r["layers_held"])))
+    several = len({r["model"] for r in rows}) > 1
+    return [
+        capital(f"{format_no_fit(format_range(counts), layers)}{f' ({model})' if several else ''}.")
+        for (model, layers), counts in held.items()
+    ]
+
+
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
-    """--dry-run: what would run, with memory per rank, which is one GPU."""
+    """Return the table of --dry-run: the points that would run, with memory per rank, which is one GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
     for name in ("model", "layout", "in vLLM's words", "attention"):
         table.add_column(name, no_wrap=name != "attention")
@@ -164,7 +180,9 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`; a layout is named once."""
+    """Return the points that cannot run, each with its reason: `tp4, tp8 at 8 × 4,000, 64 × 4,000: …`; a layout is
+    named once.
+    """
     several = len({r["model"] for r in rows}) > 1
     reasons: dict[str, dict[tuple[str, str], dict[str, None]]] = {}
     for r in rows:
@@ -183,7 +201,7 @@ def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
 
 
 def checks_table(checks: Sequence[jobs.Check]) -> Table:
-    """`verify`: every comparison with its error and its limit."""
+    """Return the table of `verify`: every comparison with its error and its limit."""
     table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
     for name in ("check", "layout", "attention", "dtype"):
         table.add_column(name, no_wrap=name != "attention")
@@ -207,7 +225,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
 
 
 def env_table(probe: Probe) -> Table:
-    """`env`: the device and the packages."""
+    """Return the table of `env`: the device and the packages."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
     if probe.memory_bytes:

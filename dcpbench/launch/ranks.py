@@ -1,4 +1,4 @@
-"""The ranks of a job on this machine: what they say meanwhile, how they end, and their stacks. No torch.
+"""Ranks of a job on this machine: their messages, exits and stacks. No torch.
 
 FOLDER/rank-R.pid, LOGS/rank-R.log, LOGS/rank-R.exit    see child.py
 FOLDER/error-R.json, stacks-R.txt                       see jobs.py
@@ -28,15 +28,15 @@ STACKS_WAIT_S = 2.0
 
 
 class Ranks:
-    """Ranks by their files, whoever started them."""
+    """Ranks observed through their files, regardless of which process started them."""
 
     def __init__(self, folder: Path, logs: Path, events: Path, ranks: range) -> None:
-        """`events` is the file to which rank 0 appends a line of JSON for each thing done."""
+        """Observe `ranks`; `events` is the file to which rank 0 appends a line of JSON for each event."""
         self.folder, self.logs, self.ranks = folder, logs, ranks
         self.told = Tail(events)
 
     def failures(self) -> list[Failure]:
-        """Exceptions that ranks of this machine have left behind, by rank."""
+        """Return the exceptions recorded by ranks of this machine, by rank."""
         found = []
         for path in self.files("error-{}.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -44,7 +44,7 @@ class Ranks:
         return found
 
     def exits(self) -> list[Exit]:
-        """How the ranks of this machine ended that have, in that order."""
+        """Return the exits of the ranks of this machine that have ended, in order of time."""
         found = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -52,7 +52,9 @@ class Ranks:
         return sorted(found, key=lambda e: e.at)
 
     def last_words(self, first: Sequence[int] = ()) -> tuple[str, list[str]]:
-        """(log, its last lines) of the first of these ranks that printed any, else of one that failed, else of any."""
+        """Return (log, its last lines) of the first of these ranks with any output, else of one that failed, else of
+        any.
+        """
         ranks = [*first, *(f.rank for f in self.failures()), *self.ranks]
         for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.other_logs():
             if lines := read(path).strip().splitlines():
@@ -60,11 +62,13 @@ class Ranks:
         return "", []
 
     def other_logs(self) -> list[Path]:
-        """Where more may be said than by the ranks."""
+        """Return the logs other than those of the ranks."""
         return []
 
     def stacks(self) -> dict[str, str]:
-        """Python stacks of every rank of this machine, by rank; they write them on SIGUSR1, there or into their logs."""
+        """Return the Python stacks of every rank of this machine; they write them on SIGUSR1, to their file or into
+        their logs.
+        """
         self.signal(signal.SIGUSR1)
         time.sleep(STACKS_WAIT_S)
         return {p.stem.partition("-")[2]: read(p) for p in self.files("stacks-{}.txt")}
@@ -76,35 +80,35 @@ class Ranks:
                 os.kill(pid, number)
 
     def pids(self) -> list[int]:
-        """Ranks of this machine that are alive; not what has got the id of one since."""
+        """Return the ids of the living ranks of this machine, excluding processes that have reused an id."""
         return [*self.pid_of().values()]
 
     def pid_of(self) -> dict[int, int]:
-        """The same, by rank."""
+        """Return the ids of the living ranks, by rank."""
         words = {rank: read(self.folder / f"rank-{rank}.pid").split() for rank in self.ranks}
         told = {r: (int(w[0]), w[1]) for r, w in words.items() if len(w) == 2 and w[0].isdecimal()}  # noqa: PLR2004 -- id and ticks
         return {r: pid for r, (pid, ticks) in told.items() if str((child.start_ticks(pid) or ("", None))[1]) == ticks}
 
     def forget(self) -> None:
-        """Remove what an earlier job left: its process ids may belong to others by now."""
+        """Remove the files of an earlier job, as its process ids may have been reused."""
         for name in ("rank-{}.pid", "error-{}.json", "stacks-{}.txt"):
             for path in self.files(name):
                 path.unlink(missing_ok=True)
 
     def files(self, name: str) -> list[Path]:
-        """The files of this name that ranks of this machine have."""
+        """Return the files with this name pattern for the ranks of this machine."""
         paths = [self.folder / name.format(rank) for rank in self.ranks]
         return [p for p in paths if p.exists()]
 
 
 class Started(Ranks):
-    """Ranks that this process starts itself, on one machine and once, where torchrun would add but seconds.
+    """Ranks started by this process itself, on one machine and once, where torchrun would only add seconds.
 
-    Context manager: leaving it ends all of them, however it is left; and so does the end of this process (child.py).
+    Context manager: leaving it in any way kills all of them; so does the end of this process (child.py).
     """
 
     def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
-        """Each is to be `python -m WORKER FOLDER`, with RANK and WORLD_SIZE in its environment."""
+        """Start `python -m WORKER FOLDER` for each rank, with RANK and WORLD_SIZE in its environment."""
         super().__init__(folder, folder, events, range(count))
         self._command = child.of_rank(worker, str(folder), str(folder), str(folder), 0, count)
         self._device = device
@@ -133,11 +137,11 @@ class Started(Ranks):
         self.kill()
 
     def ended(self) -> bool:
-        """Whether all have."""
+        """Return True if all ranks have ended."""
         return None not in [account.poll() for account in self._accounts]
 
     def kill(self) -> None:
-        """End them all; the kernel ends a rank that has no file yet with the process that keeps account of it."""
+        """Kill all ranks; the kernel kills a rank without a pid file together with the process that watches it."""
         self.signal(signal.SIGKILL)
         for account in self._accounts:
             account.kill()
@@ -146,7 +150,7 @@ class Started(Ranks):
 
 
 def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
-    """The environment of ranks on this device, which with `loopback` listen there alone unless it says otherwise."""
+    """Return the environment of ranks on this device; with `loopback` they listen only there unless it says otherwise."""
     env = os.environ | package.environment()
     env.pop(SECRET, None)  # of no use to ranks
     if device == "cpu":
@@ -159,7 +163,7 @@ def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
 
 
 def read(path: Path) -> str:
-    """The text of a file, none where there is no such file."""
+    """Return the text of a file, empty if it does not exist."""
     try:
         return path.read_text(errors="replace")
     except OSError:

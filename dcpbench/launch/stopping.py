@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end a command once what is at work has cleaned up, with a sentence."""
+"""End a command on Ctrl-C, SIGTERM or a lost terminal (SIGHUP) after the running work has cleaned up, with a sentence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def said_when_stopped(text: str | Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """What would stop the command waits until the end of this block."""
+    """Delay signals that would stop the command until the end of this block."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
@@ -52,7 +52,7 @@ def held_back() -> Iterator[None]:
 
 
 def _stop(number: int, _: object) -> None:
-    """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
+    """End as by Ctrl-C, once: a closing shell sends SIGHUP twice, and the second must not end the clean-up."""
     for repeated in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(repeated, signal.SIG_IGN)
     sys.exit(128 + number)

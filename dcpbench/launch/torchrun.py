@@ -2,10 +2,10 @@
 
     FOLDER/job-TAG.json, progress-TAG.jsonl                see jobs.py
     FOLDER/rank-R.pid, error-R.json, logs/TAG/rank-R.log … see ranks.py
-    FOLDER/logs/TAG/agent.log                              what torchrun itself printed
+    FOLDER/logs/TAG/agent.log                              output of torchrun itself
 
-The job file names the folder; nothing else of a run is written outside it. Every process is tied to the one above it
-(child.py): this one, torchrun's agent, one process for each rank that keeps account of it, the rank.
+The job file names the folder; a run writes no files outside it. Every process is tied to the one above it (child.py):
+this one, torchrun's agent, one watching process per rank, the rank.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 END_WAIT_S = 5.0
 KEEP_WAIT_S = 25.0
-"""How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
+"""Time in s that ranks have to write their results when a run of requests is interrupted; torchrun ends them at 30."""
 REAP_WAIT_S = 2.0
-"""How long torchrun may take to see that its ranks are gone."""
+"""Time in s that torchrun has to notice that its ranks have ended."""
 FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512
-"""Environment variable of torch's flight recorder, and the collectives that it keeps where that says nothing else."""
+"""Environment variable of torch's flight recorder, and the default number of collectives that it keeps."""
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"
 """File by which torchrun's agent meets itself, in the folder of a job's logs."""
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?\(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
 )
-"""What torchrun's log ends with where one of its ranks ended first."""
+"""Matches the end of torchrun's log if one of its ranks ended first."""
 OF_A_SHELL = 128
 """Exit codes above are of signals, which child.py passes on so."""
 STOPPED = "T"
@@ -62,7 +62,7 @@ class Machines:
 
 
 class Running(Ranks):
-    """A started job. Context manager: leaving it ends every process of the job, whatever happened."""
+    """A started job. Context manager: leaving it ends every process of the job in any case."""
 
     def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
         """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
@@ -95,35 +95,36 @@ class Running(Ranks):
         self.kill()
 
     def poll(self) -> int | None:
-        """Exit code of torchrun once it has ended."""
+        """Return the exit code of torchrun once it has ended."""
         return self._agent.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Exit code of torchrun, or None if it is still running after `seconds`."""
+        """Return the exit code of torchrun, or None if it is still running after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._agent.wait(seconds)
         return None
 
     def events(self) -> Iterator[Progress]:
-        """Progress written since the last call; a damaged line is passed over."""
+        """Yield the progress written since the last call; skip damaged lines."""
         return self.told.decoded(decode_progress)
 
     def stopped(self) -> bool:
-        """Whether torchrun's agent was stopped (SIGSTOP), so that it would never hear how its ranks end."""
+        """Return True if torchrun's agent was stopped (SIGSTOP), so that it would never notice the end of its ranks."""
         return (child.start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
 
     def go_on(self) -> None:
-        """Let a stopped agent go on."""
+        """Resume a stopped agent."""
         self._agent.send_signal(signal.SIGCONT)
 
     def log_tail(self, first: Sequence[int] = ()) -> str:
-        """The last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
+        """Return the last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
         name, lines = self.last_words(first)
         return "\n".join([f"{name}:", *lines]) if lines else ""
 
     def seen_first(self) -> Exit | None:
-        """The rank that torchrun saw end first, where its log says it: also one that was killed with what kept account
-        of it, and so left no file.
+        """Return the rank that torchrun saw end first, by its log.
+
+        It covers a rank that was killed together with its watching process, and so left no exit file.
         """
         found = ROOT_CAUSE.search(read(self.agent_log))
         if found is None:
@@ -133,13 +134,13 @@ class Running(Ranks):
         return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
 
     def other_logs(self) -> list[Path]:
-        """Torchrun's."""
+        """Return torchrun's log."""
         return [self.agent_log]
 
     def kill(self, wait_s: float = END_WAIT_S) -> None:
         """End all processes of the job. torchrun ends its ranks on SIGTERM; a rank that ignores it is killed.
 
-        Another Ctrl-C cuts the wait short.
+        Another Ctrl-C shortens the wait.
         """
         if self._agent.poll() is None:
             self._agent.terminate()
@@ -160,9 +161,9 @@ class Running(Ranks):
 
 
 def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[str]:
-    """Command line of torchrun, which knows of this machine alone; what connects machines is nodes.py's.
+    """Return the command line of torchrun, which only covers this machine; nodes.py connects machines.
 
-    Its own rendezvous is a file. By TCP it would listen on all interfaces and let anyone read and write.
+    Its own rendezvous is a file. By TCP it would listen on all interfaces without access control.
     """
     logs = job.logs()
     options = {

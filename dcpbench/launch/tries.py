@@ -1,4 +1,4 @@
-"""How often a point is tried: --point-retries, and points that are set aside once they have failed too often. No torch."""
+"""Retries of points: --point-retries, and the exclusion of points that have failed too often. No torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
-"""Errors that say what to type instead: the same command would only end in the same one."""
+"""Errors that name a remedy: repeating the same command would raise them again."""
 LEAST = 2
-"""Tries that --resume gives a point, however few --point-retries asks for."""
+"""Minimum number of attempts of a point with --resume, even if --point-retries allows fewer."""
 
 
 def may_pass(record: Record) -> bool:
-    """Whether another try may end otherwise: a job hung or broke at the point, and not with an error that says what to type."""
+    """Return True if a retry may succeed: a job hung or broke at the point, without an error that names a remedy."""
     return record.outcome in ("failed", "hung") and "stage" in record.detail and record.detail.get("error") not in OURS
 
 
@@ -38,10 +38,10 @@ def failed(folder: Path) -> collections.Counter[str]:
 
 
 def set_aside(times: int, retries: int) -> bool:
-    """Whether a point that has failed so often is left out of a run that is gone on with."""
+    """Return True if a point that has failed `times` times is left out of a resumed run."""
     return times >= max(LEAST, 1 + retries)
 
 
 def how_to_try_again(times: int, retries: int) -> str:
-    """What to type behind the command."""
+    """Return the options to append to the command."""
     return f"--resume --point-retries {times}" if set_aside(times, retries) else "--resume"

@@ -1,4 +1,4 @@
-"""What a record says of the machine and software it was taken with, and what `dcpbench env` shows."""
+"""Collect the hardware and software facts of a record, which `dcpbench env` shows as well."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ PACKAGES = (
     "uvicorn",
 )
 ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
-"""ranks.environment's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
+"""Variable set by ranks.environment on one machine: the interface on which NCCL's ranks meet, which does not affect
+results.
+"""
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
     "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {how_to_install('flashinfer')}",
@@ -55,7 +57,7 @@ WANTED_FOR = {
 
 
 def environment(device: torch.device, command: str) -> Environment:
-    """The environment of this process."""
+    """Return the environment of this process."""
     cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if cuda else None
     return Environment(
@@ -84,7 +86,7 @@ def environment(device: torch.device, command: str) -> Environment:
 
 
 def probe() -> Probe:
-    """What this machine has, for rooms that must not import torch."""
+    """Return the hardware of this machine, for packages that must not import torch."""
     packages = {name: _version(name) for name in PACKAGES}
     problems = [f"{name} is missing, needed for {WANTED_FOR[name]}" for name in WANTED_FOR if packages[name] is None]
     if not torch.cuda.is_available():
@@ -105,7 +107,7 @@ def probe() -> Probe:
 
 
 def _version(package: str) -> str | None:
-    """Version of a package that can be found, None otherwise. Not imported: some take seconds."""
+    """Return the version of an installed package, or None. It is not imported, because some imports take seconds."""
     if importlib.util.find_spec(package) is None:
         return None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -117,12 +119,17 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Import name -> distributions. Reads every installed package: most of a second, so once, and for others' names."""
+    """Return a mapping of import names to distributions.
+
+    It reads every installed package, which takes most of a second: once, and only for packages with other import names.
+    """
     return importlib.metadata.packages_distributions()
 
 
 def _host_hash(gpus: int) -> str:
-    """Virtual machines often share a host name, so the system's own id and the GPUs count as well."""
+    """Return a hash of the host. Virtual machines often share a host name, so the system's own id and the GPUs are
+    included.
+    """
     machine_id = Path("/etc/machine-id")
     own = machine_id.read_text() if machine_id.is_file() else ""
     names = [socket.gethostname(), own, *(str(torch.cuda.get_device_properties(i).uuid) for i in range(gpus))]
@@ -140,9 +147,9 @@ def _driver() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the dcpbench that runs, with `-dirty` where its files differ; None for an installed wheel.
+    """Return the commit of the running dcpbench, with `-dirty` if its files differ; None for an installed wheel.
 
-    DCPBENCH_GIT_COMMIT says it where the files were copied without their repository, as into a container.
+    DCPBENCH_GIT_COMMIT overrides it, for files copied without their repository, for example into a container.
     """
     if "DCPBENCH_GIT_COMMIT" in os.environ:
         return os.environ["DCPBENCH_GIT_COMMIT"]

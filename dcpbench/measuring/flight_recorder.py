@@ -1,4 +1,4 @@
-"""What a rank says of itself when somebody asks, whatever its main thread is at: torch's flight recorder, its stacks."""
+"""Let a rank write its diagnostics on request, independent of its main thread: torch's flight recorder and its stacks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 EACH_S = 1.0
-"""How long each thing that is said may keep the next ones."""
+"""Maximum time in s that a writer may delay the next one."""
 
 
 def recorded() -> bytes:
-    """The recorder's JSON; empty where this torch writes none."""
+    """Return the recorder's JSON; empty if this torch has none."""
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     return b"" if dump is None else bytes(dump())
 
 
 def stacks() -> bytes:
-    """Python stacks of all threads, by the one that asks."""
+    """Return the Python stacks of all threads, collected by the calling one."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -44,10 +44,11 @@ def _write(file: Path, say: Callable[[], bytes]) -> None:
 
 
 def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
-    """Make a named pipe; whenever somebody opens it for writing and closes it, each file gets what is said then.
+    """Create a named pipe; each time it is opened for writing and closed, write the result of each function to its
+    file.
 
-    A thread waits for it, at no cost; what is empty leaves no file. Nothing is offered where the file system has no pipes.
-    What does not answer in EACH_S, as CUDA where a thread holds its lock, keeps nobody else from answering.
+    A thread waits for it, without cost; empty results leave no file. File systems without pipes are ignored. A function
+    that does not return within EACH_S, such as CUDA with a lock held by another thread, does not block the others.
     """
     try:
         pipe.unlink(missing_ok=True)
@@ -58,7 +59,7 @@ def answer(pipe: Path, says: Mapping[Path, Callable[[], bytes]]) -> None:
     def wait() -> None:
         while pipe.exists():
             with contextlib.suppress(OSError):
-                pipe.read_bytes()  # until whoever asks has closed it
+                pipe.read_bytes()  # until the other end has closed it
             for file, say in says.items():
                 writing = threading.Thread(target=_write, args=(file, say), name=file.stem, daemon=True)
                 writing.start()

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.05
 LEAST_S = 0.25
-"""Between two changes of the energy counter, which is brought up to date every 20 to 100 ms: what says the power on average."""
+"""Minimum time in s between two changes of the energy counter, updated every 20 to 100 ms, to compute the mean power.
+"""
 ENERGY = "energy"
 MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")
-"""Fields of which the largest of all ranks is kept; of the lowest clock it is the smallest."""
+"""Fields for which the maximum over all ranks is kept; for the lowest clock it is the minimum."""
 
 
 class GpuSampler:
-    """Context manager that samples in a thread; `state()` afterwards. Absent where NVML does not say."""
+    """Context manager that samples the GPU in a thread; read `state()` afterwards. Values that NVML lacks are absent."""
 
     def __init__(self, device: torch.device) -> None:
         self.queries = _queries(device)
@@ -58,14 +59,14 @@ class GpuSampler:
             self.energy.append((time.perf_counter(), value))
 
     def power_w(self) -> float | None:
-        """On average, between the counter's first change that was seen and its last."""
+        """Return the mean power in W between the first observed change of the counter and the last one."""
         if len(self.energy) < 3:  # noqa: PLR2004 - when the first value came is not known
             return None
         (begin, first), (end, last) = self.energy[1], self.energy[-1]
         return (last - first) / 1e3 / (end - begin) if end - begin >= LEAST_S else None
 
     def state(self) -> Gpu | None:
-        """What was seen, or None without NVML."""
+        """Return the observed state, or None without NVML."""
         if not (any(self.seen.values()) or self.energy):
             return None
         clock, power = self.seen["clock"], max(self.seen["power"], default=None)
@@ -80,7 +81,7 @@ class GpuSampler:
 
 
 def worst(states: Iterable[Gpu | None]) -> Gpu | None:
-    """The worst of all ranks' states, field by field; what all of them take together."""
+    """Return the worst of all ranks' states, field by field, with the power of all ranks together."""
     states = list(states)
     seen = [s for s in states if s is not None]
     if not seen:
@@ -100,12 +101,12 @@ def worst(states: Iterable[Gpu | None]) -> Gpu | None:
 
 
 def throttled(gpu: Gpu | None) -> bool:
-    """Whether something slowed the GPU down, as far as that is known."""
+    """Return True if a throttle reason was observed."""
     return gpu is not None and bool(gpu.throttle_reasons)
 
 
 def _queries(device: torch.device) -> dict[str, Callable[[], int]]:
-    """What to ask NVML about this rank's GPU; nothing where NVML cannot be used."""
+    """Return the NVML queries for this rank's GPU; none if NVML cannot be used."""
     if device.type != "cuda":
         return {}
     try:
@@ -113,7 +114,7 @@ def _queries(device: torch.device) -> dict[str, Callable[[], int]]:
 
         pynvml.nvmlInit()
         gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
-    except Exception:  # noqa: BLE001 - NVML is a bonus: any failure of it means that clocks are not known
+    except Exception:  # noqa: BLE001 - NVML is optional: after any failure the clocks are unknown
         return {}
     return {
         "clock": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),

@@ -1,4 +1,5 @@
-"""Where a step's time goes, and whether the host waits in it: a separate profiled pass, never mixed with timing.
+"""Attribute the time of a step to phases, and detect host waits in it: a separate profiled pass, never mixed with
+timing.
 
 A replayed graph has no ranges: `record_function` ran when it was captured. So the step is profiled twice: eagerly,
 where each kernel's launch lies in a range, and replayed, where each kernel has its true time. Both launch the same
@@ -37,7 +38,7 @@ STEP_RANGE = "dcpbench_step"
 OTHER = "other"
 """Kernels that no range claims, as index building before the first layer."""
 EAGER_STEPS = 3
-"""Of which the first is warm-up to the scanner."""
+"""Number of eager steps; the scanner treats the first as warm-up."""
 
 
 class Kernel(NamedTuple):
@@ -59,7 +60,7 @@ class Around(NamedTuple):
     thread: int
 
     def launched(self, kernel: Kernel) -> bool:
-        """Whether a kernel was launched inside it."""
+        """Return True if a kernel was launched inside the range."""
         return self.thread == kernel.thread and self.start <= kernel.launched <= self.end
 
 
@@ -87,14 +88,14 @@ class Kernels:
         self.steps = [[k for k in work if step.launched(k)] for step in steps]
 
     def phase_of(self, kernel: Kernel) -> str:
-        """Range that the kernel's launch lies in."""
+        """Return the range that contains the kernel's launch."""
         ranges, at = self.phases, kernel.launched
         (around,) = np.nonzero((ranges.start <= at) & (ranges.end >= at) & (ranges.thread == kernel.thread))
         return self.names[around[0]] if len(around) else OTHER
 
 
 class Pass(NamedTuple):
-    """One profiled pass: its kernels, and where the host waited."""
+    """One profiled pass: its kernels, and the source lines where the host waited."""
 
     kernels: Kernels
     sites: list[Site]
@@ -129,7 +130,7 @@ def record(step: Callable[[], object], steps: int, *, enabled: bool, stacks: boo
 
 
 def read_pass(path: Path) -> Pass:
-    """A profiled pass from its trace."""
+    """Return a profiled pass from its trace."""
     reader = TraceReader(path)
     columns = read_columns(reader.blocks(), reader.trouble)
     _, sites = analyse(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
@@ -144,13 +145,13 @@ def profile_step(
     enabled: bool,
     agree: Callable[[bool], bool],
 ) -> tuple[Phases, list[SyncSite]] | None:
-    """(phases, where the host waited in a step) of this rank, or None where it is not `enabled`.
+    """Return (phases, source lines where the host waited in a step) of this rank, or None if it is not `enabled`.
 
-    Stacks, which take longer to record than all else, are recorded only where the host waited: they name the line, and tell
-    the profiler's own waits. `agree` says to every rank whether one of them says yes.
+    Stacks, which take longer to record than all other data, are recorded only if the host waited: they give the source
+    line, and identify the profiler's own waits. `agree` returns True on every rank if any rank passes True.
 
-    The first profiled step of each pass is left out, as the profiler's own start-up falls into it, and so is the last
-    replay for the phases, which no other follows: a step lasts until the next one's first kernel.
+    The first profiled step of each pass is left out, because it contains the profiler's own start-up, and so is the
+    last replay for the phases, because no other follows it: a step lasts until the next one's first kernel.
     """
     launched = record(eager, EAGER_STEPS, enabled=enabled, stacks=False)
     replayed = record(replay, steps + 2, enabled=enabled, stacks=False)
@@ -178,7 +179,7 @@ def profile_step(
 
 
 def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
-    """Phase of each kernel by its place in the eager pass; what does not line up is `other`."""
+    """Return the phase of each kernel by its place in the eager pass; `other` for kernels without a match."""
     names = [e.name for e in kernels]
     expected = [name for name, _ in pattern]
     if names == expected:
@@ -191,7 +192,9 @@ def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
 
 
 def _attribute(kernels: list[Kernel], labels: list[str], end_of_step: float) -> dict[str, float]:
-    """Every microsecond until `end_of_step` to one phase or to `idle`; where kernels overlap, to the earlier one."""
+    """Assign every microsecond until `end_of_step` to one phase or to `idle`; for overlapping kernels, to the earlier
+    one.
+    """
     sums = {"idle": 0.0}
     reached = kernels[0].ts if kernels else 0.0
     for event, label in zip(kernels, labels, strict=True):
@@ -204,7 +207,9 @@ def _attribute(kernels: list[Kernel], labels: list[str], end_of_step: float) -> 
 
 
 def profile_cpu_step(step: Callable[[], None], steps: int = 3, *, enabled: bool) -> Phases | None:
-    """The same table for a functional run: host time by range. It exercises the report and says nothing of speed."""
+    """Return the phases of a functional run: host time by range. It exercises the report and does not measure
+    performance.
+    """
     if not enabled:
         for _ in range(steps):
             step()

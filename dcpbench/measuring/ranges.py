@@ -42,7 +42,7 @@ _NOTHING = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without ranges: where a step is launched kernel by kernel, marking them delays each of them."""
+    """Disable ranges, because marking them delays each kernel of a step that is launched kernel by kernel."""
     global _quiet  # noqa: PLW0603 - one host thread launches
     before, _quiet = _quiet, True
     try:
@@ -52,7 +52,7 @@ def quiet() -> Iterator[None]:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark a stretch of a step; its beginning is a beat, too."""
+    """Mark a phase of a step; its beginning is also written to the heartbeats."""
     beats.phase(name)
     return _NOTHING if _quiet else _marked(name)
 

@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
 
     Chunk = Callable[[int], tuple[list[float], float]]
-    """Takes so many samples: in ms, and the seconds that they took."""
+    """Function that takes a number of samples and returns them in ms, with the elapsed seconds."""
 
 CHUNK_SECONDS = 0.4
-"""Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
+"""Approximate duration in s of the chunks in which steps are queued; between chunks ranks communicate and the stop rule
+is evaluated.
+"""
 LEAST_ROUNDS = 8
-"""Of ways that are timed in turns."""
+"""Minimum number of rounds when several variants are timed in turns."""
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
 LEAST_MEDIANS = 2
-"""Medians that warm-up compares at the least, however slow a step is."""
+"""Minimum number of medians that warm-up compares, even for slow steps."""
 KERNELS = 100
 """Run in a stream, so that it has been used."""
 WARM_UP_SHARE = 0.5
@@ -41,7 +43,7 @@ WARM_UP_SHARE = 0.5
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
+    """Return a CUDA graph of `run`, which has run before, with gaps between its kernels as long as a server's."""
     use_two_streams()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -66,7 +68,7 @@ def use_two_streams() -> None:
 
 @contextlib.contextmanager
 def compiled_kernels() -> Iterator[list[str]]:
-    """Names of the Triton kernels that are compiled or loaded meanwhile: each delayed what was being timed."""
+    """Yield a list of the Triton kernels that are compiled or loaded within the block: each of them delayed the timing."""
     names: list[str] = []
     before = triton.knobs.compilation.listener
 
@@ -94,7 +96,9 @@ class Timing:
 
     @property
     def drift(self) -> float:
-        """How far the medians of the first and the second half of the samples lie apart, as a share of the first."""
+        """Return the difference of the medians of the first and the second half of the samples, as a share of the
+        first.
+        """
         half = len(self.samples_ms) // 2
         first, second = statistics.median(self.samples_ms[:half]), statistics.median(self.samples_ms[half:])
         return abs(second - first) / first
@@ -107,7 +111,7 @@ class Timer:
         self.step, self.device = step, device
 
     def chunk(self, steps: int) -> tuple[list[float], float]:
-        """(samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
+        """Return (samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
         start = time.perf_counter()
         mine = self._cuda_chunk(steps) if self.device.type == "cuda" else self._cpu_chunk(steps)
         numbers = torch.tensor([*mine, time.perf_counter() - start], dtype=torch.float64, device=self.device)
@@ -143,8 +147,8 @@ def time_steps(
 ) -> Timing:
     """Warm up until two successive medians agree within 1 %, then measure until the stop rule is met.
 
-    A step that is replayed back to back has no host time in it: its sample is the time from one replay's start on the
-    GPU to the next one's. `alive` is called now and then, for whoever watches for a hang.
+    A step that is replayed back to back includes no host time: its sample is the time from one replay's start on the
+    GPU to the next one's. `alive` is called from time to time, for the hang watchdog.
     """
     rule = StopRule(precision=settings.precision, seconds=settings.seconds)
     return time_chunks(Timer(step, device).chunk, rule, alive)
@@ -153,7 +157,7 @@ def time_steps(
 def time_chunks(
     chunk: Chunk, rule: StopRule, alive: Callable[[], None] = lambda: None, chunk_seconds: float = CHUNK_SECONDS
 ) -> Timing:
-    """The same for any way to take samples."""
+    """Measure like `time_steps`, with samples from any function."""
     return time_in_turns([chunk], rule, alive, chunk_seconds)[0]
 
 
@@ -163,10 +167,11 @@ def time_in_turns(
     alive: Callable[[], None] = lambda: None,
     chunk_seconds: float = CHUNK_SECONDS,
 ) -> list[Timing]:
-    """Several ways that are to be compared, a chunk of each in turn until all are measured: all meet the same clocks.
+    """Measure several variants for comparison, a chunk of each in turn until all are done, so that all run at the same
+    clocks.
 
-    Each round has an order of its own, and there are LEAST_ROUNDS where the time is enough for them: a device at its power
-    limit is slower behind whoever takes most, and samples of one chunk agree all the same.
+    Each round has its own order, and there are LEAST_ROUNDS if time permits: a device at its power limit is slower
+    after the variant with the highest power, although samples of one chunk agree.
     """
     rounds = LEAST_ROUNDS if len(chunks) > 1 else 1
     ways = [_Way(chunk, rule, alive, chunk_seconds, rounds) for chunk in chunks]
@@ -177,7 +182,7 @@ def time_in_turns(
 
 
 def _until_all(asked: Sequence[Callable[[], bool]], orders: random.Random) -> None:
-    """Ask each in turn, until all say yes in one round."""
+    """Call each in turn, until all return True in one round."""
     said = [False]
     while not all(said):
         said = [each() for each in orders.sample(asked, len(asked))]
@@ -216,7 +221,7 @@ class _Way:
         return self.verdict is not None and (self.rounds <= 0 or self.measuring >= self.rule.seconds)
 
     def timing(self) -> Timing:
-        """What was found."""
+        """Return the result of the timing."""
         return Timing(samples_ms=self.samples, noisy=self.verdict != "precise", unsettled=not self.calm)
 
     def _chunk(self) -> tuple[list[float], float]:

@@ -13,7 +13,7 @@ from dcpbench.plan import options as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.options import check_positive
 from dcpbench.plan.serve_spec import SERVE_PARSERS, read_loads, serve_defaults, usual_clients
-from dcpbench.points.engines import UNTOLD, engine_load, engine_point
+from dcpbench.points.engines import UNKNOWN_FIELDS, engine_load, engine_point
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.names import UNKNOWN, WHOLE, flag
@@ -74,7 +74,9 @@ class ServerSpec:
         found = []
         for repeat in range(self.repeats):
             for concurrency, load in self.loads.each():
-                fields = {name: value for name, value in msgspec.structs.asdict(load).items() if name not in UNTOLD}
+                fields = {
+                    name: value for name, value in msgspec.structs.asdict(load).items() if name not in UNKNOWN_FIELDS
+                }
                 found.append(
                     engine_point(
                         model=model,

@@ -121,10 +121,32 @@ def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     return max(rank.pages_beside(rank.fewest), 0)
 
 
-def room_of(point: Point, shape: ModelShape, probe: Probe) -> tuple[int, int]:
-    """(bytes of a rank that weights and KV share, bytes beside them for the buffers of its prefill steps)."""
+class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What all layers of a model and its KV cache take of each GPU, in bytes, and what a GPU has for them."""
+
+    weight_bytes: int
+    kv_bytes: int  # the pool of --kv-memory; else the smallest pool with which the point runs (`least_pages`)
+    available_bytes: int  # for weights and KV, beside `buffer_bytes`
+    buffer_bytes: int  # of steps with prompts; 0 if the point serves no requests
+
+    @property
+    def missing_bytes(self) -> int:
+        """Return how much more than a GPU has weights and KV take; 0 if they fit."""
+        return max(self.weight_bytes + self.kv_bytes - self.available_bytes, 0)
+
+
+def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
+    """Return the memory that a point takes if all its layers are held, also if that is more than a GPU has."""
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
-    return rank.room, rank.buffers
+    pages = least_pages(point)
+    if settings.kv_memory_bytes is not None:
+        pages = settings.kv_memory_bytes // rank.page_bytes
+    return WholeModel(
+        weight_bytes=rank.weight_bytes(rank.whole),
+        kv_bytes=pages * rank.page_bytes,
+        available_bytes=rank.room,
+        buffer_bytes=rank.buffers,
+    )
 
 
 def pages_needed(point: Point) -> int:
@@ -232,7 +254,7 @@ class _Rank:
         if self.gpu:
             return NoRoomError(
                 f"{layout}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
-                f"GiB, {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
+                f"GiB ({sum(self.fewest)} of {self.shape.layers} layers), {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
             )
         return NoRoomError(
             f"{self.shape.name} {layout} in {self.point.precision} needs {layout.tp * weights / GIB:,.1f} GiB of weights "

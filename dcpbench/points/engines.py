@@ -1,4 +1,4 @@
-"""Points that another engine serves: what nobody tells of them is unknown. No torch."""
+"""Points that another engine serves. Fields that its files and options do not give are unknown. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dcpbench.points.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-UNTOLD: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache": None, "prefill": UNKNOWN}
-"""Fields of a load that the engine alone knows: how it shares steps among requests."""
+UNKNOWN_FIELDS: dict[str, Any] = {"chunk": 0, "policy": UNKNOWN, "prefix_cache": None, "prefill": UNKNOWN}
+"""Values of fields of a load that only the engine knows, such as how requests share steps."""
 
 
 def engine_point(
@@ -27,12 +27,13 @@ def engine_point(
     precision: Mapping[str, str],
     settings: Mapping[str, str] | None = None,
     repeat: int = 0,
+    disaggregate: str = "",
+    prefill_gpus: int = 0,
 ) -> Point:
-    """A served point of the engine `backend`; `layout` has 0 for each degree where nobody knows it.
+    """Return a served point of the engine `backend`. `layout` has 0 for each degree that is unknown; pp and pcp may be absent.
 
-    `precision`: of what is computed with, of weights and of the KV cache, by the name of their fields, as far as
-    somebody says; without the last two they are as it is computed.
-    `settings`: what was varied of the server and no other field says.
+    `precision`: precisions by the names of a point's fields. Without those of weights and KV cache, both have the dtype.
+    `settings`: parameters of the server that have no field of their own.
     """
     return Point(
         model=redact(model),
@@ -55,6 +56,10 @@ def engine_point(
         load=load,
         settings=setting_text(settings or {}),
         repeat=repeat,
+        disaggregate=disaggregate,
+        pp=layout.get("pp", 1),
+        pcp=layout.get("pcp", 1),
+        prefill_gpus=prefill_gpus,
     )
 
 
@@ -63,6 +68,6 @@ def setting_text(settings: Mapping[str, str]) -> str:
     return redact(SETTING.join(f"{name}={value}" for name, value in settings.items()))
 
 
-def engine_load(**said: Any) -> Load:  # noqa: ANN401 -- fields of several types
-    """A load that another engine serves."""
-    return Load(**UNTOLD, **said)
+def engine_load(**fields: Any) -> Load:  # noqa: ANN401 -- fields of several types
+    """Return a load that another engine serves."""
+    return Load(**UNKNOWN_FIELDS, **fields)

@@ -75,3 +75,12 @@ def parse(value: object) -> Instances:
     if not 1 <= made.count <= MOST:
         raise UsageError(f"--disaggregate {text}: {made.count:,} instances; write 1 to {MOST} in all.")
     return made
+
+
+def count_gpus(each: int, disaggregate: str, prefill_gpus: int = 0) -> int:
+    """Return the GPUs of all instances. `each` and `prefill_gpus`: GPUs of an instance, and of a prefill instance if that differs.
+
+    0 if `each` is 0, which stands for an unknown layout. Raises UsageError for a text that `parse` refuses.
+    """
+    found = parse(disaggregate)
+    return each * found.serving + (prefill_gpus or each) * found.prefill if each else 0

@@ -49,6 +49,8 @@ Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 DEGREES = ("tp", "dp", "dcp")
 """Fields of a Layout, which a point has under the same names."""
+OUTER_DEGREES = ("pp", "pcp")
+"""Fields of a point that multiply the GPUs of an imported server: pipeline and prefill context parallel degree."""
 
 
 @dataclasses.dataclass(frozen=True)

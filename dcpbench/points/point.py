@@ -11,7 +11,7 @@ from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
-from dcpbench.points.instances import Instances, parse
+from dcpbench.points.instances import Instances, count_gpus, parse
 from dcpbench.points.layout import GroupWide, Layout, experts_placed
 from dcpbench.points.older import GONE
 
@@ -142,6 +142,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
     transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer", later=True)] = 0.0
     """What each request's transfer takes besides."""
+    pp: Annotated[Count, Axis(SERVER, 34, later=True)] = 1
+    """Pipeline-parallel stages of an imported server. Each stage has `tp` GPUs of its own."""
+    pcp: Annotated[Count, Axis(SERVER, 35, later=True)] = 1
+    """Prefill-context-parallel ranks of an imported server, each with GPUs of its own. SGLang's lie inside tp and count as 1."""
+    prefill_gpus: Annotated[Count, Axis(SERVER, 36, "{} GPUs per prefill instance", later=True)] = 0
+    """GPUs of each prefill instance of an imported server if they have another layout than the decode instances, else 0."""
 
     def __post_init__(self) -> None:
         """An import that does not say how experts are placed says nothing, also where it was made before it could."""
@@ -160,8 +166,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def gpus(self) -> int:
-        """Of all instances; 0 where nobody knows the layout."""
-        return self.tp * (self.instances.count if self.disaggregate else 1)
+        """Number of GPUs of all instances; 0 if the layout is unknown."""
+        return count_gpus(self.tp * self.pp * self.pcp, self.disaggregate, self.prefill_gpus)
 
     @property
     def world(self) -> int:
@@ -199,13 +205,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def instance_name(self) -> str:
-        """The layout of one instance; for degrees that do not nest, those that were asked for."""
+        """Layout of one instance (of a decode instance, if prefill instances have another one), such as `tp4·pp2`.
+
+        For degrees that do not divide each other, the degrees that were asked for.
+        """
         if not self.tp:
             return UNKNOWN_LAYOUT
+        outer = "".join(f"·{name}{degree}" for name, degree in (("pp", self.pp), ("pcp", self.pcp)) if degree > 1)
         try:
-            return str(self.layout)
+            return f"{self.layout}{outer}"
         except LayoutError:
-            return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
+            return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}{outer}"
 
     @property
     def ep_degree(self) -> int | None:

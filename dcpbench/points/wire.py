@@ -214,7 +214,7 @@ another time: docs/wire.md says what was seen. Exchanges follow soon behind, and
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
 """Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
 the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
-within both errors (docs/emulation.md)."""
+within both errors, if forecasts and live steps have equal gaps between kernels (docs/emulation.md)."""
 CHUNKS_HIGH = 0.09
 """Share by which a step with prompts may be longer, where that is more than both errors together: the farthest of 112 cases of two
 pairs of H200 by each of their GPUs (docs/emulation.md)."""

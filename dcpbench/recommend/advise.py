@@ -17,7 +17,7 @@ from dcpbench.errors import LayoutError, UsageError
 from dcpbench.plan.judge import check_positions, shortage
 from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import planned
-from dcpbench.points.budget import plan_engine, room_of
+from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import BY_LAYOUT, CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, flag
@@ -33,6 +33,7 @@ from dcpbench.show.text import counted, listed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dcpbench.points.budget import WholeModel
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Load
@@ -87,6 +88,14 @@ class Known:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NoRoom:
+    """Why a layout has no room for a load."""
+
+    whole_model: bool  # True if all layers and the KV cache do not fit; False if the KV pool is too small for the load
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """The best of one load, and what else was in question."""
 
@@ -100,6 +109,7 @@ class Choice:
     """Layouts that do not fit, or of which nothing is known, with the reason."""
     without_room: set[str] = dataclasses.field(default_factory=set)
     """Of those refused, layouts that do not fit."""
+    no_whole_model: set[str] = dataclasses.field(default_factory=set)  # of `without_room`: weights and KV do not fit
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
     instead: list[str] = dataclasses.field(default_factory=list)
@@ -223,6 +233,7 @@ def _choice(
     best: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     without_room: set[str] = set()
+    no_whole_model: set[str] = set()
     short: dict[str, str] = {}
     for number, layout in enumerate(layouts, 1):
         what = f"{name}: {layout}, layout {number} of {len(layouts)}"
@@ -233,10 +244,11 @@ def _choice(
 
         found: list[Forecast] = []
         points = _points(ask, layout, concurrency, context, load)
-        reason = _no_room(ask, points[0])
-        if reason:
-            refused[str(layout)] = reason
+        if no_room := find_no_room(ask, points[0]):
+            refused[str(layout)] = no_room.reason
             without_room.add(str(layout))
+            if no_room.whole_model:
+                no_whole_model.add(str(layout))
             continue
         found += [forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])]
         found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
@@ -249,7 +261,7 @@ def _choice(
             best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps, more)
         except UsageError as e:
             refused[str(layout)] = short.pop(str(layout), str(e))
-    best = _anchored(ask, best, steps)
+    best = {who: _drop_layers_held(ask, f) for who, f in _anchored(ask, best, steps).items()}
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
     return Choice(
@@ -259,6 +271,7 @@ def _choice(
         misses=misses,
         refused=refused,
         without_room=without_room,
+        no_whole_model=no_whole_model,
         short=short,
     )
 
@@ -357,22 +370,38 @@ def _probe(ask: Ask) -> Probe:
     return planned(ask.machine.gpu, ask.machine.gpus_per_host)
 
 
-def _no_room(ask: Ask, point: Point) -> str:
-    """Why a layout does not fit; empty: it does."""
+def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
+    """Return why a layout has no room for a load; None if it has. Without --cycled all layers have to fit beside the KV."""
     shape, probe = load_shape(ask.model), _probe(ask)
-    said, _ = shortage(point, ask.settings, shape, probe)
-    if said:
-        return said.removeprefix(f"{point.layout}: ")
-    plan = plan_engine([point], ask.settings, shape, probe)
-    if ask.cycled or plan.layers_held == plan.layers:
-        return ""
-    weights, (room, buffers) = plan.full_weight_bytes, room_of(point, shape, probe)
-    takes = f"its weights take {weights / GIB:,.1f} GiB"
-    if weights > room + buffers:
-        return f"{takes} of each GPU, which has {(room + buffers) / GIB:,.1f} for weights and KV"
-    beside = f" beside {buffers / GIB:,.1f} for the buffers of a step" if buffers else ""
+    if not ask.cycled:
+        whole = measure_whole_model(point, ask.settings, shape, probe)
+        if whole.missing_bytes:
+            one_request = point.load is not None and ask.kv_memory is None
+            return NoRoom(whole_model=True, reason=_format_missing(whole, one_request=one_request))
+    reason, _ = shortage(point, ask.settings, shape, probe)
+    return NoRoom(whole_model=False, reason=reason.removeprefix(f"{point.layout}: ")) if reason else None
+
+
+def _drop_layers_held(ask: Ask, found: Forecast) -> Forecast:
+    """Return the forecast without its layers held if the whole model fits for what is asked: its run had less room."""
+    if found.layers_held is None:
+        return found
+    whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _probe(ask))
+    return found if whole.missing_bytes else dataclasses.replace(found, layers_held=None)
+
+
+def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
+    """Return what a whole model takes of each GPU, and how much more that is than a GPU has."""
+    weights = f"its weights take {whole.weight_bytes / GIB:,.1f} GiB"
+    if whole.weight_bytes > whole.available_bytes + whole.buffer_bytes:
+        room = whole.available_bytes + whole.buffer_bytes
+        missing = (whole.weight_bytes - room) / GIB
+        return f"{weights} of each GPU, {missing:,.1f} GiB more than the {room / GIB:,.1f} GiB for weights and KV"
+    kv = f"{'the KV of its longest request' if one_request else 'its KV'} {whole.kv_bytes / GIB:,.1f} GiB"
+    buffers = f" beside {whole.buffer_bytes / GIB:,.1f} GiB for the buffers of a step" if whole.buffer_bytes else ""
     return (
-        f"{takes} and its KV {plan.kv_bytes / GIB:,.1f} GiB of each GPU, which has {room / GIB:,.1f} for both{beside}"
+        f"{weights} and {kv} of each GPU, {whole.missing_bytes / GIB:,.1f} GiB more than the "
+        f"{whole.available_bytes / GIB:,.1f} GiB for both{buffers}"
     )
 
 
@@ -382,7 +411,7 @@ def _answerable(ask: Ask, steps: Steps) -> bool:
     for load, tp in itertools.product(ask.loads, ask.gpus):
         for layout in valid_layouts(shape, tp, BY_LAYOUT):
             points = _points(ask, layout, *load)
-            for point in [] if _no_room(ask, points[0]) else points:
+            for point in [] if find_no_room(ask, points[0]) else points:
                 with contextlib.suppress(UsageError):
                     _quickest(ask, [point], steps)
                     return True

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench.points import latency_bands
 from dcpbench.points.names import CLOSED, FP8, OBJECTIVES
 from dcpbench.recommend.advise import break_even, dollars, margin, measuring, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.serving.load_words import in_step, in_step_words, lengths_apart
 from dcpbench.show import numbers
+from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
 from dcpbench.show.numbers import number, percent, times
 from dcpbench.show.text import capital, listed
 
@@ -41,13 +43,16 @@ COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\n
 
 
 def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
-    """What to take, from which load on, on what machine, and how sure that is."""
+    """Return what to take, from which load on, on what machine, and how sure that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
         who, reason = next(iter(choices[0].refused.items()))
         instead = choices[0].instead if who in choices[0].without_room else []
         give = f"; give {listed(instead, 'or')}" if instead else ""
-        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended: {who}: {reason.rstrip('.')}{give}."
+        why = (
+            f", as the {NO_FIT}" if all(choice.no_whole_model.issuperset(choice.refused) for choice in choices) else ""
+        )
+        return f"No layout of {ask.model} on {_gpus(ask)} can be recommended{why}: {who}: {reason.rstrip('.')}{give}."
     runs = []
     for said, group in itertools.groupby(able, key=_taken):
         loads = list(group)
@@ -59,7 +64,7 @@ def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
         else:
             names = f"{first} to {last}"
         runs.append(f"{said} at {names}")
-    return f"{capital(_gpus(ask))}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}{_by_waves(ask, able)}"
+    return f"{capital(_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_basis(able)}).{_unjudged(choices)}{_by_waves(ask, able)}"
 
 
 def _unjudged(choices: Sequence[Choice]) -> str:
@@ -69,6 +74,19 @@ def _unjudged(choices: Sequence[Choice]) -> str:
         return ""
     who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
     return f" Not judged at every load: {who}; why, see below."
+
+
+def _format_layers_held(choices: Sequence[Choice]) -> str:
+    """Return that the whole model does not fit, with the layers held, and by which layouts if the others hold all of them."""
+    forecasts = [f for choice in choices for f in choice.forecasts]
+    cut = [f for f in forecasts if f.layers_held]
+    if not cut:
+        return ""
+    held, (_, layers) = [f.layers_held[0] for f in cut if f.layers_held], cut[0].layers_held or (0, 0)
+    names = list(dict.fromkeys(f.point.layout_name for f in cut))
+    who = listed(names) if len(names) <= MOST_NAMED else f"{len(names)} layouts"
+    some = "" if len(cut) == len(forecasts) else f" in {who}"
+    return f" ({format_no_fit(format_range(held), str(layers))}{some})"
 
 
 def _by_waves(ask: Ask, choices: Sequence[Choice]) -> str:
@@ -166,6 +184,7 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
             f"({listed(right)}), ITL, TTFT and other latencies by one over that."
         )
+    said += describe_latencies(used)
     waves = _waves(ask)
     if waves and used:
         some = "" if len(waves) == len(ask.loads) else f" under {len(waves)} of {len(ask.loads)} loads"
@@ -184,6 +203,31 @@ def unknown(ask: Ask, choices: Sequence[Choice], steps: Steps) -> list[str]:
             "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
         )
     said.append("SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine.")
+    return said
+
+
+def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return what the latencies of served estimates rest on, and which layouts have no ITL, with the reason."""
+    estimates = [f for f in forecasts if f.source == ESTIMATED and f.mixed_share is not None]
+    if not estimates:
+        return []
+    cases = latency_bands.load_published()
+    arrivals = list(dict.fromkeys(f.point.load.arrival for f in estimates if f.point.load))
+    bands = [latency_bands.find_band(latency_bands.ESTIMATED, "ttft", arrival, cases) for arrival in arrivals]
+    count = sum(band.cases for band in bands if band)
+    said = [
+        (
+            f"The ends of TTFT and ITL p50 are the largest errors of estimates of {count} published loads, by steps of "
+            "another model. Other percentiles, TPOT and E2EL have no ends, also where objectives are held against them."
+        )
+    ]
+    if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
+        limit = latency_bands.max_sure_share(cases)
+        who = listed(without) if len(without) <= MOST_NAMED else f"{len(without)} layouts"
+        said.append(
+            f"{who}: no ITL, as prompts are in the steps of {percent(limit)} or more of the gaps between tokens. The median may be a "
+            "decode step or a step with a prompt there, which takes several times as long."
+        )
     return said
 
 
@@ -234,8 +278,8 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
             who,
             numbers.tok_s(best.tok_s, *best.band, unit=""),
             number(per_gpu(best), 3),
-            number(best.itl_ms.p50, 3),
-            number(best.ttft_ms.p50, 3),
+            format_p50(best.itl_ms.p50, best.itl_band),
+            format_p50(best.ttft_ms.p50, best.ttft_band),
             behind.who if behind else "",
             by,
             best.origin,
@@ -245,6 +289,11 @@ def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
             row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
         found.append(row)
     return found
+
+
+def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
+    """Return a median latency with the ends of its band, if it has one."""
+    return number(ms, 3) if ms is None or ends is None else numbers.tok_s(ms, *ends, unit="")
 
 
 def _open(choice: Choice) -> str:
@@ -312,6 +361,8 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
         "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
         "output_tok_s_per_gpu": per_gpu(f),
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
+        "ttft_p50_ms_band": f.ttft_band,
+        "itl_p50_ms_band": f.itl_band,
         "misses": choice.misses.get(f.who, []),
         "joules_per_token": f.joules_per_token,
         "dollars_per_million_output_tokens": None

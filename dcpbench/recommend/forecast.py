@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.points import latency_bands
 from dcpbench.points.floors import Sharding, StepRows
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.latency_bands import Metric
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Honesty, Record, ServeMetrics
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import StepTimes
 
@@ -46,8 +48,8 @@ MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "em
 """Where a figure comes from, the best first."""
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
-NONE = Percentiles()
-"""Of what nobody measured."""
+NONE = Percentiles()  # of a latency that is not known
+Ends = tuple[float, float]  # low and high, in ms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,14 @@ class Forecast:
     joules_per_token: float | None = None
     """Of a record that has energy."""
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
+    ttft_band: Ends | None = (
+        None  # ends of the TTFT p50, in ms; None if it was measured, or if nothing says how far it may be off
+    )
+    itl_band: Ends | None = None  # likewise of the ITL p50
+    mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
+    layers_held: tuple[int, int] | None = (
+        None  # (layers in memory, layers of the model) if the whole model does not fit
+    )
 
     @property
     def band(self) -> tuple[float, float]:
@@ -132,6 +142,7 @@ def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGRE
             itl_ms=metrics.itl_ms,
             joules_per_token=joules,
             launch_band=launch_band,
+            layers_held=_find_layers_held(record.honesty),
         )
     if serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
@@ -147,7 +158,23 @@ def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGRE
         preemptions=serve.preemptions,
         launch_band=launch_band,
         joules_per_token=joules,
+        ttft_band=_find_emulated_ends(record, "ttft"),
+        itl_band=_find_emulated_ends(record, "itl"),
+        layers_held=_find_layers_held(record.honesty),
     )
+
+
+def _find_emulated_ends(record: Record, metric: Metric) -> Ends | None:
+    """Return the ends of a p50 that one rank was emulated for; None if it was measured, and in records without ends."""
+    low, high = (getattr(record.emulated, f"{metric}_p50_ms_{end}", None) for end in ("low", "high"))
+    return None if low is None or high is None else (low, high)
+
+
+def _find_layers_held(conditions: Honesty | None) -> tuple[int, int] | None:
+    """Return (layers in memory, layers of the model) of what was measured; None if all were held, or if unknown."""
+    if conditions is None or conditions.layers_held >= conditions.layers:
+        return None
+    return conditions.layers_held, conditions.layers
 
 
 def _percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
@@ -168,37 +195,77 @@ def estimated(
 
     Raises UsageError where a rate or a call of the machine is not known.
     """
-    point = _cut(point)
+    point = limit_requests(point)
     of = Estimator(point, machine, fitted)
     error = steps.band + _scaled(machine, steps)
     whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
+    held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     if point.load is None:
         rows = of.decode_rows(point.concurrency, point.context)
         ms = of.ms(rows)
         own = of.wire_errors(rows)
-        return _banded(point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms))
+        return _banded(
+            point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms), layers_held=held
+        )
+    found = serve_estimated(of, point, plan, settings, watch)
+    own = of.wire_errors(of.decode_rows(point.concurrency, point.context))
+    beyond = _scaled(machine, steps) + sum(own.values())
+    latencies = {f"{name}_ms": _percentiles(getattr(found.serve, f"{name}_ms")) for name in OBJECTIVES}
+    ttft_band = _find_ends("ttft", point, found, beyond)
+    itl_band = _find_ends("itl", point, found, beyond)
+    if itl_band is None:
+        latencies["itl_ms"] = NONE
+    return _banded(
+        point,
+        whence,
+        found.serve.output_tok_s,
+        error,
+        own,
+        steps,
+        **latencies,
+        ttft_band=ttft_band,
+        itl_band=itl_band,
+        mixed_share=found.mixed_share,
+        preemptions=found.serve.preemptions,
+        layers_held=held,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedEstimate:
+    """A load that was served in virtual time, by estimated steps."""
+
+    serve: ServeMetrics
+    mixed_share: float  # of the gaps between tokens, how many have prompts in their step
+
+
+def serve_estimated(
+    of: Estimator, point: Point, plan: EnginePlan, settings: Settings, watch: Watch = lambda _: None
+) -> ServedEstimate:
+    """Serve the requests of a point by the estimated times of its steps; `watch` hears how many steps were served."""
     times = Watched(EstimatedTimes(of, point, plan), watch)
     config = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)
     vocab = load_shape(point.model).vocab
     found = replay(requests_of(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
     serve = serve_metrics(found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts)
-    own = of.wire_errors(of.decode_rows(point.concurrency, point.context))
-    return _banded(
-        point,
-        whence,
-        serve.output_tok_s,
-        error,
-        own,
-        steps,
-        **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},
-        preemptions=serve.preemptions,
+    gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
+    return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decode_rows / gaps if gaps else 0.0)
+
+
+def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
+    """Return the ends of an estimated p50 by what published estimates missed; `beyond` is a further share of error."""
+    assert point.load is not None
+    ms = getattr(found.serve, f"{metric}_ms").p50
+    band = latency_bands.find_band(
+        latency_bands.ESTIMATED, metric, point.load.arrival, latency_bands.load_published(), found.mixed_share
     )
+    return None if band is None or ms is None else band.around(ms, beyond)
 
 
 def anchored(found: Forecast, factor: float) -> Forecast:
-    """The estimate as if its steps ran `factor` times as fast, what others' figures are of their own estimates.
+    """Return the estimate as if its steps ran `factor` times as fast, which is measured / estimated of other layouts.
 
-    All latencies are divided by it. The band is then that of ratios.
+    All latencies and their ends are divided by it. The band of the output is then that of ratios.
     """
     tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.wire_errors.values())
     return dataclasses.replace(
@@ -208,8 +275,14 @@ def anchored(found: Forecast, factor: float) -> Forecast:
         high=tok_s * high,
         factor=factor,
         whence=f"{found.whence}, set right by records of other layouts",
+        ttft_band=_divide(found.ttft_band, factor),
+        itl_band=_divide(found.itl_band, factor),
         **{f"{name}_ms": _percentiles(getattr(found, f"{name}_ms"), 1 / factor) for name in OBJECTIVES},  # type: ignore[arg-type]
     )
+
+
+def _divide(ends: Ends | None, factor: float) -> Ends | None:
+    return None if ends is None else (ends[0] / factor, ends[1] / factor)
 
 
 def replayed(
@@ -230,6 +303,7 @@ def replayed(
         high=tok_s,
         **{f"{name}_ms": _percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
         preemptions=serve.preemptions,
+        layers_held=_find_layers_held(times.honesty),
     )
 
 
@@ -237,6 +311,9 @@ def _banded(
     point: Point, whence: str, tok_s: float, error: float, own: dict[str, float], steps: Steps, **more: object
 ) -> Forecast:
     high = 1 + error + sum(own.values())
+    if point.load is None:  # ITL is the step, whose error is that of the output
+        ms = point.concurrency / tok_s * 1e3
+        more["itl_band"] = ms / high, ms * high
     return Forecast(
         point=point,
         source=ESTIMATED,
@@ -250,8 +327,8 @@ def _banded(
     )
 
 
-def _cut(point: Point) -> Point:
-    """With ROUNDS requests of each client at most; an open loop as it is."""
+def limit_requests(point: Point) -> Point:
+    """Return the point with ROUNDS requests of each client at most; an open loop stays as it is."""
     if point.load is None or point.clients is None:
         return point
     few = min(point.load.requests, ROUNDS * point.concurrency)

@@ -1,1 +1,1 @@
-"""What is left of a point: its record, the file, and what is computed of it."""
+"""Records of measured points: their fields, their file, and the values computed from them."""

@@ -1,7 +1,7 @@
-"""Makes of a record one that its reader accepts, before it is written. No torch.
+"""Convert a record to one that its reader accepts, before it is written. No torch.
 
-Servers and clocks set many values of a record. One that the reader would refuse must cost neither the point nor the other
-records of its file: it becomes null, or, if a metric depends on it, the point becomes a failed one.
+Servers and clocks set many values of a record. An invalid value must cost neither the point nor the other records of
+its file: it becomes null, or, if a metric depends on it, the point becomes a failed one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def accept(record: Record, decode: Decode) -> tuple[Record, bytes]:
 
 
 def mend(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
-    """Return what `accept` makes of a line that its reader refuses for a value; None if its point cannot be."""
+    """Return the record that `accept` makes of a line that its reader refuses, and its line; None if its point is
+    invalid.
+    """
     data = msgspec.json.decode(line)
     omitted: list[Omitted] = []
     fields = accepted({name: value for name, value in data.items() if name not in SEAL}, record_type(), (), omitted)
@@ -88,7 +90,7 @@ def _without_bad_numbers(record: Record) -> Record:
 
 
 def _without_problems(record: Record, decode: Decode) -> Record:
-    """Return the record without what `checks.find_problem` finds: too many entries, and metrics that cannot be."""
+    """Return the record without the values that `checks.find_problem` reports: surplus entries and impossible metrics."""
     found = record
     while True:
         try:
@@ -113,12 +115,12 @@ def _without_problems(record: Record, decode: Decode) -> Record:
 
 
 def _lost(before: Record, now: Record) -> list[str]:
-    """Return the parts that hold what was measured and that a record has lost."""
+    """Return the names of the measured parts that the record has lost."""
     return [part for part in MEASURED if getattr(before, part) is not None and getattr(now, part) is None]
 
 
 def _with_omitted(now: Record, lost: list[str], omitted: list[Omitted]) -> Record:
-    """Return the record with what was omitted, as a failed one if it has lost what was measured."""
+    """Return the record with `omitted` added; mark it as failed if it has lost a measured part."""
     marks = now.marks[: MAX_ENTRIES - 1]
     changes: dict[str, Any] = {"omitted": [*(now.omitted or []), *omitted][:MAX_ENTRIES]}
     changes["marks"] = marks if OMITTED_MARK in marks else [*marks, OMITTED_MARK]

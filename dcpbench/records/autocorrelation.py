@@ -35,7 +35,7 @@ class Correlation:
     inflation: float  # variance of the number of samples below the median, over that of independent samples; at least 1
 
     def count_effective(self, samples: int) -> float | None:
-        """Return how many independent samples know the median as well as this many do; None if that is not known."""
+        """Return the number of independent samples that determine the median as precisely; None if it is unknown."""
         return None if self.neighbours is None else samples / self.inflation
 
 
@@ -51,7 +51,9 @@ def measure_correlation(samples: Sequence[float], median: float) -> Correlation:
 
 
 def _limit_outliers(deviations: Sequence[float]) -> list[float]:
-    """Return deviations in units of OUTLIER standard deviations, cut at 1; empty if half of them are 0, which give no unit."""
+    """Return deviations in units of OUTLIER standard deviations, cut at 1; empty if half of them are 0, so that there
+    is no unit.
+    """
     limit = OUTLIER * TO_SIGMA * statistics.median(map(abs, deviations))
     return [min(max(d / limit, -1.0), 1.0) for d in deviations] if limit > 0 else []
 

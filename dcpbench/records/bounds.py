@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_SHOWN = 40  # characters of a value in a message
-REFUSED: Any = object()  # stands for a value that has no acceptable form
+REFUSED: Any = object()  # marks a value that has no acceptable form
 Path = tuple[str | int, ...]
 
 
@@ -29,7 +29,7 @@ class BadValue(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     value: float
     what: str
-    """What is wrong with it, as it follows the name of the field: `is -99, below 0`."""
+    """Problem with the value, worded to follow the name of the field: `is -99, below 0`."""
 
     @property
     def field(self) -> str:
@@ -65,9 +65,10 @@ def bad_values(value: object, kind: inspect.Type, path: Path = ()) -> Iterator[B
 
 
 def accepted(value: Any, kind: inspect.Type, path: Path, omitted: list[Omitted]) -> Any:  # noqa: ANN401 - any field
-    """Return the value with null in place of what a reader would refuse, or REFUSED if its type allows no null.
+    """Return the value with null in place of each part that a reader would refuse, or REFUSED if its type allows no
+    null.
 
-    The innermost part that may be null or empty is replaced, and what was wrong is added to `omitted`.
+    The innermost part that may be null or empty is replaced, and the problem is appended to `omitted`.
     """
     if isinstance(value, str):
         return _plain_text(value, path, omitted)
@@ -120,7 +121,7 @@ def _plain_text(text: str, path: Path, omitted: list[Omitted]) -> str:
 
 
 def _what_is_wrong(value: float, kind: inspect.Type) -> str:
-    """Return what is wrong with a number, or an empty string for one within the bounds of its type."""
+    """Return the problem with a number, or an empty string if it is within the bounds of its type."""
     if isinstance(value, bool):
         return ""
     if not isinstance(value, int) and not math.isfinite(value):

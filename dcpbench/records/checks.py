@@ -1,7 +1,7 @@
-"""Checks that the values of a record can have been measured, and says what to do about a line that cannot be read.
+"""Check that the values of a record are possible, and advise on lines that cannot be read.
 
-Types and the bounds of single numbers are checked by msgspec. Reports divide by these numbers, order them and draw them,
-so a value that cannot be is refused with its name before it does harm far from where it came from.
+msgspec checks types and the bounds of single numbers. Reports divide by these numbers, order them and draw them, so an
+impossible value is refused by name before it does harm far from its origin.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.layout import DEGREES, MOST_RANKS
+from dcpbench.points.layout import DEGREES, MOST_RANKS, OUTER_DEGREES
 from dcpbench.records import checksums
 from dcpbench.records.bounds import bad_values, record_type
 from dcpbench.records.metrics import METRICS
-from dcpbench.records.record import Interval
+from dcpbench.records.record import Interval, of_a_file, origin
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -33,21 +33,21 @@ WITHOUT_SUM = (
 )
 POSITIVE = tuple(metric for metric in METRICS if metric.positive)
 UNKNOWN_OPTION = re.compile(r"unknown field `(.*)` - at `\$\.point(\.load)?`$")
-"""What msgspec says of a point that has more fields than this version."""
+"""Message of msgspec for a point that has a field unknown to this version."""
 OUTCOMES = ("ok", "failed", "hung", "rejected")
 NOT_RUN = "rejected"
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """A field of a record that cannot hold what it holds."""
+    """A field of a record that holds an impossible value."""
 
     field: str
     """Dotted name, such as `serve.cached_tokens`."""
     what: str
-    """What is wrong with it, as it follows the name: ` is -99, below 0`."""
+    """Problem with the value, worded to follow the name: ` is -99, below 0`."""
 
     def __str__(self) -> str:
-        """Return the name of the field and what is wrong with it."""
+        """Return the name of the field and the problem with its value."""
         return f"{self.field}{self.what}"
 
 
@@ -76,12 +76,12 @@ def find_bad_number(line: bytes) -> Problem | None:
 
 
 def why(line: bytes, error: Exception) -> str:
-    """What is wrong with a line that cannot be read, and what to do about it."""
+    """Return the problem with a line that cannot be read, and the remedy."""
     return f"{wrong(line, error)}. {advice(line, error)}"
 
 
 def wrong(line: bytes, error: Exception) -> str:
-    """What is wrong with it alone, without a full stop."""
+    """Return the problem with a line alone, without a full stop."""
     if isinstance(error, OtherVersionError):
         return str(error)
     if not line.lstrip().startswith(b"{"):
@@ -92,7 +92,7 @@ def wrong(line: bytes, error: Exception) -> str:
 
 
 def advice(line: bytes, error: Exception) -> str:
-    """What to do about it, the same for all lines of its kind."""
+    """Return the remedy for a line that cannot be read; it is the same for all lines of its kind."""
     if isinstance(error, OtherVersionError):
         return "Not written by this version of dcpbench: read it with the version that wrote it."
     if not line.lstrip().startswith(b"{"):
@@ -115,24 +115,24 @@ def advice(line: bytes, error: Exception) -> str:
 
 
 def of_a_record(line: bytes) -> bool:
-    """Whether a line that cannot be read was a record once, or is one of another version."""
+    """Return True if a line that cannot be read was once a record, or is a record of another version."""
     return b'"schema_version"' in line
 
 
 def is_strange(error: Exception) -> bool:
-    """Whether a line is JSON as it was written, by someone whose records this version does not read."""
+    """Return True if a line is intact JSON with a record that this version does not read."""
     if isinstance(error, checksums.RewrittenError):
         return True
     return isinstance(error, msgspec.ValidationError) and not isinstance(error, checksums.DamageError)
 
 
 def repair_command(path: Path, *, strange: bool) -> str:
-    """What to type so that a file of records is without the lines that cannot be read."""
+    """Return the command that removes the unreadable lines from a file of records."""
     return shlex.join(["dcpbench", "records", "repair", *(["--strange"] if strange else []), str(path)])
 
 
 def how_to_mend(path: Path, error: Exception) -> str:
-    """Return the command that takes a line out; empty where another version, or a change of the file, reads it."""
+    """Return the command that removes a line; empty if another version, or a change of the file, can read it."""
     if isinstance(error, OtherVersionError | checksums.RewrittenError):
         return ""
     return repair_command(path, strange=is_strange(error))
@@ -145,7 +145,7 @@ def _outcome(record: Record) -> Problem | None:
 
 
 def _layout(record: Record) -> Problem | None:
-    """Check that the degrees nest. An import may have none, and a rejected point has those that were asked for."""
+    """Check that the parallel degrees nest. An import may have none, and a rejected point has the requested ones."""
     tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
     if record.outcome == NOT_RUN or not any(degrees):
         return None
@@ -158,16 +158,27 @@ def _layout(record: Record) -> Problem | None:
         return Problem(
             field="point.dcp", what=f" {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
         )
-    return _instances(record.point)
+    return _check_outer_degrees(record.point) or _check_instances(record)
 
 
-def _instances(point: Point) -> Problem | None:
+def _check_outer_degrees(point: Point) -> Problem | None:
+    """Check the degrees that multiply the GPUs of an imported server."""
+    for name in OUTER_DEGREES:
+        if not 1 <= getattr(point, name) <= MOST_RANKS:
+            return Problem(field=f"point.{name}", what=f" is {getattr(point, name)}, which no layout that ran has")
+    return None
+
+
+def _check_instances(record: Record) -> Problem | None:
+    """Check the number of instances and the speed of their links, which is unknown for an imported result."""
+    point = record.point
     try:
         split = point.instances.disaggregated
     except UsageError:
-        said = f" is {point.disaggregate[:40]!r}, which no instances that ran are"
-        return Problem(field="point.disaggregate", what=said)
-    if split and not point.transfer_gb_s > 0:
+        return Problem(
+            field="point.disaggregate", what=f" is {point.disaggregate[:40]!r}, which no instances that ran are"
+        )
+    if split and not point.transfer_gb_s > 0 and not of_a_file(origin(record)):
         return Problem(
             field="point.transfer_gb_s", what=f" is {point.transfer_gb_s:g}, at which no KV can have crossed"
         )

@@ -1,10 +1,10 @@
-"""Seals a line of JSON with its CRC-32, and says of any line whether it is still what was written. No torch.
+"""Seal lines of JSON with their CRC-32, and check whether a line is still as written. No torch.
 
     {"checked":"crc32",…,"crc32":"1c291ca3"}
 
-The sum is of all bytes before `,"crc32"`. A line says at both ends that it has one, so that damage to either end does
-not make it look like a line without: those were written by hand, or before there were sums, and are read as they are.
-CRC-32 finds every single flipped bit, and every run of up to 32 damaged ones.
+The checksum covers all bytes before `,"crc32"`. Both ends of a line state that it has a checksum, so that damage to
+either end does not make it look like a line without one: such lines were written by hand or before checksums were
+added, and are read unchecked. CRC-32 detects every single flipped bit, and every burst of up to 32 damaged bits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _BLANKS = b" \t\r\n"
 
 
 class DamageError(msgspec.ValidationError):
-    """A line that is not what its checksum says."""
+    """A line that does not match its checksum."""
 
 
 class RewrittenError(DamageError):
-    """A line that says it has a checksum, in bytes that none of ours has."""
+    """A line with a checksum and bytes that this package did not write."""
 
 
 class UnfinishedError(msgspec.DecodeError):
@@ -41,13 +41,13 @@ class UnfinishedError(msgspec.DecodeError):
 
 
 def seal(text: bytes) -> bytes:
-    """The line of a JSON object that has fields, with its checksum and without a newline."""
+    """Return a JSON object with at least one field as a line with its checksum, without a newline."""
     body = HEAD + text[1:-1]
     return body + TAIL % zlib.crc32(body)
 
 
 def sealed_parts(line: bytes) -> Iterator[bytes]:
-    """What of a damaged line fits a checksum, as where two lines became one; none of it was decoded."""
+    """Yield the parts of a damaged line that match a checksum, as where two lines became one; no part is decoded."""
     begins = [found.start() for found in re.finditer(re.escape(HEAD), line)]
     for begin, end in itertools.pairwise([*begins, len(line)]):  # a string inside a record escapes its quotes
         for tail in _TAIL.finditer(line, begin, end):
@@ -56,9 +56,9 @@ def sealed_parts(line: bytes) -> Iterator[bytes]:
 
 
 def check(line: bytes) -> bool:
-    """Return whether a line has a checksum; nothing of the line is decoded.
+    """Return True if a line has a valid checksum, without decoding the line.
 
-    Raises one of the errors above for a line that was sealed and has changed since.
+    Raise one of the errors above for a line that was sealed and has changed since.
     """
     if line.startswith(HEAD) and _fits(line):
         return True
@@ -76,7 +76,7 @@ def check(line: bytes) -> bool:
 
 
 def _fits(line: bytes) -> bool:
-    """Return whether a line, with or without its newline, ends with the checksum of what stands before it."""
+    """Return True if a line, with or without its newline, ends with the checksum of the bytes before it."""
     end = len(line) - line.endswith(b"\n")
     body = memoryview(line)[: max(end - _TAIL_BYTES, 0)]  # a copy would take longer than the sum
     return line[len(body) : end] == TAIL % zlib.crc32(body)

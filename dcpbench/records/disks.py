@@ -1,4 +1,4 @@
-"""Says what is wrong where the files of a run cannot be written, and what to do about it. No torch."""
+"""Diagnose disks on which the files of a run cannot be written, and name the remedy. No torch."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def write_error(path: Path, error: OSError, run: Path | None = None) -> Dcpbench
 
 
 def disk_error(folder: Path, number: int, where: str = "") -> DiskError:
-    """Return the error to raise where a disk takes nothing more: that of a run's folder, or of another file, `where`.
+    """Return the error to raise if a disk accepts no more data: the disk of a run's folder, or of the file `where`.
 
-    Every earlier record is on the disk of the run.
+    The error states that every earlier record is on the disk of the run.
     """
     what, how = {
         errno.ENOSPC: ("no space is left on its disk", "make room"),
@@ -62,7 +62,7 @@ def disk_error(folder: Path, number: int, where: str = "") -> DiskError:
 
 
 def check_room(folder: Path) -> None:
-    """Raise DiskError if a folder's disk cannot take what a run writes next."""
+    """Raise DiskError if the disk of a folder cannot take the next write of a run."""
     try:
         with tempfile.TemporaryFile(dir=folder) as f:
             f.write(bytes(OUR_ROOM))
@@ -74,9 +74,10 @@ def check_room(folder: Path) -> None:
 
 
 def check_answers(folder: Path) -> None:
-    """Raise DiskError if a folder's file system does not answer, as one that is frozen or whose server is gone.
+    """Raise DiskError if the file system of a folder does not answer, for example because it is frozen or its server is
+    gone.
 
-    A process of its own tries it, as nothing ends a write that such a file system holds.
+    A subprocess tries the write, because a write blocked by such a file system cannot be interrupted.
     """
     probe = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", PROBE, str(folder)],
@@ -88,7 +89,7 @@ def check_answers(folder: Path) -> None:
         probe.wait(ANSWER_S)
     except subprocess.TimeoutExpired:
         probe.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends it before the file system answers
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the process cannot end before the file system answers
             probe.wait(KILL_S)
         raise DiskError(
             f"{folder}: its file system does not answer, as a file could not be written within {ANSWER_S:g} s. No point is "

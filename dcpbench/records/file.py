@@ -35,7 +35,7 @@ READ_BYTES = 1 << 20  # a line has a megabyte where a point has tens of thousand
 NAME_A_RUN = "name the folder of a run, such as those in runs/."
 SAMPLES = b'"step_samples_ms":['
 WAIT_S, LOOK_S = 5.0, 0.01
-"""How long an append waits for another, and how often it looks."""
+"""Longest wait of an append for another one, and the interval between attempts, in s."""
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
@@ -48,9 +48,9 @@ class BadLine(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     """From 1."""
     why: str
-    """What is wrong with it, without a full stop."""
+    """Problem with the line, without a full stop."""
     mend: str
-    """Command that takes the line out; empty where another version, or a change of the file, reads it."""
+    """Command that removes the line; empty if another version, or a change of the file, can read it."""
 
 
 class RecordFile:
@@ -154,7 +154,7 @@ def placed_records(
 def records_in(
     lines: Iterable[bytes], path: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
 ) -> Iterator[tuple[int, Record]]:
-    """Yield the same of an open file that stands at byte `begin`; `path` is its name in errors."""
+    """Yield the records of an open file at byte `begin`; `path` is its name in errors."""
     place = begin
     read = begin > 0
     for number, whole in enumerate(lines, 1):
@@ -182,7 +182,7 @@ def _holds_record(path: Path) -> bool:
 
 
 def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
-    """Say what is wrong with a line, and what to type: `repair` only if the file holds a record."""
+    """Return the problem with a line and the remedy: `repair` only if the file holds a record."""
     where = f"{path}, line {number}: "
     if read:
         mend = checks.how_to_mend(path, error)
@@ -195,7 +195,7 @@ def _unreadable(path: Path, number: int, line: bytes, error: Exception, *, read:
 
 
 def record_at(path: Path, place: int) -> Record | None:
-    """The record whose line begins at this byte; None where no such line can be read any more."""
+    """Return the record of the line at this byte offset; None if there is no readable record."""
     try:
         with path.open("rb") as f:
             f.seek(place)
@@ -205,13 +205,13 @@ def record_at(path: Path, place: int) -> Record | None:
 
 
 def check_there_are_records(run: Path) -> None:
-    """Raise RecordsError where a folder or file that was taken for a run is none."""
+    """Raise RecordsError if a folder or file holds no records."""
     if not record_file(run).is_file():
         raise RecordsError(_no_records(run))
 
 
 def _no_records(folder: Path) -> str:
-    """What a folder or file is that was taken for a run, and what to type."""
+    """Return a message for a path that is not a run, with the command or name to use instead."""
     try:
         inside = [path.name for path in folder.iterdir()] if folder.is_dir() else None
     except OSError as e:
@@ -232,7 +232,7 @@ def _no_records(folder: Path) -> str:
 
 
 def cut_short(run: Path) -> bool:
-    """Whether the last line of a record file is not whole, and so is left out."""
+    """Return True if the last line of a record file is incomplete and therefore left out."""
     path = record_file(run)
     try:
         last = _last_line(path)
@@ -244,7 +244,7 @@ def cut_short(run: Path) -> bool:
 
 
 def is_cut_short(line: bytes, error: Exception) -> bool:
-    """Whether a line that cannot be read is the beginning of a record at the end of its file."""
+    """Return True if a line that cannot be read is the beginning of a record at the end of its file."""
     return (
         not line.endswith(b"\n") and line.lstrip().startswith(b"{") and not isinstance(error, msgspec.ValidationError)
     )
@@ -283,17 +283,17 @@ def _check_version(version: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _LastLine:
-    """What follows the last newline of a file."""
+    """The bytes after the last newline of a file."""
 
     begin: int
     line: bytes
-    """Without NULs behind it."""
+    """The line without trailing NULs."""
     error: Exception | None
-    """Why it is no record."""
+    """Error that reading the line as a record raised; None if it is a record."""
 
     @property
     def next(self) -> int:
-        """Where the next record will begin: behind it, or in its place."""
+        """Return the offset at which the next record begins: after this line, or in its place if it is not a record."""
         return self.begin + (0 if self.error else len(self.line))
 
 

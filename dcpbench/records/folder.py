@@ -1,4 +1,4 @@
-"""The files of a run's folder, by name. What stands in each: launch/jobs.py, launch/torchrun.py, records/file.py."""
+"""Names of the files in a run's folder; launch/jobs.py, launch/torchrun.py and records/file.py describe their contents."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ LOCK_FILE = ".lock"
 """Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
 JOB_FILES = "job-*.json"
 HANGS_FOLDER = "hangs"
-"""What was taken down of jobs that stood still, TAG-N of each."""
+"""Folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang."""
 
 
 def job_file(folder: Path, tag: str) -> Path:
-    """The torchrun job of this tag."""
+    """Return the job file of this tag."""
     return folder / JOB_FILES.replace("*", tag)
 
 
 def tag_of(job: Path) -> str:
-    """The tag of a job's file."""
+    """Return the tag of a job's file."""
     return job.stem.removeprefix("job-")
 
 
 def progress_file(folder: Path, tag: str) -> Path:
-    """What the job of this tag has said while it ran."""
+    """Return the file of progress messages that the job with this tag writes."""
     return folder / f"progress-{tag}.jsonl"
 
 
 def record_file(run: Path) -> Path:
-    """The records of a run: in its folder, or the file itself where that was named."""
+    """Return the records file of a run: in its folder, or the given file itself."""
     return run / RECORDS_FILE if run.is_dir() else run
 
 
@@ -48,5 +48,5 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def run_folder(run: Path) -> Path:
-    """The folder of a run that is named by it, or by its file of records."""
+    """Return the folder of a run, given by it or by its records file."""
     return run if run.is_dir() else run.parent

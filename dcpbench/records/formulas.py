@@ -1,10 +1,10 @@
-"""What dcpbench reports, as pure functions: the formula and the unit of each are in its docstring. No torch.
+"""Formulas of the reported metrics as pure functions; each docstring holds the formula and the unit. No torch.
 
 Times of a request: `t0` submitted, `t1` first output token, `tn` last output token, `n` output tokens. A request that
-was cut off when its run ended has tokens, which count as output, and no latency: how long it would have taken is not
-known.
+was cut off at the end of its run has tokens, which count as output, but no latency, because its full duration is
+unknown.
 
-numpy is imported when something is computed, so that whoever only needs a name from here stays quick.
+numpy is imported when a value is computed, so that importing a name from this module stays fast.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ if TYPE_CHECKING:
 STEADY_SHARE = 0.95
 """Share of the target concurrency that must be in flight for a moment to count as steady."""
 TURNAROUND_S = 1e-3
-"""What a client of a closed loop may take from its last token to its next request: no dip of the concurrency."""
+"""Longest time in s that a closed-loop client may take from its last token to its next request; not a dip in
+concurrency.
+"""
 GAPS_PER_MISS = 100
-"""Of so many gaps of a request, one may miss an ITL objective."""
+"""One gap of a request may miss an ITL objective per this many gaps."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RequestTimes:
-    """When a request was submitted and when each of its output tokens came, in seconds of one clock.
+    """Times at which a request was submitted and each of its output tokens came, in seconds of one clock.
 
-    Raises UsageError for no tokens and for times that run backwards.
+    Raise UsageError for no tokens and for decreasing times.
     """
 
     submitted_s: float
     token_s: Sequence[float] | Floats
     """One time per output token, not per stream chunk; kept as a float64 array."""
     finished: bool = True
-    """False where it was cut off: its tokens count, its latencies do not."""
+    """False if the request was cut off: its tokens count, its latencies do not."""
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -81,11 +83,11 @@ def objectives(slo: Mapping[str, float]) -> dict[str, float]:
 
 
 def token_times(chunk_s: Sequence[float], chunk_tokens: Sequence[int]) -> list[float]:
-    """When each token of a stream came whose chunks brought several: evenly since the chunk before. Unit: s.
+    """Return the arrival time of each token of a stream that has several tokens per chunk. Unit: s.
 
-    So the gap between two chunks is divided over the tokens of the later one, as by SGLang's bench_serving; vLLM's takes
-    it as one gap, whatever it brought. The last token of a chunk has the chunk's own time, and so have all of the first
-    chunk. With one token in each chunk these are the times of the chunks.
+    Tokens of a chunk are spread evenly over the gap since the chunk before, as in SGLang's bench_serving; vLLM's
+    benchmark counts that as one gap, regardless of the number of tokens. The last token of a chunk has the chunk's own
+    time, and so have all tokens of the first chunk. With one token per chunk these are the times of the chunks.
     """
     found: list[float] = []
     for i, (end, count) in enumerate(zip(chunk_s, chunk_tokens, strict=True)):
@@ -200,20 +202,23 @@ def per_gpu(tok_s: float, tp: int) -> float:
 
 
 def tok_s_per_user(median_itl_ms: float) -> float:
-    """What one user sees: 1000 / median ITL in ms. Unit: tok/s/user. Raises UsageError unless the ITL is positive."""
+    """Return the rate that one user sees: 1000 / median ITL in ms. Unit: tok/s/user.
+
+    Raise UsageError if the ITL is not positive.
+    """
     if not median_itl_ms > 0:
         raise UsageError(f"a median ITL of {median_itl_ms:g} ms gives no rate; check the samples.")
     return 1e3 / median_itl_ms
 
 
 def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
-    """Whether a finished request meets all `objectives`. One that was cut off meets none.
+    """Return True if a finished request meets all objectives in `slo`; a request that was cut off meets none.
 
-    TTFT, TPOT and E2EL are each one number of a request. An ITL objective is met where at least 99 in 100 of the
-    request's gaps are within it, which below 100 gaps is all of them. That is stricter than AIPerf, where an ITL
-    objective bounds the mean gap of a request: that is TPOT here, and a stall of seconds hides in it. vLLM has no ITL
-    objective. One stall in 100 gaps passes here, too: bound it with E2EL. A request with one token has no gap and no
-    TPOT, and cannot miss these.
+    TTFT, TPOT and E2EL are each one number per request. An ITL objective is met if at least 99 of 100 gaps of the
+    request are within it; below 100 gaps, all of them must be. That is stricter than AIPerf, where an ITL objective
+    bounds the mean gap of a request: that is TPOT here, and it hides a stall of seconds. vLLM has no ITL objective. One
+    stall in 100 gaps passes here, too: bound it with E2EL. A request with one token has neither a gap nor a TPOT, and
+    cannot miss these objectives.
     """
     if not request.finished:
         return False
@@ -228,7 +233,7 @@ def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
 
 
 def goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
-    """Goodput: requests that meet all `objectives` / wall time of the run. Unit: requests/s.
+    """Goodput: requests that meet all objectives in `slo` / wall time of the run. Unit: requests/s.
 
     Raises UsageError as `wall_s` does.
     """
@@ -242,7 +247,10 @@ def percentiles(samples: Sequence[float]) -> Percentiles:
 
 
 def forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
-    """Shares by which a step of that length may be shorter and longer: by the wire's error and by what sets ranks apart."""
+    """Return the shares by which a step of this length may be shorter and longer.
+
+    They combine the error of the wire model with the differences between ranks.
+    """
     wire = emulated.wire_us
     return (
         (wire - emulated.wire_low_us) / step_us + emulated.ranks_low,
@@ -253,12 +261,12 @@ def forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
 def decode_metrics(
     step_samples_ms: list[float], concurrency: int, tp: int, unsure: tuple[float, float] = (0.0, 0.0)
 ) -> Metrics:
-    """Metrics of the workload `decode`, in which every request gets one token from every step.
+    """Return the metrics of the workload `decode`, in which every request gets one token from every step.
 
-    ITL = step time, one sample per STEP: the tokens of one step are not independent. Output throughput =
-    concurrency / step time, its interval that of the step time turned over. `unsure`: shares by which the step
-    may be shorter and longer than what was timed, beyond scatter, where part of it was modelled. Raises UsageError for no samples, for
-    samples that are not positive and finite, and for a concurrency or tp below 1.
+    ITL = step time, with one sample per STEP, because the tokens of one step are not independent. Output throughput =
+    concurrency / step time, and its interval is that of the step time inverted. `unsure` holds the shares by which the
+    step may be shorter and longer than the timed one, in addition to scatter, if part of it was modelled. Raise
+    UsageError for no samples, for samples that are not positive and finite, and for a concurrency or tp below 1.
     """
     if concurrency < 1:
         raise UsageError(f"a step of {concurrency} requests makes no tokens; give at least 1.")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What a line raises that is not what it should be."""
+"""Exceptions raised while decoding a malformed line."""
 
 
 class Tail:
@@ -28,7 +28,9 @@ class Tail:
         self._inode = 0
 
     def replaced(self) -> bool:
-        """Whether this is no longer the file that was read: another of its name, or a shorter one. Then starts anew."""
+        """Return True if the path no longer refers to the file that was read, or the file is shorter; reading then
+        starts anew.
+        """
         found = _regular(self.path)
         if not self._inode or (found and found.st_ino == self._inode and found.st_size >= self._read):
             return False
@@ -36,7 +38,7 @@ class Tail:
         return True
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines that have come, without their ends; none where the file is missing or cannot be read."""
+        """Yield the complete new lines, without their ends; none if the file is missing or unreadable."""
         found = _regular(self.path)
         if found is None or (self._inode and found.st_size == self._read):
             return
@@ -55,7 +57,7 @@ class Tail:
                 yield line[:-1]
 
     def decoded(self, decode: Callable[[bytes], T]) -> Iterator[T]:
-        """What `decode` makes of the lines that have come; those that raise UNREADABLE are left out and counted."""
+        """Yield the decoded new lines; leave out and count lines that raise UNREADABLE."""
         for line in self.lines():
             try:
                 found = decode(line)
@@ -66,7 +68,7 @@ class Tail:
 
 
 def _regular(path: Path) -> os.stat_result | None:
-    """None for anything that could make a reader wait, such as a pipe."""
+    """Return the file's status, or None for a file that could block a reader, such as a pipe."""
     try:
         found = path.stat()
     except OSError:

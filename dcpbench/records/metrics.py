@@ -1,8 +1,8 @@
-"""The catalogue of metrics: each one's name, unit, direction and words, where a record holds it, and where it is shown.
+"""The catalogue of metrics: name, unit, direction and texts of each, its place in a record, and the views that show it.
 
-What prints, draws, exports, compares or checks a number reads it here. A new metric is a field of the record, an entry
-of METRICS, and its name in those lists at the end of this file in which it is to be shown. Formulas stand in
-`formulas`; how far repeats and launches scatter is resampled in `compare`, by the kind of error that stands here.
+All code that prints, draws, exports, compares or checks a number uses this catalogue. A new metric is a field of the
+record, an entry of METRICS, and its name in the lists at the end of this file for the views that show it. Formulas are
+in `formulas`; `compare` resamples the scatter of repeats and launches, by the kind of error given here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 PERCENTILES = STATISTICS[1:]
 Direction = Literal["higher", "lower", ""]
 Error = Literal["steps", "requests", "gaps", "tokens", "steady tokens", "objectives"]
-"""What a launch has many of, so that it says by itself how well it knows a metric: times of steps, latencies of
-requests, gaps between tokens, tokens in windows of the run or of its steady part, and whether requests met their
-objectives."""
+"""Repeated observations of one launch from which the uncertainty of a metric can be estimated: times of steps,
+latencies of requests, gaps between tokens, tokens in windows of the run or of its steady part, and whether requests met
+their objectives.
+"""
 
 
 RATES, TIMES = ("tok/s", "requests/s"), ("ms", "µs")
-"""How units of rates begin, of which more is better, and units of times, of which less is."""
+"""Prefixes of units of rates, for which more is better, and units of times, for which less is better."""
 PARTS = {
     "serve": ServeMetrics,
     "metrics": Metrics,
@@ -46,7 +47,7 @@ PARTS = {
 
 
 def _places() -> dict[str, dict[str, bool]]:
-    """By the names of metrics, where a record may hold them, and whether as a whole number."""
+    """Return, by metric name, the paths in a record that hold the metric, and True for each path that holds an integer."""
     found: dict[str, dict[str, bool]] = collections.defaultdict(dict)
     for part, struct in PARTS.items():
         for field, kind in get_type_hints(struct).items():
@@ -63,47 +64,53 @@ class Metric:
     """One number of a point."""
 
     name: str
-    """With its unit, as in a record."""
+    """Name including the unit, as in a record."""
     unit: str
-    """As said in words."""
+    """Unit in words."""
     help: str
-    """What it is, in a line. Exports carry it."""
+    """Description in one line, which exports carry."""
     better: Direction | Literal["by unit"] = "by unit"
-    """Rates are better higher, times lower, unless it is said; nothing where a change is neither good nor bad."""
+    """Direction in which the metric is better: by default, rates are better higher and times lower; empty if a change
+    is neither.
+    """
     _: dataclasses.KW_ONLY
 
     at: tuple[str, ...] = ()
-    """Where a record holds it, as a number or as an Interval: of the first of these whose outermost part it has. By its
-    name, unless that says something else there."""
+    """Paths in a record that hold the metric as a number or an Interval; the first one with an existing outermost part
+    is used. The default is derived from the name.
+    """
     of: Callable[[Record], float | None] | None = None
-    """Or how it follows from a record. A metric with neither is of points beside each other, and no record has it."""
+    """Function that computes the metric from a record. A metric with neither `at` nor `of` compares points, and no
+    record has it.
+    """
     derived: Callable[[Record], tuple[float, float] | None] | None = None
-    """Ends of its interval, where that follows from another metric's and no record holds it."""
+    """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
-    """What a report shows of repeats: the median, but of KV caches, which they share, the first. Exports and the
-    dashboard show medians."""
+    """How a report merges repeats: by the median by default; KV caches are shared by repeats, so the first is used.
+    Exports and the dashboard show medians.
+    """
     ranged: bool = False
-    """Whether tables have both ends of its interval beside it, as `…_low` and `…_high`."""
+    """True if tables also show both ends of the interval, as `…_low` and `…_high`."""
     positive: bool = False
-    """Whether no record can hold a 0 of it."""
+    """True if no record can hold 0 for this metric."""
     whole: bool | None = None
-    """Whether it is shown without decimals: where records hold a whole number."""
+    """True if the metric is shown without decimals; by default if records hold an integer."""
     exported: bool = True
     gauge: str = ""
-    """What Prometheus calls it, without `dcpbench_`, where its unit does not say that."""
+    """Prometheus name without `dcpbench_`, if it cannot be derived from the unit."""
 
     label: str = ""
-    """What it is called beside its unit."""
+    """Label shown next to the unit."""
     title: str = ""
-    """The same where there is more room."""
+    """Longer label."""
     brief: str = ""
-    """The same where there is less."""
+    """Shorter label."""
     heading: str = ""
-    """Of its column in a report's tables."""
+    """Heading of the column in the tables of a report."""
     shown_unit: str | None = None
-    """Where it is shown in another unit than it is recorded in, or where its words say it already."""
+    """Unit for display, if it differs from the recorded unit or the label already contains it."""
     brief_unit: str | None = None
-    """The unit beside `brief`."""
+    """Unit shown with `brief`."""
     scale: float = 1.0
     """From the unit to the one that is shown."""
     digits: int = 4
@@ -116,19 +123,19 @@ class Metric:
     latency: str = ""
     """`ttft` of `ttft_p99_ms`."""
     statistic: str = ""
-    """`p99` of it."""
+    """Statistic of the metric, such as `p99`."""
 
     option: str = ""
-    """What `compare` calls it, in options and in what it writes."""
+    """Name of the metric in the options and the output of `compare`."""
     aliases: tuple[str, ...] = ()
     """Other names that options of `compare` take for it."""
     errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)
-    """What `compare` resamples, by workload; nothing of what is counted, where every difference is one."""
+    """Observations that `compare` resamples, by workload; empty for counts, where every difference is significant."""
     absolute: bool = False
-    """Small whole numbers, whose ratio says little."""
+    """True for small integers, for which a ratio is not informative."""
 
     def __post_init__(self) -> None:
-        """What was not given follows from what was."""
+        """Derive all fields that were not given."""
         places = PLACES.get(self.name, {})
         direction = "higher" if self.unit.startswith(RATES) else "lower" if self.unit in TIMES else ""
         self._set("better", direction if self.better == "by unit" else self.better)
@@ -149,32 +156,32 @@ class Metric:
 
     @property
     def in_brief(self) -> str:
-        """`TTFT p50 ms`; words that say their unit already, such as `output tok/s`, stay as they are."""
+        """Return `TTFT p50 ms`; labels that contain their unit already, such as `output tok/s`, are unchanged."""
         unit = self.brief_unit or ""
         return self.brief if unit in self.brief else f"{self.brief} {unit}"
 
     @functools.cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
-        """`at`, as names from the outside in."""
+        """Return `at`, split into names from the outermost inwards."""
         return tuple(tuple(path.split(".")) for path in self.at)
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:
-        """Outermost parts of a record that may hold it, such as `serve`."""
+        """Return the outermost parts of a record that may hold the metric, such as `serve`."""
         return frozenset(path[0] for path in self.paths)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """All names that options of `compare` take for it."""
+        """Return all names of the metric in options of `compare`."""
         return self.option, *self.aliases, self.name
 
     @property
     def shown_name(self) -> str:
-        """The name with the unit in which it is shown: `memory_peak_gib`."""
+        """Return the name with the displayed unit: `memory_peak_gib`."""
         return self.name.replace("_bytes", "_gib") if self.shown_unit == "GiB" else self.name
 
     def held(self, record: Record) -> float | Interval | None:
-        """What a record says of it; None where that was not measured."""
+        """Return the value or interval that a record holds; None if it was not measured."""
         if self.of is not None:
             return self.of(record)
         for path in self.paths:
@@ -186,19 +193,19 @@ class Metric:
         return None
 
     def value(self, record: Record) -> float | None:
-        """The number, or the median of what was measured."""
+        """Return the value that a record holds, or the median of its interval."""
         found = self.held(record)
         return found.median if isinstance(found, Interval) else found
 
     def interval(self, record: Record) -> tuple[float, float] | None:
-        """The ends of its 95 % interval, where a record holds one."""
+        """Return the ends of the 95 % interval, if a record holds one."""
         found = self.held(record)
         return (found.low, found.high) if isinstance(found, Interval) else None
 
     def ends(self, record: Record) -> tuple[float, float] | None:
-        """Between which values it lies where the record is a forecast; None where that says none.
+        """Return the bounds (low, high) of a forecast record; None if the record has none.
 
-        Those of a step are the ends of its interval, which has the forecast's error.
+        For a step they are the ends of its interval, which includes the error of the forecast.
         """
         low, high = (getattr(record.emulated, f"{self.name}_{end}", None) for end in ("low", "high"))
         return self.interval(record) if low is None or high is None else (low, high)
@@ -206,7 +213,7 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """A time of requests, of which a metric is made for each statistic."""
+    """A latency of requests, from which one metric per statistic is made."""
 
     name: str
     label: str
@@ -214,7 +221,7 @@ class Latency:
     defined: Mapping[str, str]
 
     def metric(self, statistic: str) -> Metric:
-        """`ttft_p50_ms`."""
+        """Return the metric of a statistic, such as `ttft_p50_ms`."""
         in_decode = self.name in OF_STEPS and statistic in PERCENTILES
         errors: dict[str, Error] = {SERVE: "gaps" if self.name == "itl" else "requests"}
         return Metric(
@@ -247,7 +254,7 @@ LATENCIES = {
     "tpot": Latency("tpot", "TPOT", "time per output token after the first, one per request", {SERVE: _OF_TPOT}),
     "e2el": Latency("e2el", "E2EL", "time from submission to the last token", {SERVE: _OF_E2EL}),
 }
-"""By the names that --slo has for them (names.OBJECTIVES)."""
+"""Latencies by their name in --slo (names.OBJECTIVES)."""
 
 
 def _both(definition: str) -> dict[str, str]:
@@ -255,14 +262,16 @@ def _both(definition: str) -> dict[str, str]:
 
 
 def _per_gpu_interval(record: Record) -> tuple[float, float] | None:
-    """That of the output throughput, divided by the GPUs."""
+    """Return the interval of the output throughput divided by the number of GPUs."""
     if record.metrics is None:
         return None
     return record.metrics.output_tok_s.low / record.point.tp, record.metrics.output_tok_s.high / record.point.tp
 
 
 def _per_user_interval(record: Record) -> tuple[float, float] | None:
-    """That of the step time turned over: the gaps between tokens of `decode` are its steps."""
+    """Return the inverted interval of the step time: the gaps between tokens of `decode` are its steps. Unit:
+    tok/s/user.
+    """
     return None if record.metrics is None else (1000 / record.metrics.step_ms.high, 1000 / record.metrics.step_ms.low)
 
 
@@ -279,7 +288,7 @@ def _cached_share(record: Record) -> float | None:
 
 
 def _busy(kind: str) -> Callable[[Record], float | None]:
-    """The share of the run in which instances of a kind ran steps."""
+    """Return a function for the share of the run in which instances of a kind ran steps."""
 
     def share(record: Record) -> float | None:
         found = record.serve.instances if record.serve else None
@@ -289,13 +298,13 @@ def _busy(kind: str) -> Callable[[Record], float | None]:
 
 
 def _floor_share(record: Record) -> float | None:
-    """The floor over the measured step time; a floor of 0 is none."""
+    """Return the floor over the measured step time; None for a floor of 0."""
     floor, measured = record.floor, record.metrics
     return floor.floor_ms / measured.step_ms.median if measured and floor and floor.floor_ms else None
 
 
 def _joules_per_token(record: Record) -> float | None:
-    """What all GPUs take over the output they give; of a rank that stands for others, and of a replay, nothing is known."""
+    """Return the energy per output token in J: power of all GPUs over output throughput; None for emulation and replay."""
     power_w = record.gpu.power_w_all if record.gpu and not record.point.emulate else None
     found = record.metrics.output_tok_s.median if record.metrics else record.serve and record.serve.output_tok_s
     return power_w / found if power_w and found else None
@@ -715,20 +724,20 @@ PAGE = _listed(
     idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
     """
 )
-"""What the page of a report shows of the point under the pointer, and offers as an axis."""
+"""Metrics that the HTML report shows for the point under the pointer, and offers as an axis."""
 PAGE_TABLE = _listed(
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms
     goodput_s preemptions kv_capacity_tokens
     """
 )
-"""Of these, what stands in its table of points."""
+"""Metrics of PAGE that are columns in the table of points."""
 DECODE_TABLE = _listed("output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms")
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
 PROFILE_TABLE = _listed("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
 KV_TABLE = _listed("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
-"""Columns of its table of KV caches, before what they hold."""
+"""Leading columns of the table of KV caches."""
 SERVED_TABLE = _listed(
     """
     output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
@@ -736,7 +745,7 @@ SERVED_TABLE = _listed(
 )
 """Columns of its table of served points before the objectives."""
 SERVED_COUNTS = _listed("goodput_s preemptions cached_share finished")
-"""And after them."""
+"""Trailing columns of the table of served points."""
 SERVED_DETAILS = _listed(
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
@@ -746,11 +755,11 @@ SERVED_DETAILS = _listed(
 )
 """Columns of its second table of served points."""
 INSTANCES = _listed("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
-"""How instances that serve together share the work, and what goes from one to another."""
+"""Metrics of the division of work between instances that serve together, and of the transfers between them."""
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
-"""What follows from rates of the machine, which records once were without; left out where no point has it."""
+"""Metrics derived from measured rates of the machine, which older records lack; left out if no point has them."""
 REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
-"""What a replay is held against the live run of the same load by."""
+"""Metrics by which a replay is compared with the live run of the same load."""
 DASHBOARD = _listed(
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
@@ -758,7 +767,7 @@ DASHBOARD = _listed(
     host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes joules_per_token attention_error
     """
 )
-"""What the dashboard follows over runs; the first is what it shows before another is chosen."""
+"""Metrics that the dashboard follows over runs; the first one is shown by default."""
 _COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
 COMPARED = {
     DECODE: _listed(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
@@ -767,21 +776,22 @@ COMPARED = {
         f"{_COUNTED}"
     ),
 }
-"""What `compare` compares of a point, by workload. In `decode` throughput is concurrency / step time, and the median
-ITL is the step time: one test, of which the other two are aliases."""
+"""Metrics that `compare` tests for a point, by workload. In `decode` throughput is concurrency / step time, and the
+median ITL is the step time: they are one test, and two of the three names are aliases.
+"""
 SWEPT = _listed("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
-"""What --json of a measuring command says of a point of `decode`."""
+"""Metrics that a measuring command prints for a point of `decode` with --json."""
 TOP = {
     "tok_s": METRIC["output_tok_s"],
     "tok_s_per_gpu": METRIC["output_tok_s_per_gpu"],
     "ttft_ms": METRIC["ttft_p50_ms"],
     "itl_ms": METRIC["itl_p50_ms"],
 }
-"""What `top` shows of a finished point, by its own names."""
+"""Metrics that `top` shows for a finished point, by the names that it uses."""
 
 
 def defined(workload: str) -> dict[str, tuple[str, str]]:
-    """Words that a report explains in this workload, each with the explanation and its unit."""
+    """Return the terms that a report explains for this workload, each with its explanation and unit."""
     latencies = [(latency.label, latency.defined, "ms") for latency in LATENCIES.values()]
     step, *others = (
         (metric.term, metric.defined, metric.unit)
@@ -791,13 +801,15 @@ def defined(workload: str) -> dict[str, tuple[str, str]]:
 
 
 def compared(workload: str, options: Sequence[str] = ()) -> list[Metric]:
-    """What `compare` compares of a point of this workload; with names of options only these."""
+    """Return the metrics that `compare` tests for a point of this workload; only the named ones if `options` is not
+    empty.
+    """
     wanted = {named(option, workload) for option in options}
     return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
 
 
 def named(option: str, workload: str) -> Metric | None:
-    """The metric that an option of `compare` names in this workload, if there is one."""
+    """Return the metric with this option name of `compare` for the workload, or None."""
     return next((metric for metric in COMPARED[workload] if option in metric.options), None)
 
 
@@ -805,11 +817,11 @@ _OF_COMPARE = sorted((metric for found in COMPARED.values() for metric in found)
 OPTIONS = tuple(
     dict.fromkeys([*(a for m in _OF_COMPARE for a in m.aliases if a not in METRIC), *(m.option for m in _OF_COMPARE)])
 )
-"""What options of `compare` name metrics by; their own names do as well."""
+"""Names of metrics in options of `compare`; the names of the metrics themselves are accepted as well."""
 
 
 def is_option(name: str) -> bool:
-    """Whether an option of `compare` may name a metric so."""
+    """Return True if an option of `compare` may use this name for a metric."""
     return any(named(name, workload) for workload in COMPARED)
 
 
@@ -821,32 +833,32 @@ class Value:
     median: float
     low: float | None
     high: float | None
-    """95 % interval of a single measurement, or the envelope of several; None where one number is all there is."""
+    """95 % interval of a single measurement, or the envelope of several; None for a single number."""
     each: tuple[float, ...]
-    """Of each repeat that has it."""
+    """Value of each repeat that has one."""
 
     def shown(self) -> Value:
-        """The same in the unit that is shown."""
+        """Return the value in the displayed unit."""
         scale = self.metric.scale
         low, high = (None if end is None else end * scale for end in (self.low, self.high))
         return Value(self.metric, self.median * scale, low, high, tuple(v * scale for v in self.each))
 
 
 def exported() -> tuple[Metric, ...]:
-    """Those that exports carry, in the order of their columns."""
+    """Return the exported metrics, in the order of their columns."""
     return tuple(metric for metric in METRICS if metric.exported)
 
 
 def known(metric: Metric, record: Record) -> float | None:
-    """The number, unless it was not measured or is none: a record may hold anything."""
+    """Return the number, or None if it was not measured or is not a valid number."""
     value = metric.value(record)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def values(records: Sequence[Record], metrics: Iterable[Metric], *, derived: bool = False) -> list[Value]:
-    """What repeats of a point say together, in the order of `metrics`; what none of them knows is left out.
+    """Return the merged value of repeats of a point for each metric, in the order of `metrics`; leave out unknown ones.
 
-    `derived`: with intervals that follow from those of other metrics, beside those that records hold.
+    With `derived`, also use intervals that are derived from those of other metrics, in addition to recorded ones.
     """
     found = []
     for metric in metrics:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 OURS = "dcpbench"
 A_SERVER = "engine "
 """Before the engine's name and version, in the origin of a point that our client measured on a real server."""
-"""Origin of what this package measured."""
+"""Origin of points measured by this package."""
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
 SAID_NO_ROOM = re.compile(
     r": --kv-memory holds .* of KV cache per GPU, |: the KV cache needs .* and the fewest weights "
 )
-"""In the reason of a point that did not fit, of records that do not have `no_room`."""
+"""Matches the reason of a point that did not fit, in records without `no_room`."""
 SCHEMA_VERSION = 1
 
 THROTTLE_BITS = {
@@ -42,7 +42,7 @@ THROTTLE_BITS = {
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """Names of the bits that are set."""
+    """Return the names of the set bits."""
     return [name for bit, name in THROTTLE_BITS.items() if bits & bit]
 
 
@@ -56,13 +56,13 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     autocorrelation: SignedNumber | None = (
         None  # between neighbouring samples; None for fewer than 4 and in older records
     )
-    effective_samples: Number | None = None  # independent samples that know the median as well; None likewise
+    effective_samples: Number | None = None  # independent samples of the same precision; None in the same cases
 
 
 READ_LOG = ". Read logs/"
-"""What begins the end of a failure's reason."""
+"""Beginning of the last part of a failure's reason, which names the logs."""
 IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
-"""What begins the reason of a point that hung."""
+"""Matches the beginning of the reason of a point that hung."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workload measured; definitions in formulas.py."""
+    """Measurements of the workload; definitions in formulas.py."""
 
     step_ms: Interval
     """Slowest rank's time from graph launch to the step's end."""
@@ -86,7 +86,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s_per_gpu: Number
     tok_s_per_user: Number
     ttft_ms: Percentiles | None = None
-    """Null for `decode`: nothing is prefilled."""
+    """Time to first token; null for `decode`, which does not prefill."""
     step_samples_ms: list[PositiveNumber] = []
     """Every step sample, in order, so that others can compute their own statistics."""
 
@@ -98,21 +98,21 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """`plan`: its host planned a step more slowly · `step`: its GPU ran at a lower clock."""
     share: Number
-    """By how much slower than the median of the others: 0.1 is 10 %."""
+    """Relative slowdown against the median of the other ranks: 0.1 is 10 %."""
     value: Number
     others: Number
-    """Its host time to plan (µs), or the lowest clock of its GPU (MHz), and the median of the others'."""
+    """Host time to plan (µs) or lowest GPU clock (MHz) of this rank, and the median of the other ranks."""
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a step's time goes, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
+    """Breakdown of a step's time, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
 
     step_us: Number
     """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
     phase_us: dict[str, Number]
     """GPU time by range name (ranges.PHASES); sums with `idle_us` to `step_us`."""
     idle_us: SignedNumber
-    """No kernel running."""
+    """Time without a running kernel."""
     idle_fraction: SignedNumber
     kernels: Count
     """Kernels in one step."""
@@ -120,29 +120,29 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine can do, measured once per job before its points: medians of a short burst, the slowest rank's.
+    """Measured rates of the machine: medians of a short burst once per job before its points, for the slowest rank.
 
-    Null where it could not be measured, and between GPUs where there is but one.
+    Null if a rate could not be measured; rates between GPUs are null with a single GPU.
     """
 
     read_bytes_s: Rate | None = None
-    """Device memory, read by a kernel that does nothing else."""
+    """Read bandwidth of device memory, for a kernel that only reads."""
     copy_bytes_s: Rate | None = None
-    """Device memory, copied; bytes count twice, read and written."""
+    """Copy bandwidth of device memory; bytes count twice, read and written."""
     matmul_flop_s: Rate | None = None
-    """A large matrix product in bf16."""
+    """Rate of a large matrix product in bf16."""
     matmul_fp8_flop_s: Rate | None = None
-    """The same in fp8; null also where no point of the job has fp8 weights or KV."""
+    """Rate of the same product in fp8; null also if no point of the job has fp8 weights or KV."""
     peer_bytes_s: Rate | None = None
-    """Every rank reads its neighbour's memory."""
+    """Bandwidth when every rank reads its neighbour's memory."""
     barrier_us: Number | None = None
-    """All ranks wait for each other in symmetric memory."""
+    """Duration of a barrier of all ranks in symmetric memory."""
     without: list[str] = []
-    """What could not be measured, each with its reason."""
+    """Rates that could not be measured, each with its reason."""
 
     @property
     def limits(self) -> dict[str, float]:
-        """By the names of points.floors, in bytes/s, operations/s and s; what is not known is left out."""
+        """Return the known rates by the names of points.floors, in bytes/s, operations/s and s."""
         found = {
             "read": self.read_bytes_s,
             "copy": self.copy_bytes_s,
@@ -158,20 +158,22 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """The time below which a step of this point cannot be on a machine of these `rates`; see points/floors.py."""
 
     floor_ms: Number
-    """Of the whole step: the sum over its phases."""
+    """Lower bound of the whole step: the sum over its phases."""
     phase_floor_us: dict[str, Number]
-    """By range name, as in `phases.phase_us`; a phase that is not here has nothing to do that could not be left out."""
+    """Lower bounds by range name, as in `phases.phase_us`; an absent phase has no work that is strictly necessary."""
     experts: str
-    """Whose weights count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of as many as
-    so many tokens hit on average where each is as likely."""
+    """Weights that count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of the mean
+    number of experts hit by as many tokens with uniform routing.
+    """
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
 
     found_in: str
-    """`eager`, where a captured graph would hide it, `replay`, `serve`: a turn of the serving loop, or `engine`: a real
-    server's own profile, by its worst rank."""
+    """Source of the site: `eager`, where a captured graph would hide it; `replay`; `serve`, an iteration of the serving
+    loop; or `engine`, a real server's own profile, by its worst rank.
+    """
     rule: str
     """Id such as SYNC001; docs/syncs.md has a sentence for each."""
     kind: str
@@ -189,44 +191,47 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a point whose other ranks were not there: what was modelled in their place; see docs/emulation.md."""
+    """Model used in place of the other ranks of an emulated point; see docs/emulation.md."""
 
     machine: str
-    """Whose wire was modelled (points/machines.py)."""
+    """Machine that the wire model describes (points/machines.py)."""
     sha256: str = ""
-    """Of the machine's file; empty for a machine that only a table describes."""
+    """SHA-256 of the machine's file; empty for a machine that only a table describes."""
     measured: str = ""
-    """Where its wire was measured, or that of the machine that it was scaled from."""
+    """Origin of the measurements of the wire, or of those of the machine that it was scaled from."""
     rank: Count = 0
-    """Which rank's share was computed: the first, which has the most tokens and requests, and in each layer the experts of the
-    busiest."""
+    """The rank that was computed: rank 0, which has the most tokens and requests, and in each layer the experts of the
+    busiest rank.
+    """
     calls: Count
-    """Between ranks, in a step."""
+    """Number of modelled exchanges between ranks in a step."""
     wire_us: Number
-    """What they were modelled as; in `step_ms`."""
+    """Modelled duration of these exchanges; included in `step_ms`."""
     wire_low_us: Number
     wire_high_us: Number
-    """With the error of the model."""
+    """Bounds of `wire_us` by the error of the model."""
     ranks_low: Number = 0.0
     ranks_high: Number = 0.0
     """Shares of a step by which that of all ranks may be shorter and longer besides; 0 in records that did not know it. The ends
     of the step's interval have both errors.
     """
     prompts: tuple[Prompts, ...] = ()
-    """By which steps with prompts are told longer than they took this rank, as the machine's file says; step times themselves are
-    as measured."""
+    """Amounts by which steps with prompts are predicted longer than this rank measured, from the machine's file; the
+    recorded step times are as measured.
+    """
     chunks_low: Number = 0.0
     chunks_high: Number = 0.0
-    """Shares by which a step with prompts may be shorter and longer, where that is more than both errors together."""
+    """Shares by which a step with prompts may be shorter and longer, if they exceed both errors together."""
     output_tok_s_low: Number | None = None
     output_tok_s_high: Number | None = None
     ttft_p50_ms_low: Number | None = None
     ttft_p50_ms_high: Number | None = None
     itl_p50_ms_low: Number | None = None
     itl_p50_ms_high: Number | None = None
-    """Of requests that were replayed: least and most of three replays, whose steps are as they were forecast, as much shorter
-    as these errors make the largest decode step, and as much longer, those with prompts by `chunks_low` and `chunks_high` where
-    that is more.
+    """Minimum and maximum over three replays: with the forecast steps, with steps shortened, and with steps lengthened
+    by the relative error of the largest decode step; steps with prompts use `chunks_low` and `chunks_high` if that is
+    more. The bounds of TTFT and ITL are at least as far apart as the errors of published forecasts
+    (points/latency_bands.py), except in older records.
     """
 
 
@@ -235,20 +240,21 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_bytes_per_gpu: Count
     bytes_per_token_per_gpu: Number
-    """What a token takes, all layers, averaged over the layout's GPUs: full rows / (dp · dcp)."""
+    """KV bytes of a token over all layers, averaged over the GPUs of the layout: full rows / (dp · dcp)."""
     capacity_tokens: Count
     """Tokens that the layout's pools hold, all replicas together, each token counted once."""
     capacity_requests: Count
     """Requests of this point's context that fit at once."""
     bounded_by: str
-    """`weights` (what all weights leave), `kv_memory` (--kv-memory) or `sweep` (sized for the largest point, because
-    not all weights fit and a capacity beside them would be fiction)."""
+    """Limit of the pool size: `weights` (memory left by the full weights), `kv_memory` (--kv-memory) or `sweep` (sized
+    for the largest point, because the full weights do not fit and a capacity next to them would be fictitious).
+    """
     fragmentation: Number
     """Share of allocated rows that hold no token (page and stripe rounding)."""
 
     @classmethod
     def of(cls, plan: EnginePlan, tokens: int, fragmentation: float = 0.0) -> Kv:
-        """That of an engine, for requests of `tokens` tokens."""
+        """Return the KV capacity of an engine, for requests of `tokens` tokens."""
         point, layout = plan.point, plan.point.layout
         pages = plan.pages - PAGES_OF_PADDING
         per_page = point.page_size * point.dcp
@@ -263,7 +269,7 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Honesty(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must know before believing the numbers."""
+    """Conditions of the measurement that a reader must know before trusting the numbers."""
 
     weights: str
     layers: Count
@@ -271,7 +277,7 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     """Distinct layers in memory; fewer than `layers` means that they were cycled through."""
     full_weights_bytes_per_gpu: Count
     kv: str = "synthetic"
-    """What the KV cache held: `synthetic` random rows, or the prompts and answers that were `served`."""
+    """Contents of the KV cache: `synthetic` random rows, or the prompts and answers that were `served`."""
     graph_error: Number | None = None
     """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
     attention_error: Number | None = None
@@ -279,20 +285,22 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     experts_hit: Number | None = None
     """Mean share of all experts that a layer's tokens were routed to."""
     busiest_rank_experts: Number | None = None
-    """Experts hit on the rank that has most of them, over the mean of all ranks; of each layer, on average. With whole
-    experts it is what the slowest rank reads more than the others, and 1 where each expert is cut over all."""
+    """Experts hit on the rank with most of them over the mean of all ranks, averaged over layers. With expert
+    parallelism it is the excess that the slowest rank reads; with tensor-parallel experts it is 1.
+    """
     busiest_rank_rows: Number | None = None
     """The same of the rows that experts are applied to."""
     graph_batch: Count | None = None
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False
     padded_rows: bool | None = None
-    """Of requests served with attention DP: whether experts took the rows by which replicas are padded to the fullest in a step
-    with prompts. Null without attention DP, and in older records."""
+    """For requests served with attention DP: true if experts also processed the rows that pad replicas to the fullest
+    one in a step with prompts. Null without attention DP, and in older records.
+    """
     step_times: str = ""
-    """Of a replay: the file that its step times come from; not measured with this point."""
+    """For a replay: the file of its step times, which were not measured with this point."""
     step_error: Number | None = None
-    """Of a replay: largest |predicted / measured - 1| of the steps that were measured to check predictions."""
+    """For a replay: largest |predicted / measured - 1| of the steps that were measured to check predictions."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,13 +310,13 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_mhz_max: Count | None = None
     power_w_max: Number | None = None
     power_w_all: Number | None = None
-    """Of all ranks' GPUs together, on average, by their energy counters; null where one of them tells none."""
+    """Mean power of all ranks' GPUs together in W, by their energy counters; null if one of them has no counter."""
     temperature_c_max: Count | None = None
     throttle_reasons: list[str] = []
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the record was taken."""
+    """Hardware and software on which the record was taken."""
 
     device: str
     """`NVIDIA H200`, or `CPU`."""
@@ -349,60 +357,63 @@ class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
     turn: Count
     """From 1."""
     requests: Count
-    """Of which a token came, as in the sums here."""
+    """Requests that got at least one token; the sums below cover the same requests."""
     input_tokens: Count
-    """Of prompts, with all that was said before."""
+    """Prompt tokens, including all earlier turns."""
     cached_tokens: Count | None
-    """Of these, what the prefix cache had; null where a server does not say."""
+    """Prompt tokens found in the prefix cache; null if a server does not report them."""
     ttft_ms: Latencies
-    """Of those that finished."""
+    """Time to first token of the finished requests."""
 
 
 class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of several instances that served together, in replay."""
+    """Metrics of several instances that serve together, in replay."""
 
     busy_share: dict[str, Number]
-    """Of the run, how long steps ran on an instance of each kind, on average: `prefill` and `decode`, or `both`."""
+    """Mean share of the run during which an instance of each kind ran steps: `prefill` and `decode`, or `both`."""
     link_busy_share: Number | None = None
-    """The same of the links of instances that prefill; null, as what follows, where all instances do both."""
+    """Mean busy share of the links of prefill instances; null, as the fields below, if all instances do both."""
     transfers: Count | None = None
     sent_bytes: Count | None = None
-    """By each GPU that held some of a request, over all transfers."""
+    """Bytes sent by each GPU that held part of a request, summed over all transfers."""
     transfer_ms: Latencies | None = None
     """From the read of a request's first token to the end of its KV's transfer."""
     transfer_wait_ms: Latencies | None = None
-    """Of it, until both links were free and an instance that decodes had room."""
+    """Time waited for both links and for a free decode instance, in ms."""
 
 
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workload `serve` measured, or computed in replay; definitions in formulas.py."""
+    """Measured or replayed results of the workload `serve`; definitions in formulas.py."""
 
     ttft_ms: Latencies
     itl_ms: Latencies
     tpot_ms: Latencies
     e2el_ms: Latencies
     output_tok_s: Number
-    """Of the whole run, ramp and drain included."""
+    """Output throughput over the whole run, ramp-up and drain included."""
     output_tok_s_per_gpu: Number | None
-    """Null where nobody knows how many GPUs there were, as of an import that does not say."""
+    """Output throughput per GPU; null if the number of GPUs is unknown, as for an import without it."""
     total_tok_s: Number
-    """Of prompt and output tokens; cached prompt tokens count."""
+    """Throughput of prompt and output tokens; cached prompt tokens count."""
     request_s: Number | None
-    """Finished requests per second; null where an import says rates of tokens alone, as `wall_s` and sums of requests
-    and tokens are then."""
+    """Finished requests per second; null if an import has only token rates, in which case `wall_s` and the sums of
+    requests and tokens are null as well.
+    """
     tok_s_per_user: Number | None
     steady_tok_s: Number | None
-    """Of the longest time at 95 % of the target concurrency; null where it is never reached, or nothing is targeted."""
+    """Output throughput over the longest interval at 95 % of the target concurrency; null if that is never reached or
+    there is no target.
+    """
     steady_s: Number | None
-    """How long that was."""
+    """Length of that interval in s."""
     slo_ms: dict[str, Number] = {}
     """Objectives as typed: `ttft`, `itl`, `tpot`, `e2el`."""
     goodput_s: Number | None = None
-    """Requests per second that meet all of them; null without any."""
+    """Requests per second that meet all objectives; null without objectives."""
     wall_s: Number | None
     """First submission to last token."""
     submitted: Count | None
-    """Null, like all counts below that may be, where an import does not say."""
+    """Number of submitted requests; null, like all counts below that may be, if an import lacks it."""
     finished: Count | None
     rejected: Count | None
     """Requests that can never fit."""
@@ -411,9 +422,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     failed: Count | None = None
     """Requests that a real server answered with an error, or not to their end; by kind in `server.failures`."""
     input_tokens: Count | None
-    """Of requests that got a token."""
+    """Prompt tokens of requests that got a token."""
     output_tokens: Count | None
-    """That came, also of requests that were cut off."""
+    """Output tokens received, including those of requests that were cut off."""
     cached_tokens: Count | None
     """Prompt tokens that the prefix cache had."""
     preemptions: Count | None
@@ -421,25 +432,30 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps: Count | None
     """Steps without prefill."""
     eager_decode_steps: Count | None = 0
-    """Of these, those past the largest captured graph."""
+    """Decode steps larger than the largest captured graph."""
     decode_batch: Number | None
     """Mean requests in a step without prefill, over the layout."""
     idle_fraction: SignedNumber | None = None
-    """GPU time between two steps without prefill, as a share of it and of the steps; the worst rank's. Null in replay
-    and on the CPU."""
+    """Idle GPU time between two steps without prefill, as a share of that time and of the steps, for the worst rank.
+    Null in replay and on the CPU.
+    """
     prefill_floor_share: Number | None = None
     """Sum of the floors (points/floors.py) of all steps with chunks of prompts over the sum of their times on rank 0's
     GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
     prefill_matmul_share: Number | None = None
-    """Operations of these steps over what the machine's matrix rate would do in their time."""
+    """Operations of steps with prompts over the operations possible in their time at the machine's matrix rate."""
     decode_floor_share: Number | None = None
-    """As the first, of steps without chunks."""
+    """As `prefill_floor_share`, for steps without prompts."""
     turns: list[TurnMetrics] = []
-    """Empty where requests stand alone."""
+    """Metrics by turn; empty for single-turn requests."""
     instances: InstanceMetrics | None = None
-    """Null where there is one."""
+    """Metrics of several instances; null for a single one."""
     samples_file: str = ""
-    """Parquet file beside the records: a row per request."""
+    """Parquet file in the folder of the records, with one row per request."""
+    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because the stream chunks of an import hold several tokens.
+    Unset in other records, in which it is 1000 / median ITL.
+    """
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
@@ -449,63 +465,71 @@ class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str
 
     def __str__(self) -> str:
-        """`triton symm`."""
+        """Return backend and exchange as `triton symm`."""
         return self.backend if self.exchange == NO_EXCHANGE else f"{self.backend} {self.exchange}"
 
 
 class Tried(_Kernels, frozen=True, kw_only=True):
-    """What `auto` tried."""
+    """A candidate that `auto` measured."""
 
     layer_us: Number | None = None
-    """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
+    """Median time of q's exchange, attention and merge in one layer, slowest rank; null if it cannot run."""
     reason: str | None = None
-    """Why it cannot."""
+    """Reason why the candidate cannot run."""
 
 
 class Choice(_Kernels, frozen=True, kw_only=True):
-    """What stood for `auto` while the point was measured."""
+    """The kernels that `auto` chose for the measurement of the point."""
 
     candidates: list[Tried]
-    """All that were tried, in order."""
+    """All candidates, in the order in which they were tried."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests to a real server that failed alike."""
+    """Requests to a real server that failed for the same reason."""
 
     kind: str
     """`refused`, `HTTP 429`, `time-out`, …: docs/servers.md lists them."""
     requests: Count
     first: str
-    """The first one's sentence."""
+    """Message of the first failure."""
 
 
 class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What it cost to send requests to a real server and to read its answers."""
+    """Cost of sending requests to a real server and of reading its answers."""
 
     processes: Count
-    """Of an event loop each, over which the load was divided."""
+    """Number of client processes, each with one event loop, over which the load was divided."""
     cpu_share: Number
     """CPU time of the busiest process over the time of the run: at 1 it cannot send or read any more."""
     late_p99_ms: Number | None = None
-    """How long after a request was due, or a client was free, it was sent."""
+    """Delay between the due time of a request, or the release of its client, and its submission."""
     lag_p99_ms: Number | None = None
-    """How long after they were due things were done that were planned every 20 ms: how late requests may leave."""
+    """Delay of timers set every 20 ms: a bound on how late requests may leave."""
     read_late_p99_ms: Number | None = None
-    """How long bytes had lain in the kernel when the client read them. The kernel's stamps are taken for times then, so that
-    this is in no latency; null where it has none, and latencies may hold as much as `lag_p99_ms`."""
+    """Time that bytes lay in the kernel before the client read them. The kernel's timestamps are used in that case, so
+    latencies do not contain it. Null without such timestamps; latencies may then contain as much as `lag_p99_ms`.
+    """
     starved_share: Number | None = None
-    """Of the run's time, for which a process of the client was ready and other processes had the cores; of the worst one."""
+    """Share of the run during which a client process was runnable while other processes had its cores; of the worst
+    process.
+    """
     realtime: bool | None = None
-    """Whether it went before everything else on its cores (SCHED_RR), as the kernel lets root and CAP_SYS_NICE."""
+    """True if the client had real-time priority on its cores (SCHED_RR), which the kernel grants to root and
+    CAP_SYS_NICE.
+    """
     null_streams: Count | None = None
-    """Streams of a server that does nothing, which the same processes read for a second after the run: as many as the run
-    had at once, up to 512. Null, like what follows, where that was not measured."""
+    """Number of streams of a null server that the same processes read for a second after the run: the peak number of
+    streams of the run, up to 512. Null, like the fields below, if that was not measured.
+    """
     null_event_us: Number | None = None
     """CPU time for one event of these streams."""
     null_ttft_p50_ms: Number | None = None
-    """How long their first tokens took, which the null server sends at once: what TTFT has of the client's own."""
+    """Median TTFT of the null server, which sends the first token at once: the client's own share of TTFT."""
     null_lag_p99_ms: Number | None = None
-    """How much longer than the null server's gaps the gaps between its tokens were: what ITL has."""
+    """Excess of the gaps between received tokens over the gaps that the null server left: the client's own share of
+    ITL.
+    """
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -520,10 +544,10 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """A real server that was measured, as it says of itself, and as the client found it."""
+    """A real server that was measured, as reported by itself and observed by the client."""
 
     engine: str
-    """`vllm`, `sglang`, or `openai` where it does not say."""
+    """`vllm`, `sglang`, or `openai` if the server does not report its engine."""
     version: str = ""
     kv_capacity_tokens: Count | None = None
     """Total number of tokens that its KV cache holds; null if unknown."""
@@ -531,15 +555,15 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """Origin of kv_capacity_tokens."""
     max_model_len: Count | None = None
     prompts: str = ""
-    """How prompts were sent: `token ids`, or `text` of a tokenizer or `counted` by the server."""
+    """Form of the prompts: `token ids`, or `text` from a tokenizer or `counted` by the server."""
     counted: str = ""
-    """By what the tokens of a chunk were told: `token ids`, `usage`, or `chunks`, one token each."""
+    """Source of the token count of a chunk: `token ids`, `usage`, or `chunks` with one token each."""
     retries: Count = 0
     """Requests that were sent again, each counted every time."""
     failures: list[Failed] = []
     client: ClientLoad | None = None
     facts: dict[str, str] = {}
-    """What else is known of it: its command, its flags."""
+    """Further facts about the server: its command, its flags."""
 
 
 class Omitted(msgspec.Struct, frozen=True, kw_only=True):
@@ -548,7 +572,7 @@ class Omitted(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     """Dotted name, such as `server.max_model_len`."""
     what: str
-    """What was wrong with it, as it follows the name: `is above 1e+15`."""
+    """Problem with the value, worded to follow the name: `is above 1e+15`."""
 
     def __str__(self) -> str:
         """Return `server.max_model_len is above 1e+15`."""
@@ -565,26 +589,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why the outcome is not `ok`, with the next thing to try."""
     no_room: bool | msgspec.UnsetType = msgspec.UNSET
-    """Of a rejected point: whether memory was too small. In the lines of no other."""
+    """For a rejected point: true if memory was too small. Unset in all other lines."""
     detail: dict[str, str] = {}
     """For failures: the device, exit code, last log lines, stacks."""
     marks: list[str] = []
-    """What to be careful about; reports/explain.py lists them, with a sentence for each."""
+    """Warnings about the point; reports/explain.py lists them, with a sentence for each."""
     metrics: Metrics | None = None
-    """Of the workload `decode`."""
+    """Results of the workload `decode`."""
     serve: ServeMetrics | None = None
-    """Of the workload `serve`."""
+    """Results of the workload `serve`."""
     phases: Phases | None = None
     emulated: Emulated | None = None
-    """Null where all ranks were there."""
+    """Model of the missing ranks; null if all ranks were real."""
     rates: Rates | None = None
     """Null on the CPU and in replay."""
     floor: Floor | None = None
-    """Of a step of `decode`; null without rates, or where a rate that it takes could not be measured."""
+    """Lower bound of a `decode` step; null without rates, or if a required rate could not be measured."""
     host_syncs_per_step: Number | None = None
     """Host-blocking CUDA calls inside one step, from the profiled pass."""
     sync_sites: list[SyncSite] = []
-    """Where they are, worst first; at most 8."""
+    """Source lines of the host synchronisations, worst first; at most 8."""
     allocations_per_step: Number | None = None
     """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
     host_plan_us: Number | None = None
@@ -593,7 +617,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     memory_peak_bytes: Count | None = None
     honesty: Honesty | None = None
     choice: Choice | None = None
-    """Null where the point names its backend and its exchange."""
+    """Choice of `auto`; null if the point names its backend and its exchange."""
     gpu: Gpu | None = None
     environment: Environment | None = None
     measured_with: dict[str, SignedCount | SignedNumber | bool | str | dict[str, SignedNumber] | None] = {}
@@ -603,66 +627,71 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Number = 0.0
     """Wall time the point took, set-up included."""
     origin: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an import: the tool that measured it (points.names.ENGINES). Of a point that a real server served: `engine`,
-    its name and its version. Not in the line of a record of our own."""
+    """For an import: the tool that measured it (points.names.ENGINES). For a point that a real server served: `engine`,
+    its name and its version. Absent from records of this package.
+    """
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
-    """The rank that is furthest behind the others; in the lines of no points without one."""
+    """The slowest rank, if one is a straggler; unset otherwise."""
     server: Server | msgspec.UnsetType = msgspec.UNSET
-    """Of a point that a real server served; in the lines of no others."""
+    """The real server that served the point; absent from the lines of all other records."""
     omitted: list[Omitted] | msgspec.UnsetType = msgspec.UNSET
     """Values that were replaced when the record was written; only in the lines of records that have some."""
 
 
 def omitted_note(record: Record) -> str:
-    """Return what follows the numbers of a point in a line of progress if values were omitted from its record, else nothing."""
+    """Return the text that follows the numbers of a point in a progress line if values were omitted, else an empty
+    string.
+    """
     return f"; not recorded: {'; '.join(map(str, record.omitted))}" if record.omitted else ""
 
 
 def origin(record: Record) -> str:
-    """What measured a point, as an origin is written: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
+    """Return the tool that measured a point, in the form of an origin: `dcpbench`, `vllm`, `engine sglang 0.5.5`."""
     return str(record.origin) if record.origin else OURS
 
 
 def of_a_file(name: str) -> bool:
-    """Whether an origin is another tool, whose file was imported."""
+    """Return True if an origin is another tool, from which a result file was imported."""
     return name != OURS and not name.startswith(A_SERVER)
 
 
 def hardware(environment: Environment) -> str:
-    """`4 × NVIDIA H200`, or `CPU`; of an import that does not say how many there were, `H200`."""
+    """Return `4 × NVIDIA H200`, or `CPU`; for an import without the number of GPUs, `H200`."""
     if environment.device == CPU or not environment.device_count:
         return environment.device
     return f"{environment.device_count} × {environment.device}"
 
 
 def no_room(record: Record) -> bool:
-    """Whether a point was rejected because memory was too small."""
+    """Return True if a point was rejected because memory was too small."""
     if record.outcome != "rejected":
         return False
     return bool(SAID_NO_ROOM.search(record.reason or "")) if record.no_room is msgspec.UNSET else bool(record.no_room)
 
 
 def told(record: Record) -> str:
-    """Why it is not `ok`, without what differs from job to job: which log to read, and how to try again."""
+    """Return why a point is not `ok`, without the parts that differ between jobs: the logs to read and how to try
+    again.
+    """
     return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
 
 
 def cause(record: Record) -> str:
-    """The same, of a point that hung without where its ranks were, which no two points share."""
+    """Return the reason without the positions of the ranks, which differ between points that hung."""
     found = IN_STAGE.match(told(record)) if record.outcome == "hung" else None
     return found[0] if found else told(record)
 
 
 def device_of(record: Record) -> str | None:
-    """What the point ran on, or failed on; None where nobody says."""
+    """Return the device that the point ran or failed on; None if it is unknown."""
     return record.environment.device if record.environment else record.detail.get("device")
 
 
 def functional(record: Record) -> bool:
-    """Whether it ran on a CPU, so that its times say nothing about performance."""
+    """Return True if the point ran on a CPU, so that its times have no meaning for performance."""
     return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)
 
 
 def forecast(record: Record) -> bool:
-    """Whether one rank ran for all, and the wire was modelled."""
+    """Return True if one rank ran for all, with a model of the wire."""
     return bool(record.point.emulate)

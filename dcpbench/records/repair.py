@@ -1,9 +1,9 @@
-"""A file of records looked through line by line, and one from which damaged lines were taken. No torch.
+"""Audit a file of records line by line, and repair it by removing damaged lines. No torch.
 
-{"checked":"crc32",…}           whole: it fits its checksum, and is a record
-{"schema_version":1,…}          whole without a checksum: it is a record; nobody can say whether it always was this one
-{"checked":"crc32",…x…}         damaged: it does not fit, or is no JSON
-{"schema_version":2,…}          strange: nothing says that it is damaged, and this version cannot read it
+{"checked":"crc32",…}           whole: the line matches its checksum and is a record
+{"schema_version":1,…}          whole without a checksum: it is a record, and later changes cannot be detected
+{"checked":"crc32",…x…}         damaged: the line does not match its checksum or is not JSON
+{"schema_version":2,…}          strange: there is no sign of damage, but this version cannot read the line
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_BROKEN = 64
 """Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 BACKUP = ".before-repair"
-"""Added to the name of a file of records, for the copy of it as it was."""
+"""Suffix of the copy of a file of records made before the repair."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,46 +44,47 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`cut short`, `damaged` or `strange`."""
     why: str
-    """What is wrong with it, without a full stop."""
+    """Problem with the line, without a full stop."""
     length_bytes: int
     held: int = 0
-    """Whole records found inside it, between the damage; 1 if it is a record without the value that cannot be."""
+    """Number of whole records found inside it, between the damage; 1 for a record with an invalid value left out."""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file of records holds."""
+    """Result of the audit of a file of records."""
 
     file: str
     records: int
-    """Lines that are whole."""
+    """Number of whole lines."""
     unsealed: int
-    """Of these, those without a checksum, as they were written before there were any."""
+    """Number of whole lines without a checksum, as written before checksums were added."""
     points: int
     faults: list[Fault]
     advice: list[str]
-    """What to do about them, each once. Of a file without any record, only about lines that were one, or are of another
-    version."""
+    """Remedies for the faults, each once. For a file without any record, only for lines that were records or are of
+    another version.
+    """
     samples_missing: list[str]
-    """Files of requests that records name and that are not beside them."""
+    """Files of requests that records name and that are missing from the folder."""
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done to a file of records."""
+    """Result of the repair of a file of records."""
 
     file: str
     kept: int
-    """Records, those included that were found inside damaged lines."""
+    """Number of records kept, including those found inside damaged lines."""
     taken_out: list[Fault]
     left: list[Fault] = []
-    """Strange lines, which stay unless that was asked for."""
+    """Strange lines, which stay unless their removal was requested."""
     backup: str = ""
-    """The file as it was; empty where nothing was done."""
+    """Path of the copy of the original file; empty if nothing was changed."""
 
 
 def audit(run: Path) -> Audit:
-    """Look through the records of a run's folder, or of a file given directly; nothing is changed.
+    """Check the records of a run's folder, or of a file given directly, without changing anything.
 
-    Raises RecordsError where there is no such file, or it cannot be read.
+    Raise RecordsError if there is no such file or it cannot be read.
     """
     path = record_file(run)
     faults, keys, missing = [], set(), set()
@@ -112,12 +113,12 @@ def audit(run: Path) -> Audit:
 
 
 def repair(run: Path, *, strange: bool = False) -> Repair:
-    """Take damaged lines out of a file, and keep a copy of it as it was. Whole lines stay as they are.
+    """Remove damaged lines from a file, and keep a copy of the original. Whole lines are unchanged.
 
-    Records that stand whole between damage in one line, as where a newline was lost, get lines of their own. Strange lines
-    stay unless `strange` is given. The caller holds the folder's lock, so that no one else writes meanwhile.
-    Raises RecordsError if no line is a record or the file cannot be read, and OutputError if the folder cannot be written;
-    the file is then what it was.
+    Complete records between damage in one line, as after a lost newline, get lines of their own. Strange lines stay
+    unless `strange` is given. The caller holds the folder's lock, so that no other process writes meanwhile. Raise
+    RecordsError if no line is a record or the file cannot be read, and OutputError if the folder cannot be written; the
+    file is then unchanged.
     """
     path = record_file(run)
     found = audit(run)
@@ -137,12 +138,12 @@ def repair(run: Path, *, strange: bool = False) -> Repair:
 
 
 def holds_record(path: Path) -> bool:
-    """Whether any line of a file is a record, or has one inside its damage: then it can be repaired."""
+    """Return True if any line of a file is a record or has one inside its damage, so that the file can be repaired."""
     return any(line.records for line in _lines(path))
 
 
 def check_any(found: Audit) -> None:
-    """Raise RecordsError where no record was found, inside damaged lines neither."""
+    """Raise RecordsError if no record was found, not even inside damaged lines."""
     if not found.records and not any(fault.held for fault in found.faults):
         raise RecordsError(
             f"{found.file} holds no record that this version can read; name a run's folder, or its records.jsonl."
@@ -157,14 +158,14 @@ class _Line(msgspec.Struct, frozen=True):
     texts: list[bytes]
     fault: Fault | None = None
     advice: str = ""
-    """What to do about the fault; empty where it was cut short."""
+    """Remedy for the fault; empty if the line was cut short."""
     of_a_record: bool = True
     whole: bytes = b""
-    """The line of a fault as it is in the file."""
+    """Original line of a fault."""
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """All lines but blank ones."""
+    """Yield all lines but blank ones."""
     check_there_are_records(path)
     try:
         with path.open("rb") as f:
@@ -199,7 +200,7 @@ def _mended(line: bytes, error: Exception) -> list[tuple[Record, bytes]]:
 
 
 def _malformed(line: bytes) -> Exception | None:
-    """Why a line is not one value of JSON, as where damage joined two."""
+    """Return the error if a line is not a single JSON value, as where damage joined two; else None."""
     try:
         msgspec.json.decode(line)
     except UNREADABLE as e:
@@ -208,7 +209,9 @@ def _malformed(line: bytes) -> Exception | None:
 
 
 def _inside(line: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between them."""
+    """Yield whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between
+    them.
+    """
     for text in _parts(line):
         try:
             yield decode(text), text
@@ -226,14 +229,14 @@ def _parts(line: bytes) -> Iterator[bytes]:
 
 
 def _objects(text: bytes) -> Iterator[bytes]:
-    """Objects of JSON in a text; of one that has no end, those inside it. Given up after MOST_BROKEN that are none."""
+    """Yield JSON objects in a text, and those inside an unfinished one. Stop after MOST_BROKEN invalid ones."""
     chars = text.decode("latin-1")  # a character for each byte, so that places are the same
     end = broken = 0
     while broken < MOST_BROKEN and (begun := _BEGIN.search(chars, end)):
         try:
             _, end = _VALUE.raw_decode(chars, begun.start())
         except RecursionError:
-            return  # no record is nested so deep; what is would be tried from each of its levels
+            return  # no record is nested this deeply, and deeper values would be tried from each of their levels
         except ValueError:
             end, broken = begun.end(), broken + 1
         else:
@@ -241,7 +244,7 @@ def _objects(text: bytes) -> Iterator[bytes]:
 
 
 def _copy(path: Path) -> Path:
-    """The file as it is, under a name that is free, on disk."""
+    """Copy the file durably to an unused name, and return the copy."""
     names = (path.with_name(f"{path.name}{BACKUP}{n}") for n in ("", *(f"-{n}" for n in range(2, 10_000))))
     for backup in names:
         try:

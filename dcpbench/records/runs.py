@@ -1,6 +1,6 @@
-"""One run as those who show or compare it read it: the last record of each point, without what few of them need.
+"""Read one run for display or comparison: the last record of each point, without its rarely used parts.
 
-Records are read line by line, and of each only what is asked for stays in memory: never a step's samples, which are nearly
+Records are read line by line, and only the requested parts stay in memory: never the samples of steps, which are nearly
 all of a long file, and no record that a later one of the same point replaced.
 """
 
@@ -29,24 +29,25 @@ class Run:
 
     name: str
     folder: Path
-    """Where its other files lie."""
+    """Folder of the run's other files."""
     records: list[Record]
-    """The last record of each point, its repeats apart: a later one replaces what --resume measured again."""
+    """Last record of each point and repeat: a later one replaces an earlier one, as after --resume."""
     replaced: int = 0
     """Records that a later one of the same point replaced."""
     truncated: bool = False
-    """Whether a last line was cut short, and so is not counted."""
+    """True if the last line was incomplete and therefore not counted."""
     bad_lines: tuple[BadLine, ...] = ()
-    """Lines that cannot be read, and so are not counted; always empty where `read_run` was not told to go on."""
+    """Lines that cannot be read and are not counted; always empty unless `read_run` was called with `skip_bad_lines`.
+    """
     path: Path | None = None
-    """Of the file that the records were read from; None: they are all there is."""
+    """File of the records; None if `records` is all there is."""
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
-    """Where the line of each record begins in it, by the point's key."""
+    """Byte offset of each record's line in that file, by the point's key."""
 
     def whole(self, record: Record) -> Record:
-        """One of these records with its step samples, read anew.
+        """Return one of these records with its step samples, read from the file again.
 
-        Raises RecordsError where its line is not what it was.
+        Raise RecordsError if its line has changed.
         """
         if record.metrics is None or self.path is None:
             return record
@@ -58,14 +59,14 @@ class Run:
 
 
 def without_samples(record: Record) -> Record:
-    """The record without its step samples."""
+    """Return the record without its step samples."""
     if record.metrics is None or not record.metrics.step_samples_ms:
         return record
     return msgspec.structs.replace(record, metrics=msgspec.structs.replace(record.metrics, step_samples_ms=[]))
 
 
 def without_detail(record: Record) -> Record:
-    """The record without what is known of a failure beside its reason."""
+    """Return the record without the details of a failure; its reason stays."""
     return msgspec.structs.replace(record, detail={}) if record.detail else record
 
 
@@ -77,11 +78,11 @@ def read_run(
     most: int | None = None,
     skip_bad_lines: bool = False,
 ) -> Run:
-    """Return the run in a folder, or of a records.jsonl given directly; `name` instead of the path as it was given.
+    """Return the run in a folder, or of a records.jsonl given directly; `name` replaces the path as the run's name.
 
-    `keep` makes of each record, which has no samples any more, what stays in memory. Lines that cannot be read are an error,
-    or with `skip_bad_lines` listed in the run, as long as any other can be read. Raises RecordsError as
-    `records.file.read_records` does, and for more than `most` points.
+    `keep` maps each record, without its samples, to the one that stays in memory. Lines that cannot be
+    read are an error, or are listed in the run with `skip_bad_lines`, as long as any other line can be read. Raise
+    RecordsError as `records.file.read_records` does, and for more than `most` points.
     """
     path = record_file(run)
     last: dict[str, Record] = {}
@@ -126,7 +127,9 @@ def last_records(folder: Path, name: str = RECORDS_FILE, *, bad: list[BadLine] |
 
 
 def measurement(record: Record) -> bytes:
-    """The same for a measurement and its copies alone: what was measured, when, and every figure but the samples."""
+    """Return a digest that is equal only for a measurement and its copies: point, time and every figure but the
+    samples.
+    """
     point = msgspec.structs.replace(record.point, repeat=0)
     figures = without_samples(record).metrics or record.serve
     return hashlib.sha256(msgspec.json.encode((point, record.started_at, figures))).digest()

@@ -63,14 +63,15 @@ def percentile(samples: Sequence[float], p: float) -> float | None:
 
 @lru_cache(maxsize=64)
 def least_samples(p: float) -> int:
-    """Samples needed before a percentile above the median is reported: 64 for p90, 130 for p95, 662 for p99.
+    """Return the number of samples required to report a percentile above the median: 64 for p90, 130 for p95, 662 for
+    p99.
 
-    The smallest n for which at least two samples lie beyond the true percentile with 99 % probability, so that the
-    second largest sample bounds it from above and no single outlier decides it. With q = p/100:
+    It is the smallest n for which at least two samples lie beyond the true percentile with 99 % probability, so that
+    the second largest sample bounds it from above and no single outlier decides it. With q = p/100:
 
         P(Bin(n, 1-q) ≥ 2) = 1 - qⁿ - n·(1-q)·qⁿ⁻¹ ≥ 0.99
 
-    Up to p50 one sample is enough: the median is never reported without its interval, which says how well it is known.
+    Up to p50 one sample is enough, because the median is always reported with its interval, which shows its precision.
     """
     if not 0 <= p <= MAXIMUM:
         raise UsageError(f"p{p:g} is not a percentile; give a number from 0 to 100.")
@@ -119,14 +120,15 @@ class StopRule:
 
 
 def settled(previous_median: float | None, median: float, tolerance: float = 0.01) -> bool:
-    """Whether warm-up is over: two successive medians differ by no more than `tolerance` of the earlier one."""
+    """Return True if warm-up is over: two successive medians differ by no more than `tolerance` of the earlier one."""
     return previous_median is not None and abs(median - previous_median) <= tolerance * abs(previous_median)
 
 
 def agreement(a: Interval, b: Interval) -> float:
-    """How far two repeats' medians lie apart: |a - b| / ((a + b) / 2). 0.02 is the 2 % of REPEATS_AGREE_WITHIN.
+    """Return the relative distance of the medians of two repeats: |a - b| / ((a + b) / 2).
 
-    Symmetric, so that it does not matter which run came first. Raises UsageError unless both medians are positive.
+    0.02 is the 2 % of REPEATS_AGREE_WITHIN. The result is symmetric, so the order of the runs does not matter. Raise
+    UsageError unless both medians are positive.
     """
     if a.median <= 0 or b.median <= 0:
         raise UsageError(f"medians {a.median:g} and {b.median:g} must be positive to be compared by their ratio.")
@@ -158,7 +160,7 @@ def _correlated_rank(n: int, inflation: float) -> int:
 def _interval_rank(n: int) -> int:
     """Return the largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95, at least 1.
 
-    The sum starts ten standard deviations below n/2, where what is left out is below 1e-22.
+    The sum starts ten standard deviations below n/2, where the omitted tail is below 1e-22.
     """
     tail, k = 0.0, max(0, math.floor(n / 2 - 5 * math.sqrt(n)))
     while True:

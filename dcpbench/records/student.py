@@ -1,4 +1,4 @@
-"""Student's t distribution, with any degrees of freedom and far into its tails, as many tests at once need it."""
+"""Student's t distribution, for any degrees of freedom and far into its tails, as simultaneous tests require."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRECISION = 1e-12
 
 
 def sf(t: float, df: float) -> float:
-    """P(T > t) for T of Student's t with `df` > 0 degrees of freedom; infinity is the normal distribution.
+    """Return P(T > t) for Student's T with `df` > 0 degrees of freedom; infinity is the normal distribution.
 
     P(T > t) = I_x(df/2, 1/2) / 2 with x = df / (df + t²) for t ≥ 0 (Abramowitz and Stegun, 26.5.27 and 26.7.1).
     """
@@ -31,7 +31,9 @@ def sf(t: float, df: float) -> float:
 
 @lru_cache(maxsize=65536)
 def quantile(tail: float, df: float) -> float:
-    """The t that is exceeded with probability `tail`, 0 < tail ≤ 1/2; infinity where that is beyond all numbers."""
+    """Return the t that is exceeded with probability `tail`, 0 < tail ≤ 1/2; infinity if it exceeds the range of
+    floats.
+    """
     low, high = 0.0, 1.0
     while sf(high, df) > tail:
         low, high = high, high * 2
@@ -46,7 +48,9 @@ def quantile(tail: float, df: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
-    """Regularised incomplete beta function I_x(a, b); `rest` is 1 - x, given apart as x may round to 1."""
+    """Return the regularised incomplete beta function I_x(a, b); `rest` is 1 - x, passed separately because x may round
+    to 1.
+    """
     if x <= 0 or rest <= 0:
         return 0.0 if x <= 0 else 1.0
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
@@ -56,7 +60,7 @@ def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """Its continued fraction (26.5.8 there), evaluated from the front (Lentz's method)."""
+    """Evaluate the continued fraction of the incomplete beta function (26.5.8 there) from the front (Lentz's method)."""
     c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, STEPS):
@@ -65,7 +69,7 @@ def _fraction(a: float, b: float, x: float) -> float:
             -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
         ):
             d, c = 1 + numerator * d, 1 + numerator / c
-            d = 1 / (d if d > TINY or d < -TINY else TINY)  # as _not_zero, a call of which takes longer than all else
+            d = 1 / (d if d > TINY or d < -TINY else TINY)  # inlined _not_zero: calls would dominate
             c = c if c > TINY or c < -TINY else TINY
             value *= c * d
         if abs(c * d - 1) < 1e-15:  # noqa: PLR2004 -- rounding of a double

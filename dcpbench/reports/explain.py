@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
-from dcpbench.records.record import OURS
+from dcpbench.records.record import OURS, of_a_file
 from dcpbench.records.stats import least_samples
 from dcpbench.reports import marks as told
 from dcpbench.reports.tables import Table, some_imported
@@ -110,7 +110,7 @@ MARKS = {
     "cut_off": "the run ended before all of its requests did.",
     "rejections": "some requests can never fit and were rejected; all figures are of the others.",
     "summary_only": "another tool's own means and percentiles, without our floors: no times of requests are known.",
-    "chunk_gaps": "tokens came several at a time: ITL is that of stream chunks, and there is no tok/s/user.",
+    "chunk_gaps": "stream chunks hold several tokens: ITL is the gap between chunks, and tok/s/user is 1000 / median TPOT.",
     "nominal_lengths": "requests were on average more than 5 % shorter or longer than the lengths asked for, by which they are "
     "shown: answers ended early, or lengths were drawn.",
     "requests_failed": "some requests failed; all figures are of the others.",
@@ -172,8 +172,27 @@ def definitions(frames: Frames, *names: str) -> Table:
         )
         differ = len(set(found.values())) > 1
         for workload, (said, unit) in list(found.items())[: None if differ else 1]:
-            rows.append([f"{name} ({workload})" if differ else name, said, unit or "—"])
+            definition = said + _qualify(frames, name)
+            rows.append([f"{name} ({workload})" if differ else name, definition, unit or "—"])
     return Table(WORDS, ["metric", "definition", "unit"], rows, text_columns=3, fold=True)
+
+
+def _qualify(frames: Frames, name: str) -> str:
+    """Return what differs from the definition of a metric for imported points of a report; empty if nothing does."""
+    served = frames.served
+    if name == "per user" and _has_chunk_gaps(frames):
+        return "; 1000 / median TPOT in ms for points marked chunk_gaps"
+    if (
+        name == "per GPU"
+        and len(served)
+        and bool((served["gpus"] != served["tp"])[served["origin"].map(of_a_file)].any())
+    ):
+        return "; of an import / all GPUs: tp × pp × pcp of every instance"
+    return ""
+
+
+def _has_chunk_gaps(frames: Frames) -> bool:
+    return len(frames.served) > 0 and bool(frames.served["marks"].str.contains("chunk_gaps", regex=False).any())
 
 
 def commands(frames: Frames) -> list[str]:
@@ -185,7 +204,8 @@ def method(frames: Frames) -> list[str]:
     """How it was measured, as far as it concerns the workloads at hand."""
     if frames.served.empty:
         return METHOD
-    return [*(METHOD if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]), *SERVED]
+    chunks = ["tok/s/user of points marked chunk_gaps: 1000 / median TPOT in ms."] if _has_chunk_gaps(frames) else []
+    return [*(METHOD if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]), *chunks, *SERVED]
 
 
 def file_notes(frames: Frames) -> list[str]:

@@ -96,7 +96,8 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
     figure, drawn, load = _start(points, title)
     for ax, panel in drawn:
         for line, look in _series(panel, style, load.column):
-            _with_bars(ax, line, load.column, "output_tok_s", capsize=3, **look)
+            columns = (load.column, "output_tok_s", "output_tok_s_low", "output_tok_s_high")
+            _draw_intervals(ax, line, *columns, capsize=3, **look)
         measured_ticks(ax, panel[load.column])
         value_axis(ax, points["output_tok_s_high"], "y")
     axis_labels(figure, load.label, "output throughput (tok/s)")
@@ -115,7 +116,7 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
     for ax, panel in drawn:
         for line, look in _series(panel, style, load.column):
             if decode:
-                _with_bars(ax, line, load.column, median, **look)
+                _draw_intervals(ax, line, load.column, median, f"{median}_low", f"{median}_high", **look)
             else:
                 ax.plot(line[load.column], line[median], **look)
             ax.plot(line[load.column], line[tail].astype(float), "_", color=look["color"], **dash)
@@ -135,9 +136,12 @@ draw_ttft = functools.partial(_draw_latency, name="ttft", label="time to first t
 draw_itl = functools.partial(_draw_latency, name="itl", label="inter-token latency (ms)")
 
 
-def _with_bars(ax: Axes, line: pd.DataFrame, x: str, y: str, **look: Any) -> None:  # noqa: ANN401 - as of errorbar
-    """A line with its intervals."""
-    ax.errorbar(line[x], line[y], yerr=[line[y] - line[f"{y}_low"], line[f"{y}_high"] - line[y]], **look)
+def _draw_intervals(ax: Axes, line: pd.DataFrame, x: str, y: str, low: str, high: str, **look: Any) -> None:  # noqa: ANN401 - as of errorbar
+    """Draw a line with its intervals; the names are those of columns.
+
+    The intervals are lists, as Matplotlib converts each Series to a float, and pandas 2 warns if it has one element.
+    """
+    ax.errorbar(line[x], line[y], yerr=[(line[y] - line[low]).to_list(), (line[high] - line[y]).to_list()], **look)
 
 
 def _tail_percentile(points: pd.DataFrame, name: str) -> str:
@@ -241,8 +245,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
             if split:
                 look["color"] = paled(str(layout), _share(others, value))
             look["markersize"] = 5
-            spread = [line["ratio"] - line["low"], line["high"] - line["ratio"]]
-            ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **_marked(panel, look))
+            _draw_intervals(ax, line, x, "ratio", "low", "high", capsize=3, **look, **_marked(panel, look))
         ax.axhline(1, color=GREY, linewidth=1)
         measured_ticks(ax, panel[x])
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))

@@ -550,9 +550,12 @@ def _ordered(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True, key=places)
 
 
+DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus")  # fields of which an empty value means something, not "unknown"
+
+
 def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
-    """`page 64` of each point; empty unless it tells two points apart that both say it."""
-    if Role.SERVER in axis.role:
+    """Return the text of a field for each point, such as `page 64`; empty unless it distinguishes two points that have it."""
+    if axis.name == "settings":
         return _settings(table)
     if axis.name == "ep":
         return _experts(table)
@@ -560,7 +563,7 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
         return _stored(table, axis)
     own = axis.label and Role.EXCHANGE not in axis.role
     texts = [axis.text(value) for value in table[axis.name]] if own else []
-    silent = set() if axis.name == "emulate" else {""}  # a layout that was there says so by saying nothing
+    silent = set() if axis.name in DISTINCT_WHEN_ABSENT else {""}
     return texts if len({*texts} - silent) > 1 else []
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.words import MODELS, OBJECTIVES, held_and_cycled, unique
+from dcpbench.reports.words import MODELS, OBJECTIVES, unique
+from dcpbench.show.model_fit import format_no_fit
 from dcpbench.show.numbers import count, missing, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -45,7 +46,7 @@ def words(rows: pd.DataFrame) -> str:
 
 
 def where(rows: pd.DataFrame) -> str:
-    """`on 4 × H200 (3–7 of 61 layers held and cycled), `: the GPUs, and what changes how all is read."""
+    """Return `on 4 × H200 (replayed, not served live), `: the GPUs, and the conditions of all figures in brackets."""
     devices = [n.removeprefix("NVIDIA ") for n in unique(rows["device"].dropna()) if n != UNKNOWN]
     sizes = sorted({int(n) for n in rows["gpus"] if not missing(n) and n})
     basis = f" ({'; '.join(found)})" if (found := _rests_on(rows)) else ""
@@ -71,9 +72,10 @@ def _rests_on(rows: pd.DataFrame) -> list[str]:
 
 
 def held(rows: pd.DataFrame) -> list[str]:
-    """`7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and cycled`, an entry for each number of layers.
+    """Return that whole models do not fit, an entry for each number of layers; empty if all layers were held everywhere.
 
-    Models are named unless all hold as many; `60 of Kimi-K2's 61 layers held and cycled` where others are held whole.
+    Models are named unless all hold the same number: `…: 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and cycled`,
+    and `…: 60 of Kimi-K2's 61 layers held and cycled` if the other models are held whole.
     """
     cut = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
     counts = {model: _range(own["layers_held"]) for model, own in cut.groupby("model", sort=False)}
@@ -88,7 +90,7 @@ def held(rows: pd.DataFrame) -> list[str]:
             many = listed([f"{counts[model]} ({name})" for model, name in names.items()])
         elif not alike:
             of = f"{next(iter(names.values()))}'s {of}"
-        said.append(held_and_cycled(many, of))
+        said.append(format_no_fit(many, of))
     return said
 
 

@@ -16,12 +16,12 @@ from rich.text import Text
 from dcpbench.points.names import CLOSED, GAMMA, TRACE, TRACE_TIMES
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, floors, marks
+from dcpbench.reports import answer, floors, marks, rule
 from dcpbench.reports.frames import commonest_first
 from dcpbench.reports.tables import whole
 from dcpbench.reports.words import FEW_SAMPLES
 from dcpbench.show.numbers import ABSENT, missing, number
-from dcpbench.show.text import counted, printable
+from dcpbench.show.text import capital, counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,11 +49,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def render(frames: Frames) -> Group:
-    """A table for each run and model, of served points for each mode and kind of load; what did not run; the headline."""
+    """Return that a model does not fit, a table for each run and model, what did not run, and the headline.
+
+    Served points have a table for each mode and kind of load.
+    """
     tables = (frames.points, frames.served, frames.others)
     points, served, others = (table.head(MOST) for table in tables)
     points, served = (found.assign(shown=shown_marks(found)) if len(found) else found for found in (points, served))
-    parts: list[RenderableType] = []
+    no_fit = [] if frames.everything.empty else rule.held(frames.everything)
+    parts: list[RenderableType] = [plain(f"{capital(text)}.", "yellow") for text in no_fit]
     for key, group in points.groupby(["run", "model"], sort=False) if len(points) else ():
         title = _title(frames, key, "", group)
         parts.append(Fitted(title, list(group["label"]), _decode_columns(group), list(group["shown"])))

@@ -8,6 +8,7 @@ from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE_TIMES
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
 from dcpbench.serving.load_words import as_drawn, session_words
+from dcpbench.show.model_fit import format_no_fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -116,15 +117,10 @@ def shared_shape(rests: Iterable[str]) -> str:
     return SEPARATOR.join(p for p in parts[0] if all(p in other for other in parts))
 
 
-def held_and_cycled(many: str, of: str) -> str:
-    """`14 of 61 layers held and cycled`."""
-    return f"{many} of {of} layers held and cycled"
-
-
-def cycled(records: Iterable[Record]) -> str:
-    """The same of repeats of a point, by the fewest that one of them held; empty where all held all, or nobody says."""
+def describe_layers_held(records: Iterable[Record]) -> str:
+    """Return format_no_fit of repeats of a point, by the fewest layers that one of them held; empty if all held all, or if unknown."""
     fewer = [(h.layers_held, h.layers) for r in records if (h := r.honesty) and h.layers_held < h.layers]
-    return held_and_cycled(*map(str, min(fewer))) if fewer else ""
+    return format_no_fit(*map(str, min(fewer))) if fewer else ""
 
 
 def _load(point: Point) -> Load:

@@ -1,1 +1,1 @@
-"""Real servers over HTTP: what they are sent, what comes back and when, and what they say of themselves. No torch."""
+"""Measure real servers over HTTP: requests, answers with their times, and the servers' own reports. No torch."""

@@ -46,12 +46,12 @@ MAX_CHANCE_SHARE = 0.01  # share of prompts in which a server may differ from it
 TOLERANCE = 0.1  # natural logarithms: bf16 sums in another order move a log-probability by some hundredths
 MIN_DRIFT_TOKENS = 4  # equal tokens over which a mean difference of log-probabilities is judged
 MIN_COVERAGE = 0.5  # share of tokens that have to be compared before answers part at near-ties
-MIN_ROUNDS = 2  # rounds of answers, alone and in a batch, without which nothing is repeated
+MIN_ROUNDS = 2  # minimum number of rounds of answers, alone and in a batch, for repetition
 MAX_HALVINGS = 10  # lengths that may be added while the first that differs is looked for
 AGREE, CONSISTENT, DIFFER, UNDECIDED = "AGREE", "CONSISTENT", "DIFFER", "UNDECIDED"
 REPEAT, CACHE, BATCH, SERVERS = EFFECTS = ("repeat", "cache", "batch", "servers")
 SAME, NEAR_TIE, TOKEN, DRIFT, UNKNOWN = "same", "near-tie", "token", "drift", "unknown"
-RARE, NOISY, UNATTRIBUTED, FEW_TOKENS = "rare", "noisy", "unattributed", "few tokens"  # why nothing is decided
+RARE, NOISY, UNATTRIBUTED, FEW_TOKENS = "rare", "noisy", "unattributed", "few tokens"  # reasons for no verdict
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str] = []  # the tokens as keys of `tops`
     logprobs: list[float] = []  # of the tokens; empty if unknown
     tops: list[dict[str, float]] = []  # log-probabilities of the likeliest tokens at each place; empty if unknown
-    cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not say
+    cached_tokens: int | None = None  # prompt tokens that a prefix cache held; None if the server does not report it
 
 
 class PromptAnswers(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def real(self) -> bool:
-        """Whether rounding does not explain the difference."""
+        """Return True if rounding does not explain the difference."""
         return self.kind in (TOKEN, DRIFT)
 
 
@@ -100,7 +100,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     near_ties: int = 0  # pairs
     real: int = 0  # pairs
     unknown: int = 0  # pairs
-    differing: int = 0  # prompts of which at least half of the pairs are real
+    differing: int = 0  # prompts with at least half of the pairs real
     first: int | None = None  # earliest token, from 1, of a difference that is no near-tie
     gap: float | None = None  # largest gap of a near-tie
     drift: float | None = None  # mean |difference of log-probabilities|
@@ -137,8 +137,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     tolerance: float
     comparisons: list[Comparison]
-    findings: list[Finding]  # what differs
-    undecided: list[str]  # why nothing is decided: `rare`, `noisy`, `unattributed`, `few tokens`
+    findings: list[Finding]  # differences
+    undecided: list[str]  # reasons why no verdict is possible: `rare`, `noisy`, `unattributed`, `few tokens`
     detectable: Detectable
     coverage: float  # share of tokens that were compared
     logprobs: bool  # whether log-probabilities were compared
@@ -368,7 +368,7 @@ def _summarise(effect: str, server: str, context: int, prompts: Sequence[Sequenc
 
 
 def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
-    """Comparisons of each effect of each server, by length."""
+    """Return the comparisons of each effect of each server, by length."""
     found: dict[Key, list[Comparison]] = {}
     for c in sorted(comparisons, key=lambda c: c.context):
         found.setdefault((c.effect, c.server), []).append(c)
@@ -376,7 +376,7 @@ def _group(comparisons: Iterable[Comparison]) -> dict[Key, list[Comparison]]:
 
 
 def _tested(groups: dict[Key, list[Comparison]], key: Key) -> list[int]:
-    """Return the places of an effect's lengths that are tested by themselves, and -1 for all of them together."""
+    """Return the indices of an effect's lengths that are tested separately, and -1 for all of them together."""
     if key[0] != REPEAT:
         return [*range(len(groups[key])), -1]
     other = groups.get((REPEAT, "A" if key[1] == "B" else "B"))

@@ -44,7 +44,7 @@ DOUBTS = {
     UNATTRIBUTED: "some answers differ, and no log-probabilities say whether those are near-ties",
     FEW_TOKENS: f"answers part at near-ties before {MIN_COVERAGE:.0%} of their tokens could be compared; use a smaller --new-tokens",
 }
-MIN_CACHED_CONTEXT = 256  # tokens of a prompt of which any prefix cache keeps whole blocks
+MIN_CACHED_CONTEXT = 256  # tokens of a prompt long enough for any prefix cache to keep whole blocks
 
 
 def make_table(report: Report, urls: Sequence[str]) -> Table:

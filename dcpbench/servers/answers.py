@@ -27,11 +27,11 @@ from dcpbench.servers.token_counts import (
 )
 from dcpbench.show.text import counted, one_line
 
-BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # what the tokens of a chunk were counted by, in records
+BY_IDS, BY_USAGE, BY_CHUNKS = "token ids", "usage", "chunks"  # sources of the token count of a chunk, in records
 COUNTED_BY = {Counting.IDS: BY_IDS, Counting.CHUNKS: BY_CHUNKS}  # all others are of usage
 EVENT_STREAM = b"text/event-stream"
-MAX_OTHER = 512  # bytes of an answer of another type, which are enough to say what it is
-LENGTH = "length"  # finish_reason of an answer with all tokens that were asked for
+MAX_OTHER = 512  # bytes kept of an answer of another type, enough to identify it
+LENGTH = "length"  # finish_reason of an answer with all requested tokens
 BROKEN_OFF = ("abort", "error")  # finish_reason of an answer that the server gave up
 
 
@@ -62,7 +62,10 @@ class Streamed:
     )
 
     def __init__(self, asked: int, *, prompt_tokens: int = 0, keep: bool = False) -> None:
-        """`asked`: output tokens of the request. `prompt_tokens`: of its prompt, 0 if unknown. `keep`: keep the texts."""
+        """Create the reply; `asked` is the number of output tokens requested.
+
+        `prompt_tokens` is the length of its prompt, 0 if unknown. With `keep`, the texts are kept.
+        """
         self.heard_s = time.perf_counter()
         self.status = 0
         self.tokens: list[int] = []  # ids of the answer, if the server sends them
@@ -115,12 +118,12 @@ class Streamed:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks with output so far."""
+        """Return the number of chunks with output so far."""
         return len(self._chunks)
 
     @property
     def counts(self) -> Counts:
-        """The chunks with tokens so far, and how many tokens each brought."""
+        """Return the chunks with tokens so far, and the number of tokens in each."""
         if self._counts is None or self._counts[0] != len(self._chunks):
             counts = count_tokens(
                 self._chunks,
@@ -134,7 +137,7 @@ class Streamed:
 
     @property
     def chunk_s(self) -> list[float]:
-        """The time at which each chunk with tokens arrived."""
+        """Return the arrival time of each chunk with tokens."""
         return self.counts.time_s.tolist()
 
     def chunk_tokens(self) -> list[int]:
@@ -143,17 +146,17 @@ class Streamed:
 
     @property
     def counted_by(self) -> str:
-        """BY_IDS, BY_USAGE or BY_CHUNKS."""
+        """Return the source of the counts: BY_IDS, BY_USAGE or BY_CHUNKS."""
         return COUNTED_BY.get(self.counts.by, BY_USAGE)
 
     @property
     def counts_each(self) -> bool:
-        """True if the server reports the tokens of each chunk."""
+        """Return True if the server reports the tokens of each chunk."""
         return self.counts.by in (Counting.IDS, Counting.CUMULATIVE, Counting.DELTAS)
 
     @property
     def hidden_tokens(self) -> int:
-        """Reasoning tokens that the server generated and did not send."""
+        """Return the number of reasoning tokens that the server generated and did not send."""
         reasoning = self.usage.reasoning if self.usage is not None and not self._reasoned else 0
         return count_hidden(self._chunks, self._total, reasoning)
 

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from dcpbench.servers.prompts import Manner
 
 TOP_LOGPROBS = (20, 5, 2)
-"""Numbers of likeliest tokens whose log-probabilities are asked for, until a server takes one."""
+"""Numbers of top log-probabilities to request, tried in order until a server accepts one."""
 SHORTEST, LONGEST = 64, 32_768
-"""Lengths of prompts without --context: doubled from one to the other, or to what the servers accept."""
+"""Lengths of prompts without --context: doubled from the first to the second, or to the maximum that the servers
+accept.
+"""
 MIN_ANSWER_BYTES, BYTES_OF_TOKEN = 1 << 20, 1 << 12  # of a whole answer, and for each token with its log-probabilities
 
 

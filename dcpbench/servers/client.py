@@ -1,8 +1,8 @@
-"""An HTTP/1.1 client for a load generator: bytes get their time when they arrive, before anything else is done with them.
+"""An HTTP/1.1 client for a load generator: bytes are timestamped on arrival, before any other processing.
 
-The kernel stamps them where it can (stamps.py), else the read does. A connection is an asyncio.Protocol that parses what
-it receives and passes each piece of a body on at once, in the same turn of the loop: no stream, queue or task stands
-between the socket and the clock. What is held of heads, lines and bodies is bounded.
+The kernel timestamps them if it can (stamps.py), else the read does. A connection is an asyncio.Protocol that parses
+received data and passes each piece of a body on at once, in the same iteration of the loop: there is no stream, queue
+or task between the socket and the clock. The buffered size of heads, lines and bodies is bounded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STATUS_LINE = re.compile(rb"HTTP/1\.\S*\s+(\d{3})(?=\s|$)")
 CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
 ACKED_BYTES = struct.Struct("@Q")
 ACKED_AT, TCP_INFO_SIZE = 120, 256  # place of tcpi_bytes_acked in struct tcp_info (linux/tcp.h, since Linux 4.1)
-CLOSED, TIME_OUT = "closed", "time-out"  # kinds of RequestError that the code tells apart
+CLOSED, TIME_OUT = "closed", "time-out"  # kinds of RequestError that the code distinguishes
 EXAMPLE = "write for example --url http://127.0.0.1:8000"
 
 
@@ -67,14 +67,14 @@ class RequestError(Exception):
         retry_after_s: float | None = None,
         bad: BadStream | None = None,
     ) -> None:
-        """`bad`: what is wrong with the stream, for the kind `bad stream`."""
+        """Create the error; `bad` describes the fault of the stream, for the kind `bad stream`."""
         super().__init__(sentence)
         self.kind, self.sentence, self.status, self.retry_after_s = kind, sentence, status, retry_after_s
         self.bad = bad
 
     @classmethod
     def of_stream(cls, error: StreamError) -> RequestError:
-        """Return the failure of a request after its stream was given up."""
+        """Return the failure of a request after its stream was abandoned."""
         return cls("bad stream", f"{str(error).rstrip('.')}.", bad=error.bad)
 
     def __reduce__(self) -> tuple[Callable[..., RequestError], tuple[object, ...]]:
@@ -89,13 +89,14 @@ def _request_error(
 
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Where a server's key is looked for."""
+"""Default environment variable of a server's key."""
 
 
 def api_key(variable: str) -> str:
-    """Return the key that an environment variable holds, "" where the usual one is not set; it is redacted from then on.
+    """Return the key in an environment variable, "" if the default one is not set; it is redacted from then on.
 
-    Raises UsageError, which repeats nothing, where another one is not set: a key typed in its place would be recorded.
+    Raise UsageError if another variable is not set. The message does not repeat the name, which may be a key typed by
+    mistake.
     """
     if variable != KEY_VARIABLE and variable not in os.environ:
         raise UsageError(
@@ -109,25 +110,25 @@ def api_key(variable: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A server and how it is asked."""
+    """A server, with the options of requests to it."""
 
     scheme: str
     host: str
     port: int
     path: str = ""
-    """Before /v1."""
+    """Path before /v1."""
     key: str = dataclasses.field(default="", repr=False)
     """API key; never recorded or printed."""
     headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
     """Further headers of every request (--header); their values are never recorded or printed."""
     timeout_s: float = 600.0
-    """A request for which nothing comes so long has failed."""
+    """Time in s without any received data after which a request has failed."""
 
     @classmethod
     def at(
         cls, url: str, *, key: str = "", headers: tuple[tuple[str, str], ...] = (), timeout_s: float = 600.0
     ) -> Target:
-        """Return the server at a URL such as http://127.0.0.1:8000. Raises UsageError for what is none.
+        """Return the server at a URL such as http://127.0.0.1:8000. Raise UsageError for an invalid URL.
 
         Secrets in the URL and in the headers are redacted from then on.
         """
@@ -168,12 +169,12 @@ class Target:
 
     @property
     def url(self) -> str:
-        """As it is said: without a key."""
+        """Return the URL for messages, without a key."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """All bytes of a request."""
+        """Return all bytes of a request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
         lines += ["Accept-Encoding: identity", "User-Agent: dcpbench"]
@@ -185,9 +186,9 @@ class Target:
 
 
 class Reply(Protocol):
-    """An object that takes an answer as it arrives."""
+    """Interface of an object that receives an answer as it arrives."""
 
-    awaits: str  # what did not come if the request times out
+    awaits: str  # description of the missing answer if the request times out
     heard_s: float  # time.perf_counter() of the last progress, which restarts the time limit
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -201,7 +202,7 @@ class Reply(Protocol):
 
 
 class Whole:
-    """An answer that is kept whole. Its time limit is for all of it, however slowly a server writes."""
+    """An answer that is kept whole. Its time limit covers the whole answer, for any speed of the server."""
 
     awaits = "no complete answer"
 
@@ -227,7 +228,7 @@ class Whole:
 
     @property
     def data(self) -> bytes:
-        """The body."""
+        """Return the body."""
         return b"".join(self._pieces)
 
 
@@ -289,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """True if a request can be sent, as far as the event loop knows."""
+        """Return True if a request can be sent, as far as the event loop knows."""
         return self._transport is not None and not self._transport.is_closing()
 
     def is_alive(self, *, encrypted: bool) -> bool:
@@ -371,10 +372,11 @@ class Connection(asyncio.BufferedProtocol):
         self._lost(self)
 
     def _was_unread(self, exc: Exception | None) -> bool:
-        """Return whether the peer closed the connection before it received any of the request.
+        """Return whether the peer closed the connection before it received any part of the request.
 
-        The end of a connection (FIN) acknowledges all that its peer has received. A reset may come before the
-        acknowledgement of what was read, so that nothing is known after one. A broken pipe is an end followed by a reset.
+        The end of a connection (FIN) acknowledges all data that its peer has received. A reset may arrive before the
+        acknowledgement of data that was read, so that after it the state is unknown. A broken pipe is an end followed
+        by a reset.
         """
         ended = self._ended or isinstance(exc, BrokenPipeError)
         return ended and self._acked is not None and _acked_bytes(self._socket) == self._acked
@@ -425,7 +427,7 @@ class Connection(asyncio.BufferedProtocol):
             self._parse(rest, now)
 
     def _take_head(self, text: bytes) -> tuple[tuple[int, dict[bytes, bytes]] | None, bytes]:
-        """Return the status and the headers of the final head, and what follows it; None while it is incomplete."""
+        """Return the status and the headers of the final head, and the bytes after it; None while it is incomplete."""
         while True:
             head, blank, rest = text.partition(b"\r\n\r\n")
             if not blank:
@@ -499,7 +501,7 @@ def _no_chunk() -> RequestError:
 
 
 def _acked_bytes(sock: socket.socket) -> int | None:
-    """Return how many bytes the peer's kernel has acknowledged; None where the system does not report it."""
+    """Return how many bytes the peer's kernel has acknowledged; None if the system does not report it."""
     try:
         found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_SIZE)
         return int(ACKED_BYTES.unpack_from(found, ACKED_AT)[0])
@@ -540,7 +542,7 @@ class Client:
             connection.abort()
 
     async def open(self, count: int) -> None:
-        """Have `count` connections ready. Raise RequestError if one of them cannot be made."""
+        """Open connections until `count` are ready. Raise RequestError if one of them cannot be made."""
         missing = range(count - len(self._idle))
         limit_s = self.target.timeout_s
         found = await asyncio.gather(*(self._connect_within(limit_s) for _ in missing), return_exceptions=True)
@@ -550,7 +552,7 @@ class Client:
                 raise failure
 
     async def get(self, path: str, timeout_s: float | None = None, limit: int = MAX_BODY) -> Whole:
-        """Return the answer to a GET, whatever its status, of at most `limit` bytes. Raise RequestError if there is none."""
+        """Return the answer to a GET with any status, of at most `limit` bytes. Raise RequestError if there is none."""
         reply = Whole(limit)
         await self.exchange(self.target.request("GET", path), reply, timeout_s)
         return reply
@@ -565,7 +567,7 @@ class Client:
     async def exchange(self, request: bytes, reply: Reply, timeout_s: float | None = None) -> None:
         """Send a request and wait for the end of its answer. Raise RequestError if it fails.
 
-        A request is sent again only if nothing of it can have been read: its peer ended a kept connection before it
+        A request is resent only if no part of it can have been read: its peer ended a kept connection before it
         received a single byte. If that is not certain (a reset, TLS, or not Linux), the request counts as failed.
         """
         limit_s = self.target.timeout_s if timeout_s is None else timeout_s
@@ -666,7 +668,7 @@ class Client:
 
 
 async def _connected(host: str, port: int) -> StampedSocket:
-    """A socket to the first of a host's addresses that takes one. Raises OSError, that of the last."""
+    """Return a socket connected to the first of a host's addresses that accepts. Raise the OSError of the last one."""
     loop = asyncio.get_running_loop()
     error: OSError | None = None
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):

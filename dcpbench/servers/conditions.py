@@ -1,10 +1,9 @@
 """Greedy answers of servers under known conditions: to new and repeated prompts, alone and in a batch.
 
 For each length a server is asked
-
     1. the first half of the prompts, each alone        they are new
     2. all prompts at once                              the second half is new, and answered in a batch
-    3. all prompts, each alone, then all at once        as often as --repeats says
+    3. all prompts, each alone, then all at once        repeated --repeats times
 
 so that each half has its first answer without a prefix-cache hit, and every later answer can have one.
 """
@@ -44,7 +43,7 @@ class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What servers are asked."""
+    """Questions put to servers."""
 
     prompts: int  # of each length
     tokens: int  # of an answer
@@ -62,9 +61,10 @@ async def compare_servers(
     contexts: Sequence[int] | None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Comparison], list[CacheUse]]:
-    """Ask one or two servers, one after the other at each length, and compare their answers; not yet judged.
+    """Send the questions to one or two servers, one after the other at each length, and compare their answers; not yet
+    judged.
 
-    Raises WorkerError if a server does not answer, UsageError for lengths that it does not take.
+    Raise WorkerError if a server does not answer, UsageError for lengths that it does not accept.
     """
     clients = [Client(target) for target in targets]
     try:
@@ -124,7 +124,9 @@ def make_prompts(context: int, count: int, vocab: int, seed: int) -> list[np.nda
 
 
 async def _make_sides(clients: Sequence[Client], questions: Questions) -> list[Side]:
-    """Find out how each server is asked; where one takes no token ids, both get the text that A's words make."""
+    """Determine the request format of each server; if one accepts no token ids, both get text generated with A's
+    vocabulary.
+    """
     sides = [await _make_side(client, questions) for client in clients]
     if all(side.manner.prompts == IDS for side in sides):
         return sides

@@ -1,4 +1,6 @@
-"""Open files of the client: each connection to a server is one, and a process may have only so many. No torch."""
+"""Limit of open files of the client: each connection to a server is one, and their number per process is limited. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from dcpbench.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SPARE = 64  # descriptors beside those that are open and the connections: pipes, logs, files of samples
+SPARE = 64  # descriptors in addition to open ones and connections: pipes, logs, files of samples
 SHORTAGE = (errno.EMFILE, errno.ENFILE)
 OPEN_FILES = "open files"  # kind of a request that failed because the client had none left
 
 
 @contextlib.contextmanager
 def descriptors_for(connections: int, *, certain: bool, processes: int = 1) -> Iterator[None]:
-    """Raise the soft limit of open files as far as so many connections of a process need while the block lasts.
+    """Raise the soft limit of open files within the block as far as `connections` connections of a process need.
 
-    Raises UsageError if the hard limit is too low and it is `certain` that all of them will be open at once. A load that
-    may do with fewer is sent all the same.
+    Raise UsageError if the hard limit is too low and it is `certain` that all of them will be open at once. A load that
+    may need fewer is sent in any case.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = _open_now() + SPARE

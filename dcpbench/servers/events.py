@@ -38,15 +38,15 @@ class Fault(enum.StrEnum):
 
 
 class BadStream(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a stream was given up. `format_bad_stream` makes a sentence of it."""
+    """Reason why a stream was abandoned. `format_bad_stream` makes a sentence from it."""
 
     fault: Fault
     field: str = ""  # which number of `usage` is out of range
-    value: int = 0  # what the server sent or counted
-    limit: int = 0  # the most that could be right for this request
-    asked: int = 0  # the tokens that the request asked for
-    quote: str = ""  # the server's own words, or the beginning of what it sent
-    detail: str = ""  # what the JSON decoder reports
+    value: int = 0  # value sent by the server or counted
+    limit: int = 0  # maximum possible value for this request
+    asked: int = 0  # tokens requested
+    quote: str = ""  # message of the server, or the beginning of the received data
+    detail: str = ""  # message of the JSON decoder
 
 
 FORMATS: dict[Fault, Callable[[BadStream], str]] = {
@@ -68,7 +68,7 @@ MAX_SHOWN_NUMBER = 10**18  # larger numbers are shown as a power of ten
 
 
 def format_bad_stream(bad: BadStream) -> str:
-    """Return the sentence for a stream that was given up, without its full stop."""
+    """Return the sentence for an abandoned stream, without its full stop."""
     return FORMATS[bad.fault](bad)
 
 
@@ -125,7 +125,7 @@ class Events:
         return found
 
     def _hold(self, rest: bytes, began_s: float) -> None:
-        """Add the beginning of an event to what is held. Further blank lines after an event begin none."""
+        """Add the beginning of an event to the held bytes. Further blank lines after an event begin no new one."""
         if rest and (self._held or (rest := rest.lstrip(b"\n"))):
             self._began_s = began_s
             self._held += rest
@@ -133,7 +133,7 @@ class Events:
             raise StreamError(BadStream(fault=Fault.EVENT_TOO_LONG, limit=self._limit))
 
     def end(self) -> list[tuple[bytes, float]]:
-        """Return what is left at the end of a stream. Raise StreamError if an event was begun and not ended.
+        """Return the remaining data at the end of a stream. Raise StreamError if an event is incomplete.
 
         The `[DONE]` that ends a whole stream needs no blank line after it.
         """
@@ -180,16 +180,16 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: OutputDetails | None = None
-    reasoning_tokens: int | None = None  # where SGLang puts it
+    reasoning_tokens: int | None = None  # field of SGLang
 
     @property
     def cached(self) -> int | None:
-        """Prompt tokens found in the prefix cache."""
+        """Return the prompt tokens found in the prefix cache."""
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
     @property
     def reasoning(self) -> int:
-        """Output tokens of reasoning; 0 if the server does not report them."""
+        """Return the output tokens of reasoning; 0 if the server does not report them."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens if details else None) or self.reasoning_tokens or 0
 
@@ -204,7 +204,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A chat message, or what is new in one."""
+    """A chat message, or the new part of one."""
 
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
@@ -213,24 +213,24 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def thoughts(self) -> str:
-        """The text of the reasoning."""
+        """Return the text of the reasoning."""
         return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
-        """All generated text, reasoning included."""
+        """Return all generated text, reasoning included."""
         if isinstance(self.content, list):
             return self.thoughts + "".join(part.text or "" for part in self.content)
         return self.thoughts + (self.content or "")
 
     @property
     def calls_tools(self) -> bool:
-        """True if it holds a part of a tool call."""
+        """Return True if it holds a part of a tool call."""
         return self.tool_calls is not NULL and bytes(self.tool_calls) not in (b"null", b"[]")
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """An answer, or what is new in one."""
+    """An answer, or the new part of one."""
 
     text: str | None = None
     delta: Message | None = None
@@ -241,18 +241,18 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def new_message(self) -> Message | None:
-        """The message of a chat; None in completions."""
+        """Return the message of a chat; None in completions."""
         return self.delta or self.message
 
     @property
     def new_text(self) -> str:
-        """The generated text, of completions and of chats."""
+        """Return the generated text, of completions and of chats."""
         message = self.new_message
         return message.text if message is not None else self.text or ""
 
     @property
     def has_output(self) -> bool:
-        """True if it brings text or a part of a tool call."""
+        """Return True if it brings text or a part of a tool call."""
         message = self.new_message
         return bool(self.text) if message is None else bool(message.text) or message.calls_tools
 
@@ -271,7 +271,7 @@ _completion = msgspec.json.Decoder(Completion)
 
 
 def read_completion(data: bytes) -> Completion:
-    """Parse an event or a whole answer. Raise StreamError if it is none, or if it reports an error."""
+    """Parse an event or a whole answer. Raise StreamError if it is invalid, or if it reports an error."""
     try:
         found = _completion.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -297,6 +297,6 @@ def error_in(data: bytes) -> str:
 
 
 def _shown(data: bytes) -> str:
-    """Return the beginning of what arrived, on one line and printable; secrets are replaced before it is cut."""
+    """Return the beginning of the received data, on one line and printable; secrets are replaced before it is cut."""
     text = " ".join(redact_part(data.decode("utf-8", "replace")).split())
     return "".join(c if c.isprintable() else "�" for c in text[:MAX_SHOWN]) + ("…" if len(text) > MAX_SHOWN else "")

@@ -1,11 +1,11 @@
-"""Runs a server and ends everything that it starts, when it is stopped and when the process that wanted it dies.
+"""Run a server and end all of its processes when it is stopped and when the process that started it dies.
 
     guard.py PARENT GRACE < {"command": [...], "secrets": [...], "placeholder": "(API key)"}
 
-runs the command and ends with its exit code. On SIGTERM, which the kernel also sends when the process PARENT dies, everything
-below it gets SIGTERM, and what is left after GRACE seconds SIGKILL: a process that loses its own parent meanwhile becomes a child
-of this one. The command comes on stdin, so that no key in it is repeated in the title of this process, and secrets are
-replaced in what the server writes. Run by its path, so that it has nothing but the standard library.
+runs the command and ends with its exit code. On SIGTERM, which the kernel also sends when the process PARENT dies, all
+descendants get SIGTERM, and after GRACE seconds SIGKILL: a process that loses its own parent meanwhile becomes a child
+of this one. The command is passed on stdin, so that no key in it is repeated in the title of this process, and secrets
+are replaced in the output of the server. It is run by its path, so that it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READ_BYTES = 1 << 16
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, nearest first."""
+    """Return all descendants of a process, nearest first."""
     found: list[int] = []
     left = [pid]
     while left:
@@ -64,7 +64,9 @@ def _reap() -> None:
 
 
 def copy_redacted(source: int, target: int, secrets: list[bytes], placeholder: bytes) -> None:
-    """Copy what is read from one descriptor to another with secrets replaced, also those that two reads divide."""
+    """Copy data from one descriptor to another with secrets replaced, including secrets that are split between two
+    reads.
+    """
     held = b""
     while data := os.read(source, READ_BYTES):
         text = _replaced(held + data, secrets, placeholder)

@@ -1,4 +1,4 @@
-"""What a server says of itself: its engine and version, its models, its KV cache, and what it has counted."""
+"""Query a server for its engine and version, its models, its KV cache, and its counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import KvSources
     from dcpbench.servers.client import Client
 
-TIMEOUT_S = 10.0  # for everything that a server reports about itself, which costs it nothing
+TIMEOUT_S = 10.0  # for all of a server's reports about itself, which are cheap
 LINE = re.compile(r"^[^#\n][^\n]*", re.MULTILINE)  # without comments
 SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
 LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
@@ -37,17 +37,17 @@ MAX_LISTED = 10  # models named in a message
 PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "sglang:num_retractions_total")
 CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 CACHE_CONFIG = "vllm:cache_config_info"
-READ = {*PREEMPTIONS, *CACHED, CACHE_CONFIG}  # metrics of which the series are kept; of all others only the names
+READ = {*PREEMPTIONS, *CACHED, CACHE_CONFIG}  # metrics with series to keep; for all others only the names are kept
 SGLANG_INFO = ("/server_info", "/get_server_info")
 METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}
-"""How each engine is started so that /metrics has its counters."""
+"""Flags with which each engine exposes its counters at /metrics."""
 LONGEST_FACT = 200
 KEPT = """
     tp_size dp_size dcp_size ep_size enable_dp_attention attention_backend kv_cache_dtype quantization dtype
     chunked_prefill_size max_running_requests mem_fraction_static schedule_policy disable_radix_cache page_size
     speculative_algorithm model_path
 """
-"""Of what SGLang says of its arguments, what bears on speed."""
+"""Arguments of SGLang that affect performance."""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -70,10 +70,10 @@ class _Models(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """What a server is."""
+    """Description of a server."""
 
     engine: str = OPENAI
-    """VLLM, SGLANG, or OPENAI where it does not say."""
+    """VLLM, SGLANG, or OPENAI if the server does not report its engine."""
     version: str = ""
     models: tuple[Card, ...] = ()
     kv: KvReport = dataclasses.field(default_factory=KvReport)
@@ -82,7 +82,7 @@ class ServerInfo:
     """Total capacity; None before `with_kv_capacity`, or if it is unknown."""
     kv_sources: KvSources | None = None
     metrics: bool = False
-    """Whether /metrics has the engine's counters."""
+    """True if /metrics has the engine's counters."""
     answers_metrics: bool = False  # whether /metrics answered in time; only then its counters are read again
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class ServerInfo:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences for the user about what the server does not report, or reports in two ways."""
+        """Return sentences for the user about missing or contradictory reports of the server."""
         conflicts = describe_conflicts(self.kv_sources, self.kv_capacity_tokens) if self.kv_sources else ""
         return [f"{note}." for note in (self.metrics_hint, conflicts) if note]
 
@@ -112,11 +112,11 @@ class ServerInfo:
 
     @property
     def origin(self) -> str:
-        """Of its records: `engine vllm 0.32.0`."""
+        """Return the origin of its records, such as `engine vllm 0.32.0`."""
         return " ".join(filter(None, ("engine", self.engine, self.version)))
 
     def model(self, name: str | None) -> Card:
-        """The one that is asked for, or the only one. Raises UsageError."""
+        """Return the named model, or the only one. Raise UsageError if there is no such model."""
         names = [card.id for card in self.models]
         if name is None and len(names) == 1:
             return self.models[0]
@@ -135,13 +135,15 @@ class ServerInfo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What a server has counted since it started; None where it does not say."""
+    """Counters of a server since its start; None if it does not report them."""
 
     preemptions: float | None = None
     cached_tokens: float | None = None
 
     def since(self, before: Counters) -> dict[str, int | None]:
-        """What came in between, by the names of record.ServeMetrics; of a server that was started anew, nothing."""
+        """Return the increases since `before`, by the names of record.ServeMetrics; None for a server that was
+        restarted.
+        """
         found: dict[str, int | None] = {}
         for field in dataclasses.fields(self):
             now, then = getattr(self, field.name), getattr(before, field.name)
@@ -151,9 +153,9 @@ class Counters:
 
 
 async def ask(client: Client, retries: int = 0) -> ServerInfo:
-    """Return what a server reports about itself, within TIMEOUT_S in all.
+    """Return a server's reports about itself, within TIMEOUT_S in all.
 
-    `retries`: how often it is asked again while it is busy. Raise WorkerError if none answers, or if /v1/models refuses.
+    `retries` is the number of retries while it is busy. Raise WorkerError if no answer comes, or if /v1/models refuses.
     """
     try:
         models = await _ask_models(client, retries)
@@ -213,13 +215,13 @@ async def _get(client: Client, path: str, until_s: float, limit: int = MAX_BODY)
 
 
 async def samples(client: Client, until_s: float) -> dict[str, list[tuple[dict[str, str], float]]] | None:
-    """Return what /metrics reports, by name; None if there is no answer until `until_s` of time.monotonic()."""
+    """Return the metrics of /metrics by name; None if there is no answer until `until_s` of time.monotonic()."""
     found = await _get(client, "/metrics", until_s, MAX_METRICS)
     return None if found is None else read_metrics(found.decode("utf-8", "replace"))
 
 
 async def counters(client: Client) -> Counters:
-    """Return what a server has counted so far."""
+    """Return the current counters of a server."""
     found = await samples(client, time.monotonic() + TIMEOUT_S) or {}
     return Counters(preemptions=_sum(found, PREEMPTIONS), cached_tokens=_sum(found, CACHED))
 

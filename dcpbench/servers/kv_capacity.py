@@ -51,7 +51,7 @@ class KvReport:
     dcp: int | None = None  # SGLang: dcp_size
 
     def __bool__(self) -> bool:
-        """Whether the server reports anything."""
+        """Return True if the server reports any number."""
         return bool(self.engine_tokens or self.engine_blocks or self.rank_tokens)
 
 

@@ -90,7 +90,7 @@ class Server:
 
     @property
     def dead(self) -> str:
-        """Reason why it ended; empty while it runs."""
+        """Return the reason why the server ended; empty while it runs."""
         code = self._guard.poll()
         if code is None:
             return ""

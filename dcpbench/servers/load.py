@@ -1,14 +1,14 @@
-"""Send the requests of a load when they are due, and keep what became of each: one event loop, several connections.
+"""Send the requests of a load when they are due, and record their outcomes: one event loop, several connections.
 
     closed   each client sends its next request when its last one has been answered
-    open     each request is sent at its time, whatever is unanswered; with a bound, requests beyond it wait, and their
-             latency counts from when they were due all the same
+    open     each request is sent at its time, regardless of pending ones; with a bound, requests beyond it wait, and their
+             latency still counts from their due time
 
 Turns of a session follow each other in one client, or run concurrently with other sessions in an open loop; if a turn
 fails, its session ends.
 
-The latency of a request counts from when it was due, or from when its client was free: delays of this process are in the
-latency, and are recorded next to it.
+The latency of a request counts from its due time, or from when its client was free: delays of this process are included
+in the latency, and are also recorded separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNAVAILABLE = 503
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request as it is sent."""
+    """One request in the form in which it is sent."""
 
     number: int  # in the load
     data: bytes  # head and body
@@ -53,13 +53,13 @@ class Call:
 
     @property
     def requests(self) -> int:
-        """The number of requests: this one and the later turns of its session."""
+        """Return the number of requests: this one and the later turns of its session."""
         return 1 + (len(self.session.left) if self.session is not None else 0)
 
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What became of a call; times of time.perf_counter()."""
+    """Outcome of a call; times of time.perf_counter()."""
 
     call: Call
     submitted_s: float  # when it was due, or its client free
@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclasses.dataclass(slots=True)
 class Pace:
-    """How well this process kept up."""
+    """Timeliness of this process."""
 
     lags_s: list[float] = dataclasses.field(default_factory=list)
     ages_s: list[float] = dataclasses.field(default_factory=list)  # how long data lay in the kernel, if it is stamped
@@ -124,12 +124,12 @@ class Run:
 
     @property
     def requests(self) -> int:
-        """The number of requests in the load."""
+        """Return the number of requests in the load."""
         return sum(call.requests for call in self.calls)
 
     @property
     def paces(self) -> list[Pace]:
-        """The pace of each process, of which there is one."""
+        """Return the pace of each process; here there is one."""
         return [self.pace]
 
     def told(self) -> Told:
@@ -154,7 +154,7 @@ class Run:
                 pass
             finally:
                 self.pace.cpu_s = time.process_time() - cpu
-                end = starved_s()  # None where /proc cannot be opened any more
+                end = starved_s()  # None if /proc cannot be opened
                 self.pace.starved_s = None if starved is None or end is None else max(end - starved, 0.0)
                 self.pace.ages_s = self.client.ages_s
                 self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began
@@ -261,7 +261,7 @@ async def retry_while_busy(
 
 
 def may_retry(error: RequestError) -> bool:
-    """Return whether the server may accept the same request a moment later: it is busy, or does not listen yet."""
+    """Return whether the server may accept the same request later, because it is busy or does not listen yet."""
     return error.status in (TOO_MANY, UNAVAILABLE) or error.kind == "refused"
 
 
@@ -303,7 +303,7 @@ async def _until(moment_s: float) -> None:
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """Turn garbage collection off while times are taken: it stops the process for as long as a token takes."""
+    """Turn garbage collection off during timings, because it stops the process for as long as a token takes."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Points of a running server: each one's load is sent, and what came of it becomes a record."""
+"""Measure points on a running server: send the load of each, and make a record from the results."""
 
 from __future__ import annotations
 
@@ -59,16 +59,18 @@ CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_l
 KV_SOURCES_DIFFER = "kv_sources_differ"
 """Marks; reports/explain.py has a sentence for each."""
 MOST_CPU, MOST_LAG_MS, MOST_LAG_SHARE = 0.9, 3.0, 0.1
-"""A process that is busier, or later at p99 than so many ms and this share of the median ITL, was the bottleneck."""
+"""Thresholds above which a process was the bottleneck: its CPU share; its lateness at p99 in ms, and as a share of the
+median ITL.
+"""
 NEAR = 0.05
-"""Tokens of answers that differ by more of what was asked for are said."""
+"""Relative deviation of answer lengths from the requested ones above which a warning is given."""
 WARM_UP, WARM_UP_OUTPUT = 8, 16
 NOT_PROFILED, NO_METRICS = "not_profiled", "no_metrics"
 """Names of facts: why the server was not profiled, and how its counters are turned on."""
 INTERRUPTED = "interrupted after all requests had ended"
 HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the server counted and did not send
 PROFILED = 8
-"""Requests that a server serves while it is profiled."""
+"""Number of requests served while the server is profiled."""
 MOST_OPEN = 256
 """Connections that are made before an open loop begins; others are made when they are needed."""
 CHUNKS_EACH = 8_000
@@ -79,7 +81,7 @@ P99 = 99
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """How servers are measured."""
+    """Options for measuring servers."""
 
     target: Target
     endpoint: str = COMPLETIONS
@@ -89,34 +91,34 @@ class Asked:
     warm_up: int = WARM_UP
     """Requests before the clock starts."""
     retries: int = 0
-    """Of each request that a busy server sends away."""
+    """Retries of each request that a busy server rejects."""
     processes: int | None = None
-    """Of the client; None: as many as the load is expected to need."""
+    """Client processes; None: as many as the load is expected to need."""
     realtime: bool = True
-    """Whether the client goes before everything else on its cores, where the kernel lets it."""
+    """True if the client gets real-time priority on its cores, if the kernel allows it."""
     check_client: bool = True
-    """Whether the client is measured alone after each load."""
+    """True if the client is measured alone after each load."""
     traces: Path | None = None
     """Folder into which the server writes its profiler's traces: it is profiled after each load."""
     traces_wait_s: float = 120.0
     command: str = ""
-    """As typed."""
+    """Command line as typed."""
     device: str = ""
-    """The server's hardware, as the user says; CPU marks its points as functional runs."""
+    """Hardware of the server, as specified by the user; CPU marks its points as functional runs."""
     device_count: int = 0
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Of the server, for its records: how it was started."""
+    """Facts about the server for its records: how it was started."""
 
     @property
     def request_facts(self) -> dict[str, str]:
-        """Return what records keep of --header and --extra-body: names of headers, and the fields."""
+        """Return the recorded parts of --header and --extra-body: names of headers, and the fields."""
         names = ", ".join(name for name, _ in self.target.headers)
         body = msgspec.json.encode(self.extra_body, order="sorted").decode() if self.extra_body else ""
         return {name: text for name, text in (("headers", names), ("extra_body", body)) if text}
 
 
 def look(target: Target, retries: int = 0) -> ServerInfo:
-    """Return what a server reports about itself. Raise WorkerError if it cannot be measured."""
+    """Return a server's reports about itself. Raise WorkerError if it cannot be measured."""
 
     async def main() -> ServerInfo:
         async with Client(target) as client:
@@ -143,7 +145,7 @@ def manner_of(asked: Asked, model: str) -> Manner:
 
 
 def judged(points: Sequence[Point], max_model_len: int | None) -> list[Candidate]:
-    """Points that can run, and those whose every request is longer than the server takes."""
+    """Return the points as candidates, with an error for those with requests longer than the server accepts."""
     found = []
     for point in points:
         assert point.load is not None
@@ -191,16 +193,16 @@ class Served:
 
 @dataclasses.dataclass
 class _Sent:
-    """What is known once a load has been sent, however it ended."""
+    """State of a sent load at its end, for any outcome."""
 
     requests: Sequence[ServeRequest]
     run: Run | Shares | None = None
     before: Counters | None = None
     after: Counters | None = None
     null: dict[str, float | int] = dataclasses.field(default_factory=dict)
-    """What the client alone costs; empty where that was not measured."""
+    """Measurements of the client alone; empty if they were not taken."""
     waits: tuple[float, list[SyncSite]] | None = None
-    """Host-blocking calls of a step of the server, and where they are."""
+    """Host-blocking calls of a step of the server, and their source lines."""
     unprofiled: str = ""
     """Why the server was not profiled, if that was asked for."""
     complete: bool = False
@@ -216,7 +218,7 @@ def measure(
     folder: Path,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Record, BaseException | None]:
-    """Send a point's load; leaves its samples below `folder`, and returns its record.
+    """Send a point's load; write its samples below `folder`, and return its record.
 
     An interruption ends the run and is returned with the record, which keeps the requests that have finished. The point
     has failed then, unless all requests had ended and only the client's check or the server's profile were cut short.
@@ -292,7 +294,9 @@ async def _send(
 async def _profile(
     point: Point, asked: Asked, manner: Manner, sent: _Sent, folder: Path, tell: Callable[[str], None]
 ) -> None:
-    """A few requests of the load again, with the server's profiler at work: never in the times, which stand without it."""
+    """Send a few requests of the load again, with the server's profiler on; their times are not part of the
+    measurement.
+    """
     try:
         async with Client(asked.target) as client:
             calls = _short(client, manner, sent.requests[:PROFILED])
@@ -304,10 +308,10 @@ async def _profile(
 
 
 def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: float | None) -> int:
-    """Client processes for the rate of chunks that is expected, within the cores that are there, one of which stays free.
+    """Return the number of client processes for the expected rate of chunks, leaving one core free.
 
-    That of an open loop is told by its requests; of a closed one by the ITL of the warm-up, which a loaded server does
-    not beat.
+    The rate of an open loop follows from its requests; that of a closed loop from the ITL of the warm-up, which a
+    loaded server does not undercut.
     """
     if point.clients is not None:
         rate = point.clients / warm_itl_s if warm_itl_s else 0.0
@@ -320,9 +324,10 @@ def processes_for(point: Point, requests: Sequence[ServeRequest], warm_itl_s: fl
 
 
 async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Sequence[ServeRequest]) -> float | None:
-    """Short answers to prompts of the load's lengths, all at once; returns the median gap of their chunks in s.
+    """Send requests with the load's prompt lengths and short answers, all at once; return the median gap of their
+    chunks in s.
 
-    Raises WorkerError where all of them fail.
+    Raise WorkerError if all of them fail.
     """
     calls = _short(client, manner, requests[: asked.warm_up])
     if not calls:
@@ -337,7 +342,7 @@ async def _warm_up(client: Client, asked: Asked, manner: Manner, requests: Seque
 
 
 def _short(client: Client, manner: Manner, requests: Sequence[ServeRequest]) -> list[Call]:
-    """Requests like these, with other tokens and short answers."""
+    """Return requests of the same lengths, with other tokens and short answers."""
     generator = np.random.Generator(np.random.PCG64(secrets.randbits(64)))
     calls = []
     for request in requests:
@@ -359,9 +364,10 @@ async def _tell(run: Run | Shares, tell: Callable[[str], None]) -> None:
 
 
 def _requests(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
-    """Those of the load in other tokens each time: a server keeps what it has seen in its prefix cache.
+    """Return the requests of the load with different tokens each time, because a server's prefix cache keeps earlier
+    ones.
 
-    All ids are moved alike, so that prompts share what they shared. Prompts that a file names are sent as they are.
+    All ids are shifted by the same amount, so that shared prefixes stay shared. Prompts from a file are sent unchanged.
     """
     largest = read_requests(Path(settings.trace_path)).largest_id if settings.trace_path else -1
     found = requests_of(point, settings, max(vocab, largest + 1))
@@ -468,7 +474,7 @@ def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) 
 
 
 def _sample(outcome: Outcome, sent: _Sent) -> Sample:
-    """A request as our samples have it; times after the start of the run."""
+    """Return a request as a Sample; times after the start of the run."""
     assert sent.run is not None
     start, answer = sent.run.start_s, outcome.answer
     request = sent.requests[outcome.call.number]
@@ -524,7 +530,7 @@ def _server(info: ServerInfo, manner: Manner, asked: Asked, outcomes: Sequence[O
 
 
 def _failure_kind(error: RequestError) -> tuple[str, Fault | None]:
-    """Return the kind of a failed request, with what is wrong with its stream."""
+    """Return the kind of a failed request, and the fault of its stream."""
     return error.kind, error.bad.fault if error.bad is not None else None
 
 
@@ -553,7 +559,7 @@ def _client_bound(client: ClientLoad | None, itl_ms: float | None) -> bool:
 
 
 def _not_as_asked(samples: Sequence[Sample], requests: Sequence[ServeRequest]) -> bool:
-    """Whether finished requests had other lengths than those that were asked for, on average."""
+    """Return True if the mean lengths of finished requests differ from the requested ones."""
     done = [s for s in samples if s.finished]
     asked = [requests[s.request.number] for s in done]
     for came, wanted in (

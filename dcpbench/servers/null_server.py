@@ -1,10 +1,10 @@
-"""A server that does next to nothing: it answers each request with a token at once, and another whenever GAP_S have passed.
+"""A minimal server: it answers each request with a token at once, and sends another each time GAP_S has passed.
 
-What a client spends on its streams, and how late it is, is the client's own then: overhead.py.
+Time that a client spends on its streams, and its lateness, are therefore the client's own: overhead.py.
 
     python -m dcpbench.servers.null_server
 
-prints its port, and lives until its standard input ends, as it does with the process that started it.
+prints its port, and runs until its standard input ends, which also happens when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ASKED = re.compile(rb'"max_tokens": *(\d+)')
 
 
 class Streams:
-    """All streams, which get their tokens together: a timer of its own for each would be another load."""
+    """All streams, which get their tokens together, because a timer per stream would be an additional load."""
 
     def __init__(self) -> None:
         self.left: dict[asyncio.Transport, int] = {}
         self._due = 0.0
 
     def add(self, transport: asyncio.Transport, tokens: int) -> None:
-        """A stream of so many tokens."""
+        """Add a stream of `tokens` tokens."""
         if tokens <= 1:
             transport.write(HEAD + CHUNK + END)
             return
@@ -87,7 +87,7 @@ class Null(asyncio.Protocol):
 
 
 async def serve() -> None:
-    """At a free port of the loopback, until standard input ends."""
+    """Serve at a free loopback port until standard input ends."""
     streams, ended, loop = Streams(), asyncio.Event(), asyncio.get_running_loop()
     server = await loop.create_server(lambda: Null(streams), "127.0.0.1", 0, backlog=1024)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")

@@ -1,4 +1,4 @@
-"""What the client itself costs and adds, against a server that does nothing (null_server.py)."""
+"""Measure the cost and the delay of the client itself, against a minimal server (null_server.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.load import Outcome
 
 TOKENS = 40
-"""Of each stream: 0.8 s."""
+"""Tokens of each stream: 0.8 s."""
 BEGIN_S = 0.4
 """Within which they begin, one after the other: all at once would measure how long it takes to send them."""
 MOST_STREAMS = 512
@@ -32,7 +32,7 @@ P99 = 99
 
 
 def at_once(outcomes: Sequence[Outcome]) -> int:
-    """Most answers that streamed at one moment."""
+    """Return the maximum number of simultaneously streaming answers."""
     spans = [(o.submitted_s, o.answer.chunk_s[-1]) for o in outcomes if o.answer is not None and o.answer.chunk_s]
     edges = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     return int(max(np.cumsum([step for _, step in edges]), default=0))
@@ -40,7 +40,7 @@ def at_once(outcomes: Sequence[Outcome]) -> int:
 
 @contextlib.contextmanager
 def null() -> Iterator[Target]:
-    """A null server while the block lasts. Raises WorkerError where it does not start."""
+    """Provide a null server within the block. Raise WorkerError if it does not start."""
     words = [sys.executable, "-m", null_server.__name__]
     env = os.environ | package.environment()
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
@@ -57,7 +57,9 @@ def null() -> Iterator[Target]:
 
 
 async def overhead(streams: int, processes: int, *, realtime: bool = False) -> dict[str, float | int]:
-    """Fields of ClientLoad that begin with null_, of so many streams at once. Raises WorkerError."""
+    """Return the fields of ClientLoad that begin with null_, for `streams` simultaneous streams. Raise WorkerError on
+    failure.
+    """
     streams = max(min(streams, MOST_STREAMS), 1)
     with null() as target:
         data = target.request("POST", "/v1/completions", b'{"max_tokens": %d}' % TOKENS)

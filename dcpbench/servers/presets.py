@@ -4,15 +4,15 @@
     command = "vllm serve {model} --host {host} --port {port}"
     ready = "/health"
     profiler = "--profiler-config.torch_profiler_dir {traces}"    # added with --traces
-    [layout]                       # flags of degrees and of the exchange, added where they say more than 1 or none
+    [layout]                       # flags of degrees and of the exchange, added if a degree exceeds 1 or an exchange is set
     tp = "--tensor-parallel-size {attn_tp}"
     dcp = "--decode-context-parallel-size {dcp}"
-    [flags]                        # axes: each combination is a server of its own
+    [flags]                        # axes: each combination is a separate server
     max-num-seqs = [32, 64]
     [env]
     VLLM_LOGGING_LEVEL = "WARNING"
 
-`{tp}` counts all GPUs of a layout, `{attn_tp}` is tp / dp: what vLLM calls tensor parallel.
+`{tp}` counts all GPUs of a layout, `{attn_tp}` is tp / dp, which vLLM calls tensor parallel.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*shown.values())]
 
     def settings_of(self, point: Point) -> dict[str, str]:
-        """Return the flags of the server of a point, with the secrets that its settings stand for."""
+        """Return the flags of the server of a point, with the secrets that its settings represent."""
         by_label = {setting_text(label): server for label, server in zip(self.labels(), self.servers(), strict=True)}
         if point.settings in by_label:
             return by_label[point.settings]
@@ -78,7 +78,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def secrets(self) -> list[str]:
-        """Return the words of a command line that hold what the file names as keys: its flags and its environment."""
+        """Return the words of a command line that come from keys in the file: its flags and its environment."""
         flags = {name: value if isinstance(value, list) else [value] for name, value in self.flags.items()}
         words = [word for name, values in flags.items() for value in values for word in (f"--{name}", str(value))]
         return [*words, *(f"{name}={value}" for name, value in self.env.items())]

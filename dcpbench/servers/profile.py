@@ -65,9 +65,9 @@ async def profile(
     extra_body: Mapping[str, object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Return the traces that the server wrote into `folder`, which it shares with this process, while it served a small load.
+    """Return the traces that the server wrote into `folder`, on a shared file system, while it served a small load.
 
-    Raises UsageError for a folder that cannot be made, WorkerError where the server does not profile or no trace comes.
+    Raise UsageError for a folder that cannot be made, WorkerError if the server does not profile or no trace appears.
     """
     await asyncio.to_thread(make_traces_folder, folder)
     async with Client(target) as client:
@@ -112,12 +112,12 @@ async def traced(
 
 
 def waits_in(paths: Sequence[Path]) -> tuple[float, list[SyncSite]]:
-    """Return the host-blocking calls of a step and where they are, of the worst rank of a server's traces.
+    """Return the host-blocking calls of a step and their source lines, for the worst rank of a server's traces.
 
-    Where the engine's annotations tell prefill from decode, the number is that of the phase that waits most.
+    If the engine's annotations distinguish prefill from decode, the number is that of the phase with the most waits.
 
-    Raises WorkerError if they cannot answer: no GPU events, damaged, a rank's trace missing, or no steps marked. A front
-    end's trace is left out.
+    Raise WorkerError if the traces are insufficient: no GPU events, damaged, a rank's trace missing, or no steps
+    marked. A front end's trace is left out.
     """
     report = scan(each_text_once(paths, lambda *_: None), root=Path.cwd())
     reasons = [reason for trace in report.traces if (reason := blind(trace))]

@@ -1,6 +1,6 @@
-"""How requests to a server are written: prompts as token ids if it accepts them, else as text, and further fields.
+"""Format requests to a server: prompts as token ids if it accepts them, else as text, and further fields.
 
-A few short requests find this out before anything is measured, as engines differ in what they accept.
+A few short requests determine the format before the measurement, because engines accept different fields.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True}},
     {},
 )
-"""Fields besides OpenAI's required ones, from those that tell most to none.
+"""Fields in addition to OpenAI's required ones, in the order of the information that they give.
 
-Ids of the answer come second, as vLLM and SGLang then also repeat the ids of the prompt, in the event of the first token:
-1.3 MB for 200,000 tokens, which delays that token (vllm/entrypoints/openai/completion/protocol.py, `return_token_ids`:
-"prompt_token_ids is included only in the first chunk").
+Ids of the answer come second, as vLLM and SGLang then also repeat the ids of the prompt, in the event of the first
+token: 1.3 MB for 200,000 tokens, which delays that token (vllm/entrypoints/openai/completion/protocol.py,
+`return_token_ids`: "prompt_token_ids is included only in the first chunk").
 """
 TRIED_TOKENS, TRIED_OUTPUT = 8, 2  # tokens of the prompt and of the answer of a short request
 CALIBRATION_WORDS = (40, 240)
@@ -173,7 +173,7 @@ class Text(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How requests to a server are written."""
+    """Format of requests to a server."""
 
     endpoint: str
     model: str
@@ -181,7 +181,7 @@ class Manner:
     vocab: int  # ids of prompts are below it
     text: Text | None = None  # None: prompts are token ids
     prompts: str = IDS  # IDS, TOKENIZER or COUNTED
-    id_extras: dict[str, Any] | None = None  # fields with which the ids of the answer come; None: the server has none
+    id_extras: dict[str, Any] | None = None  # fields that request the ids of the answer; None: unsupported
     extra_body: Mapping[str, object] = dataclasses.field(
         default_factory=dict
     )  # fields of --extra-body, sent with every request
@@ -232,7 +232,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Text of words, as many as the server counts as the given number of tokens."""
+    """Text of words, with as many words as give the requested number of tokens on the server."""
 
     per_word: float  # tokens of a word
     fixed: float  # tokens of a prompt besides its words, such as those of a chat template
@@ -244,7 +244,7 @@ class Words:
         return " ".join([WORDS[i] for i in (found % len(WORDS)).tolist()])
 
 
-TRIES = 16  # times that a text is cut or prolonged; one or two suffice unless most ids decode to nothing
+TRIES = 16  # times that a text is cut or extended; one or two suffice unless most ids decode to an empty string
 
 
 class Tokenized:
@@ -262,7 +262,7 @@ class Tokenized:
         path = folder / "tokenizer.json" if folder.is_dir() else folder
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises nothing else
+        except Exception as e:  # the only type that the library raises
             raise UsageError(
                 f"--tokenizer {folder}: no tokenizer could be read from {path.name} ({str(e)[:200]}); name the folder of "
                 "the served model, with its tokenizer.json."
@@ -271,7 +271,9 @@ class Tokenized:
         self.fixed = fixed
 
     def __call__(self, ids: np.ndarray) -> str:
-        """See Text. The text is tokenized again, and cut or prolonged until it has as many tokens."""
+        """Return text for ids, see Text. The text is tokenized again, and cut or extended until it has the requested
+        tokens.
+        """
         wanted = max(len(ids) - round(self.fixed), 1)
         found, more = np.resize(ids, wanted).tolist(), itertools.cycle(ids.tolist())
         for _ in range(TRIES):
@@ -322,7 +324,7 @@ async def find_manner(
 
 
 class Trial:
-    """Short requests that find out what a server accepts."""
+    """Short requests that determine the fields that a server accepts."""
 
     def __init__(self, client: Client, endpoint: str, retries: int) -> None:
         self.client, self.endpoint, self.retries = client, endpoint, retries
@@ -330,7 +332,7 @@ class Trial:
         self._deadline_s = time.monotonic() + client.target.timeout_s
 
     async def find_extras(self, manner: Manner) -> Manner | None:
-        """Return the manner with the fields that tell most about tokens; None if the server refuses all of them."""
+        """Return the format with the most informative fields about tokens; None if the server refuses all of them."""
         fallback: Manner | None = None
         for extras in EXTRAS:
             tried = dataclasses.replace(manner, extras=extras)
@@ -376,7 +378,7 @@ class Trial:
         return await retry_while_busy(send, self.retries)
 
     async def describe_failure(self, manner: Manner) -> WorkerError:
-        """Return the error that ends the trials, with what to type next if the server shows it."""
+        """Return the error that ends the trials, with the option to add if the server's answers show it."""
         url, path, last = self.client.target.url, PATHS[self.endpoint], self.errors[-1]
         if (other := await self._find_other_endpoint(manner, last)) is not None:
             return WorkerError(
@@ -392,7 +394,7 @@ class Trial:
         return WorkerError(f"{url} cannot be measured: {last.sentence}")
 
     async def _find_other_endpoint(self, manner: Manner, last: RequestError) -> str | None:
-        """Return the other endpoint if it answers where this one does not."""
+        """Return the other endpoint if it answers and this one does not."""
         if last.status not in NO_ENDPOINT and not (_may_be_fields(last) and last.status):
             return None
         other = CHAT if self.endpoint == COMPLETIONS else COMPLETIONS

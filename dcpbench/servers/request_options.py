@@ -101,9 +101,10 @@ def parse_extra_body(text: str | None, *, greedy: bool = False) -> dict[str, obj
 
 
 def find_secrets(headers: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the values of headers that hold secrets by their names, and each word of them.
+    """Return the values of headers with names that mark them as secret, and each word of them.
 
-    A server may repeat a token without the scheme before it. Other values, such as a model's name, may stand in a record.
+    A server may repeat a token without the scheme before it. Other values, such as a model's name, may appear in a
+    record.
     """
     secret = [value for name, value in headers if SECRET_NAME.search(name)]
     return [part for value in secret for part in dict.fromkeys([value, *value.split()])]

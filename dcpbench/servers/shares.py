@@ -36,7 +36,7 @@ PROGRESS_S = 0.5
 STOP_S = 10.0
 """Limit for a stopped process to send its outcomes."""
 END_S = 5.0
-"""Limit for a terminated process to end, after which it is killed."""
+"""Time limit in s for a terminated process to end, after which it is killed."""
 READY, PROGRESS, DONE, STOP = "ready", "progress", "done", "stop"
 
 
@@ -53,11 +53,11 @@ class Share:
     realtime: bool
     connections: int = 0
     secrets: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    """What is redacted in sentences about its requests."""
+    """Secrets to redact in messages about its requests."""
 
 
 def divided(number: int, parts: int) -> list[int]:
-    """Divide a number into whole parts that differ by at most 1, larger parts first."""
+    """Divide a number into integers that differ by at most 1, larger ones first."""
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
@@ -72,7 +72,7 @@ def deal(
     retries: int = 0,
     realtime: bool = False,
 ) -> list[Share]:
-    """Divide a load into shares, none of them empty, as the module describes."""
+    """Divide a load into non-empty shares, as described in the module."""
     count = max(min(processes, len(calls), *(n for n in (clients, at_once) if n is not None)), 1)
     hands = clients if clients is not None else count
     return [
@@ -134,7 +134,8 @@ class Shares:
     async def run(self, start_s: float | None = None) -> None:
         """Send all requests, to the end or to the limit, and keep their outcomes.
 
-        Where it is cancelled or a process ends, the other processes are stopped and their outcomes are kept. Raises WorkerError.
+        If it is cancelled or a process ends, the other processes are stopped and their outcomes are kept. Raise
+        WorkerError if a process ended.
         """
         self.start_s = max(start_s or 0.0, time.perf_counter() + AHEAD_S)
         self._send_all(self.start_s)
@@ -151,7 +152,7 @@ class Shares:
             task.result()
 
     def close(self) -> None:
-        """End the processes, by SIGKILL where SIGTERM does not."""
+        """End the processes, by SIGKILL if SIGTERM does not suffice."""
         for pipe in self._pipes:
             asyncio.get_running_loop().remove_reader(pipe.fileno())
             pipe.close()
@@ -165,13 +166,13 @@ class Shares:
         self._processes.clear()
 
     def _send_all(self, message: float | str) -> None:
-        """Send a message to each process; one that has ended is noticed where its outcomes are awaited."""
+        """Send a message to each process; processes that have ended are noticed when their outcomes are awaited."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(message)
 
     async def _stop(self, taking: Sequence[asyncio.Task[None]]) -> None:
-        """Stop the processes whose outcomes have not come, and wait for them."""
+        """Stop the processes that have not sent their outcomes, and wait for them."""
         left = {task for task in taking if not task.done()}
         if left:
             self._send_all(STOP)
@@ -189,7 +190,7 @@ class Shares:
         self.paces.append(pace)
 
     async def _wait(self, number: int, kind: str) -> Any:  # noqa: ANN401 -- of several kinds
-        """Return the content of a process's next message of a kind. Raises WorkerError where the process ends before."""
+        """Return the content of a process's next message of a kind. Raise WorkerError if the process ends before."""
         received, content = await self._messages[number].get()
         if received == kind:
             return content
@@ -221,7 +222,7 @@ async def sending(
     retries: int = 0,
     realtime: bool = False,
 ) -> AsyncIterator[Run | Shares]:
-    """Provide a load that this process or several processes send, and end all of it with the block."""
+    """Provide a load sent by this process or by several, and end all of them with the block."""
     shares = deal(
         target, calls, clients, processes, at_once=at_once, limit_s=limit_s, retries=retries, realtime=realtime
     )
@@ -238,10 +239,11 @@ async def sending(
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C in the processes that are started here: their parent tells them to stop, and they answer with their outcomes.
+    """Block Ctrl-C in the processes that are started here: their parent stops them, and they answer with their
+    outcomes.
 
-    The first process that multiprocessing starts would come with a tracker, behind which Python unblocks SIGINT: so the tracker
-    is started before.
+    multiprocessing starts a resource tracker with its first process, after which Python unblocks SIGINT; therefore the
+    tracker is started beforehand.
     """
     resource_tracker.ensure_running()
     numbers = {signal.SIGINT, signal.SIGHUP}

@@ -1,7 +1,7 @@
-"""Sockets that say when what they read had come: by the kernel, however late their process gets to read it.
+"""Sockets that report when received data arrived: by the kernel, regardless of how late the process reads it.
 
-A client that shares its machine is woken late, and late again for the last of many streams that are told of at once. Linux writes
-down when a packet came (SO_TIMESTAMPNS, of TCP since 4.14); elsewhere the time of the read is all that is known.
+A client that shares its machine is woken late, and is even later for the last of many streams reported at once. Linux
+records when a packet arrived (SO_TIMESTAMPNS, for TCP since 4.14); elsewhere only the time of the read is known.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from typing import Any, Self
 TIMESPEC = struct.Struct("@ll")
 ANCILLARY = socket.CMSG_SPACE(TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
 SO_TIMESTAMPNS = 35
-"""Of Linux, but for three architectures that nobody serves from; where it means nothing the kernel says so."""
+"""Value on Linux, except on three architectures that are not used for serving; where it is invalid the kernel returns
+an error.
+"""
 NS = 1e-9
 SURE_NS = 20_000
 """Between two readings of one clock, within which another is taken for simultaneous."""
 
 
 class StampedSocket(socket.socket):
-    """Of TCP. What asyncio reads from it is stamped."""
+    """TCP socket with timestamps on the data that asyncio reads from it."""
 
     came_s: float | None = None
-    """When what was read last had come, by time.perf_counter(); None where the kernel does not say."""
+    """Arrival time of the data read last, by time.perf_counter(); None if the kernel does not report it."""
     _stamps = False
 
     def stamp(self) -> Self:
-        """Itself, whose bytes the kernel stamps from now on, where it can."""
+        """Enable timestamps of received bytes by the kernel if possible; return the socket."""
         if sys.platform == "linux":
             try:
                 self.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
@@ -38,7 +40,7 @@ class StampedSocket(socket.socket):
                 pass
         return self
 
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ANN401 -- whatever asyncio reads into
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ANN401 -- any buffer of asyncio
         """See socket.socket."""
         if not self._stamps:
             return super().recv_into(buffer, nbytes, flags)
@@ -48,9 +50,10 @@ class StampedSocket(socket.socket):
 
 
 def came_s(told: list[tuple[int, int, bytes]]) -> float | None:
-    """When the bytes came with which the kernel tells this, by time.perf_counter(); None where it does not say.
+    """Return the arrival time in a read's ancillary data, by time.perf_counter(); None if the kernel does not report
+    it.
 
-    Of several packets that were read as one it tells of the last.
+    For several packets in one read, it is that of the last.
     """
     for level, kind, data in told:
         if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS) and len(data) == TIMESPEC.size:
@@ -60,7 +63,9 @@ def came_s(told: list[tuple[int, int, bytes]]) -> float | None:
 
 
 def _apart_ns() -> int:
-    """The date less time.perf_counter(), now, as clocks may be set; read again where this process was stopped in between."""
+    """Return the difference of the date and time.perf_counter() now, as clocks may be set; repeated if the process was
+    interrupted.
+    """
     while True:
         before = time.perf_counter_ns()
         date = time.time_ns()

@@ -1,12 +1,12 @@
-"""Decide how many tokens each chunk of a stream brought, from what servers report about them.
+"""Determine the number of tokens in each chunk of a stream, from the servers' reports.
 
     token ids   the chunk lists the ids of its tokens (`return_token_ids`)
     cumulative  `usage` of each chunk counts all tokens so far (`continuous_usage_stats`)
     deltas      `usage` of each chunk counts its own tokens
     total       one `usage` counts all tokens; each chunk gets an equal share
-    chunks      nothing is reported; each chunk counts as one token
+    chunks      no count is reported; each chunk counts as one token
 
-Servers fill `usage` of a chunk in different ways, so it is believed only if it fits the chunks that arrived: text cannot
+Servers fill `usage` of a chunk in different ways, so it is used only if it fits the chunks that arrived: text cannot
 arrive with a count of 0, and most chunks with text have to raise a cumulative count.
 """
 
@@ -36,7 +36,7 @@ BYTES_OF_ID = 12  # of one id in JSON, with the comma and the space after it
 
 
 class Counting(enum.Enum):
-    """How the tokens of each chunk are known; see the module."""
+    """Sources of the number of tokens in each chunk; see the module."""
 
     IDS = "token ids"
     CUMULATIVE = "cumulative"
@@ -60,7 +60,7 @@ class Limits:
         self.echo_bytes = BYTES_OF_ID * prompt_tokens  # by which an event may be longer as it repeats the prompt's ids
 
     def find_excess(self, usage: Usage) -> BadStream | None:
-        """Return what is wrong with the first field of a `usage` that is out of range; None if all are in range."""
+        """Return the fault of the first field of a `usage` that is out of range; None if all are in range."""
         prompt, output, reasoning = usage.prompt_tokens, usage.completion_tokens, usage.reasoning
         if prompt is not None and not 0 <= prompt <= self.usage_prompt:
             return self._excess("prompt_tokens", prompt, self.usage_prompt)
@@ -82,7 +82,7 @@ NO_USAGE = -1
 
 
 class Chunks:
-    """The events of a stream that bring output, or count more of it, in arrays that take 21 bytes for each."""
+    """Events of a stream that bring output, or count more of it, in arrays that take 21 bytes for each."""
 
     __slots__ = ("has_output", "ids", "time_s", "usage")
 
@@ -164,7 +164,7 @@ def _fill_ids(found: list[int], total: int | None) -> list[int]:
 
 
 def _read_cumulative(chunks: Chunks, hidden: int) -> list[int] | None:
-    """Return what each chunk added to a cumulative count, or None if the counts do not fit the chunks."""
+    """Return the increase of a cumulative count by each chunk, or None if the counts do not fit the chunks."""
     before, found, raised = hidden, [], 0
     for usage, has_output in zip(chunks.usage, chunks.has_output, strict=True):
         if usage < before or (has_output and usage <= hidden):
@@ -192,7 +192,7 @@ def _are_deltas(usages: Sequence[int], total: int | None, asked: int, *, full_le
 
 
 def _divide(total: int, parts: int) -> list[int]:
-    """Return equal shares of `total`. The last parts get what does not divide, as a first chunk mostly has one token."""
+    """Return equal shares of `total`. The last parts get the remainder, because a first chunk mostly has one token."""
     if not parts:
         return []
     each, more = divmod(total, parts)

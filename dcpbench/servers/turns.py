@@ -30,7 +30,7 @@ class Session:
 
     @property
     def texts(self) -> bool:
-        """Whether answers have to be kept as text."""
+        """Return True if answers have to be kept as text."""
         return self.manner.text is not None
 
     def next_call(self, answer: Streamed) -> Call:
@@ -53,7 +53,7 @@ def calls(target: Target, manner: Manner, requests: Sequence[ServeRequest], thin
 
 
 def _call(target: Target, manner: Manner, request: ServeRequest, prompt: Prompt, session: Session | None) -> Call:
-    """Return a request as it is sent. The ids of its answer are asked for only if a later turn's prompt holds them."""
+    """Return the call of a request. The ids of its answer are requested only if a later turn's prompt holds them."""
     body = manner.body_of(prompt, request.output_tokens, ids=session is not None)
     data = target.request("POST", PATHS[manner.endpoint], body)
     return Call(

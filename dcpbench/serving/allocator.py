@@ -1,15 +1,15 @@
-"""Which pages of the KV cache belong to which request, in virtual locations that are the same on all DCP ranks.
+"""Allocate pages of the KV cache to requests, in virtual locations that are the same on all DCP ranks.
 
-With N = dcp, a virtual page is `page_size · N` consecutive locations: one physical page on each of the N ranks, of the
-same number. A request's token t lies in its page number `t // (page_size · N)` at offset `t % (page_size · N)`, so
+With N = dcp, a virtual page is `page_size · N` consecutive locations: one physical page of the same number on each of
+the N ranks. Token t of a request lies in its page number `t // (page_size · N)` at offset `t % (page_size · N)`, so
 every request starts at a multiple of `page_size · N` and
 
     token_idx % N == loc % N        and, with stripes,        owner(token_idx) == owner(loc)
 
 Therefore a rank's page table is the list of virtual pages itself, and its j-th local token lies in physical row
-`pages[j // page_size] · page_size + j % page_size`. Nothing has to be filtered or masked to find a rank's share.
+`pages[j // page_size] · page_size + j % page_size`. No filter or mask is needed to find a rank's share.
 
-Page 0 is padding: the locations that unused rows of a decode graph write to (request_pool.py). It is never handed out.
+Page 0 is padding: unused rows of a decode graph write to its locations (request_pool.py). It is never allocated.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Allocation:
 
     @property
     def pages(self) -> np.ndarray:
-        """Virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
+        """Return virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
         return self._buffer[: self._count]
 
     @property
     def room(self) -> int:
-        """Tokens that its pages hold."""
+        """Return the token capacity of its pages."""
         return self._count * self._virtual_page
 
     def locs(self, start: int, stop: int) -> np.ndarray:
-        """Virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
+        """Return virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"tokens {start}…{stop - 1} asked of a request of {self.tokens} tokens")
         tokens = np.arange(start, stop, dtype=np.int32)
@@ -58,7 +58,7 @@ class Allocation:
         return locs
 
     def append(self, pages: np.ndarray) -> None:
-        """For DcpAllocator: add pages, doubling the buffer so that growing token by token stays linear."""
+        """Append pages, doubling the buffer so that token-by-token growth stays linear. Called by DcpAllocator."""
         count = self._count + len(pages)
         if count > len(self._buffer):
             grown = np.empty(max(count, 2 * len(self._buffer)), dtype=np.int32)
@@ -68,7 +68,9 @@ class Allocation:
         self._count = count
 
     def share(self, pages: np.ndarray) -> np.ndarray:
-        """For DcpAllocator: begin with `pages`, which are the cache's; returns own pages that they replace."""
+        """Replace the first pages by the prefix cache's `pages`; return the own pages that they replace. Called by
+        DcpAllocator.
+        """
         kept = self._buffer[self.shared : len(pages)]
         duplicates: np.ndarray = kept[kept != pages[self.shared :]].copy()
         self._buffer[: len(pages)] = pages
@@ -76,7 +78,7 @@ class Allocation:
         return duplicates
 
     def clear(self) -> None:
-        """For DcpAllocator: forget everything."""
+        """Drop all pages and tokens. Called by DcpAllocator."""
         self._count = self.tokens = self.shared = 0
 
 
@@ -109,24 +111,26 @@ class DcpAllocator:
         self._free = np.arange(pages - 1, PADDING_PAGE, -1, dtype=np.int32)
         """Stack of free pages, its top at `free_pages - 1`; an array, as there may be millions of pages."""
         self._is_free = np.ones(pages, dtype=bool)
-        """Padding, too, which nobody can give back."""
+        """Free flag of each page; the padding page is flagged as free, so that giving it back fails."""
 
     @property
     def used_pages(self) -> int:
-        """Pages that requests or the prefix cache hold; the padding page is neither free nor used."""
+        """Return the number of pages held by requests or the prefix cache; the padding page is neither free nor used."""
         return self.pages - 1 - self.free_pages
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that a request of `tokens` tokens takes."""
+        """Return the number of pages of a request of `tokens` tokens."""
         return -(-tokens // self.virtual_page)
 
     def fragmentation(self) -> float:
-        """Share of the allocated rows (of all ranks together) that holds no token; 0 when nothing is allocated."""
+        """Return the share of the allocated rows of all ranks that holds no token; 0 if no row is allocated."""
         rows = self.used_pages * self.virtual_page
         return 1 - self.tokens / rows if rows else 0.0
 
     def alloc(self, tokens: int, shared: np.ndarray = NO_PAGES) -> Allocation:
-        """Room for a new request of `tokens` tokens, whose first pages are `shared`: the prefix cache's, and locked."""
+        """Allocate pages for a new request of `tokens` tokens; `shared` are its first pages, locked in the prefix
+        cache.
+        """
         if tokens <= len(shared) * self.virtual_page:
             raise ValueError(f"a request of {tokens} tokens with {len(shared)} pages of them cached needs no memory")
         own = self._take(self.pages_for(tokens) - len(shared))
@@ -136,9 +140,9 @@ class DcpAllocator:
         return allocation
 
     def share(self, allocation: Allocation, pages: np.ndarray) -> None:
-        """The request's first pages are the prefix cache's `pages` from now on.
+        """Replace the request's first pages by the prefix cache's `pages`.
 
-        Where these are other pages than its own, with the same tokens, its own are freed; all others change owner.
+        Own pages that are replaced by others with the same tokens are freed; all others change their owner.
         """
         self._check(allocation)
         if not allocation.shared <= len(pages) <= allocation.tokens // self.virtual_page:
@@ -153,7 +157,7 @@ class DcpAllocator:
         self.tokens -= len(pages) * self.virtual_page
 
     def extend(self, allocation: Allocation, tokens: int) -> None:
-        """`tokens` more tokens for a request: first what its last page has left, then new pages."""
+        """Add `tokens` tokens to a request: fill its last page first, then allocate new pages."""
         self._check(allocation)
         if tokens < 0:
             raise ValueError(f"a request cannot grow by {tokens} tokens")

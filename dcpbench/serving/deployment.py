@@ -1,20 +1,20 @@
-"""Several instances of a layout behind a router, in integers and virtual time: which request goes where, and KV that crosses.
+"""Several instances of a layout behind a router, in integers and virtual time: routing of requests and transfer of KV.
 
-All instances alike prefill and decode (`Deployment`), or some only prefill and others only decode (`Disaggregated`):
+Either all instances prefill and decode (`Deployment`), or some only prefill and others only decode (`Disaggregated`):
 
     client ─▶ prefill instance ── first token ──▶ client
                     │ KV, once the whole prompt is stored: link after link
                     ▼
               decode instance ── all other tokens ──▶ client
 
-Each instance has a scheduler of its own; those here are the one scheduler (scheduler.py) with one half of its steps left
-out. A transfer takes the links of both ends for itself: that of the attention replica which sends and that of the one
-which receives, each GPU to the one in its place. It begins when the replica's transfers before it have ended and some
-replica that decodes has room, which is then taken. Until it ends the KV stays where it was prefilled, so that instances
-without room keep those before them waiting.
+Each instance has its own scheduler; those of disaggregated instances are the common scheduler (scheduler.py) without
+one half of its steps. A transfer occupies the links of both ends: those of the sending and of the receiving attention
+replica, each GPU to its counterpart. It begins when earlier transfers of the sending replica have ended and a decode
+replica has free KV capacity, which is then reserved. Until the transfer ends, the KV stays on the prefill instance, so
+full decode instances keep the prefill instances waiting.
 
-A request that loses its KV while it decodes is prefilled anew, prompt and what was generated, before all others of an
-instance that prefills, and crosses again.
+A request that loses its KV during decode is prefilled again, prompt and generated tokens, before all others of a
+prefill instance, and its KV is transferred again.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
 
 class Deployment:
-    """Instances that all do the same. To whoever sends requests it is a scheduler: `submit` and `cancel`.
+    """Identical instances behind the interface of a scheduler: `submit` and `cancel`.
 
-    A request goes to the instance with the fewest, a later turn of a session to the one that has what was said before.
+    A request goes to the instance with the fewest requests, a later turn of a session to the one that holds the earlier
+    turns.
     """
 
     def __init__(self, schedulers: SequenceOf[Scheduler], takers: int | None = None) -> None:
-        """`takers`: the first so many take requests; None: all."""
+        """Create a deployment; only the first `takers` instances accept requests, or all if None."""
         self.schedulers = list(schedulers)
         self.takers = range(len(self.schedulers) if takers is None else takers)
         self.in_hand = [0] * len(self.schedulers)
-        """Requests of each instance."""
+        """Number of requests of each instance."""
         orders = itertools.count()
         for scheduler in self.schedulers:
             scheduler.orders = orders
@@ -60,7 +61,7 @@ class Deployment:
         self._woken: set[int] = set()
 
     def submit(self, request: ServeRequest) -> str:
-        """Give a request to an instance; or say why it can never be served."""
+        """Give a request to an instance; return the reason if it can never be served, else an empty string."""
         index = self._taker(request.session)
         reason = self.schedulers[index].submit(request)
         if not reason:
@@ -75,24 +76,24 @@ class Deployment:
         return list(dropped.values())
 
     def decided(self, index: int, now_s: float) -> None:
-        """An instance has decided a step, or that there is none."""
+        """Handle that an instance has decided a step, or that it has none."""
 
     def read(self, index: int, step: Step, now_s: float) -> None:
-        """The tokens of a step of an instance have been read."""
+        """Handle that the tokens of a step of an instance have been read."""
         del now_s
         for sequence in step.finished if len(self.schedulers) > 1 else ():
             sequence.instance = index
         self.in_hand[index] -= len(step.finished)
 
     def next_s(self) -> float:
-        """When a transfer ends next."""
+        """Return the time at which the next transfer ends."""
         return math.inf
 
     def advance(self, now_s: float) -> None:
         """End the transfers that are over by now."""
 
     def woken(self) -> set[int]:
-        """Instances that have got something to do since this was asked last."""
+        """Return the instances that have received work since the last call."""
         found, self._woken = self._woken, set()
         return found
 
@@ -114,7 +115,7 @@ class Prefills(Scheduler):
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """Those that leave included."""
+        """Return the unfinished requests, including those that leave."""
         return sorted([*super().unfinished, *self.leaving], key=lambda s: s.order)
 
     def take_back(self, sequence: Sequence) -> None:
@@ -122,7 +123,7 @@ class Prefills(Scheduler):
         self.waiting.appendleft(sequence)
 
     def sent(self, sequence: Sequence) -> None:
-        """Its KV has crossed."""
+        """Release the memory of a request after the transfer of its KV."""
         self.leaving.remove(sequence)
         self._release(self.replicas[sequence.replica], sequence)
 
@@ -134,19 +135,19 @@ class Prefills(Scheduler):
         return sorted([*gone, *super().cancel()], key=lambda s: s.order)
 
     def _decode(self, step: Step) -> None:
-        """Never."""
+        """Do nothing: this instance does not decode."""
 
     def _has_chunks(self, sequence: Sequence) -> bool:
-        """A single token that is left is a chunk, too."""
+        """Return True if tokens are left to prefill; a single remaining token is a chunk, too."""
         return sequence.computed < sequence.target
 
     def _kept_free(self, replica: Replica) -> int:
-        """Nothing grows here."""
+        """Return 0, as no request grows here."""
         del replica
         return 0
 
     def _finish(self, step: Step) -> None:
-        """Also let go who has a token."""
+        """Also release requests that have their first token."""
         super()._finish(step)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             gone = [s for s in todo.emits if not s.finished]
@@ -155,25 +156,27 @@ class Prefills(Scheduler):
 
 
 class Decodes(Scheduler):
-    """An instance that only decodes what comes from others. It has no prefix cache, and holds what it has until it was read:
-    KV comes from elsewhere, in no order with its steps.
+    """An instance that only decodes requests prefilled elsewhere.
+
+    It has no prefix cache, and keeps the memory of a finished request until its step was read, because KV arrives from
+    other instances without any order relative to its steps.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self.arriving: list[list[Sequence]] = [[] for _ in self.replicas]
-        """By replica."""
+        """Arriving requests, by replica."""
         self.lost: list[Sequence] = []
-        """Those that lost their KV."""
+        """Requests that lost their KV."""
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """Those that arrive included."""
+        """Return the unfinished requests, including those that arrive."""
         arriving = [s for of in self.arriving for s in of]
         return sorted([*super().unfinished, *arriving, *self.lost], key=lambda s: s.order)
 
     def able(self, tokens: int) -> list[Replica]:
-        """Replicas with room for one of which so many tokens are stored."""
+        """Return the replicas with enough free capacity for a request of which `tokens` tokens are stored."""
         found = []
         for replica in self.replicas:
             need = replica.allocator.pages_for(tokens) + self._kept_free(replica)
@@ -182,11 +185,11 @@ class Decodes(Scheduler):
         return found
 
     def requests(self, replica: Replica) -> int:
-        """That run or arrive."""
+        """Return the number of running and arriving requests of a replica."""
         return len(replica.running) + len(self.arriving[replica.number])
 
     def expect(self, sequence: Sequence, replica: Replica) -> Sequence:
-        """Take room for one that is prefilled elsewhere; returns it as it will be here."""
+        """Reserve capacity for a request that is prefilled elsewhere; return its sequence on this instance."""
         allocation = replica.allocator.alloc(sequence.computed)
         ours = dataclasses.replace(
             sequence, replica=replica.number, slot=replica.slots.pop(), allocation=allocation, node=None
@@ -195,12 +198,12 @@ class Decodes(Scheduler):
         return ours
 
     def arrive(self, sequence: Sequence) -> None:
-        """Its KV is here."""
+        """Add a request to the running ones after the transfer of its KV."""
         self.arriving[sequence.replica].remove(sequence)
         bisect.insort(self.replicas[sequence.replica].running, sequence, key=lambda s: s.order)
 
     def was_read(self, step: Step) -> None:
-        """Free what finished requests held."""
+        """Free the memory of finished requests."""
         for sequence in step.finished:
             self._release(self.replicas[sequence.replica], sequence)
 
@@ -214,21 +217,21 @@ class Decodes(Scheduler):
         return sorted([*gone, *super().cancel()], key=lambda s: s.order)
 
     def _prefill(self, step: Step) -> None:
-        """Never."""
+        """Do nothing: this instance does not prefill."""
 
     def _kept_free(self, replica: Replica) -> int:
-        """A page for each that runs or arrives."""
+        """Return one page for each running or arriving request."""
         return self.requests(replica)
 
     def _preempt(self, replica: Replica, sequence: Sequence) -> None:
-        """It has to be prefilled anew, elsewhere."""
+        """Give up a request, which has to be prefilled again elsewhere."""
         super()._preempt(replica, sequence)
         replica.preempted.remove(sequence)
         replica.slots.append(sequence.slot)
         self.lost.append(sequence)
 
     def _finish(self, step: Step) -> None:
-        """Nothing is freed before the step was read."""
+        """Keep the memory of finished requests until the step was read."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             step.finished += [s for s in todo.emits if s.finished]
             replica.running = [s for s in replica.running if not s.finished]
@@ -236,17 +239,17 @@ class Decodes(Scheduler):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """How KV goes from an instance that prefills to one that decodes."""
+    """Link that carries KV from a prefill instance to a decode instance."""
 
     bytes_s: float
-    """Of a GPU."""
+    """Bandwidth of a GPU."""
     latency_s: float = 0.0
-    """Of each request, the link's for that time, too."""
+    """Latency of each transfer, during which the link is occupied as well."""
     page_bytes: int
-    """Of a page of one rank, all layers: whole pages are sent."""
+    """Bytes of a page of one rank over all layers; whole pages are sent."""
 
     def seconds(self, sent_bytes: int) -> float:
-        """For so many bytes of each GPU."""
+        """Return the duration of a transfer of `sent_bytes` per GPU, in s."""
         return self.latency_s + sent_bytes / self.bytes_s
 
 
@@ -261,20 +264,22 @@ class Disaggregated(Deployment):
         self._queues: dict[tuple[int, int], collections.deque[tuple[float, Sequence]]] = {
             (i, r): collections.deque() for i in range(prefill) for r in range(config.replicas)
         }
-        """What waits on the link of each sender, an instance and its replica, and since when; the first may be crossing."""
+        """Waiting requests on the link of each sender (instance, replica), with the time since when; the first one may
+        be in transfer.
+        """
         self._busy: set[tuple[int, int]] = set()
-        """Replicas whose links are taken, of senders and receivers."""
+        """Replicas, sending and receiving, with occupied links."""
         self._crossing: list[tuple[float, int, tuple[int, int], Sequence, Transfer]] = []
-        """Heap of what crosses: end, tie-break, sender, what arrives, and how it went."""
+        """Heap of running transfers: end, tie-break, sender, request, statistics."""
         self._ties = itertools.count()
 
     @property
     def links(self) -> int:
-        """Of instances that prefill: one for each of their replicas."""
+        """Return the number of links of prefill instances: one for each of their replicas."""
         return len(self._queues)
 
     def decided(self, index: int, now_s: float) -> None:
-        """Those that lost their KV go back to be prefilled."""
+        """Return requests that lost their KV to a prefill instance."""
         if index in self.takers:
             return
         scheduler = self.decodes[index - len(self.prefills)]
@@ -288,7 +293,7 @@ class Disaggregated(Deployment):
             self._begin(now_s)
 
     def read(self, index: int, step: Step, now_s: float) -> None:
-        """Who has a first token waits for the link; who has the last one leaves room."""
+        """Queue requests with a first token for their transfer, and free the capacity of finished requests."""
         super().read(index, step, now_s)
         if index in self.takers:
             for replica, todo in enumerate(step.replicas):
@@ -300,7 +305,7 @@ class Disaggregated(Deployment):
         self._begin(now_s)
 
     def next_s(self) -> float:
-        """When a transfer ends next."""
+        """Return the time at which the next transfer ends."""
         return self._crossing[0][0] if self._crossing else math.inf
 
     def advance(self, now_s: float) -> None:
@@ -318,7 +323,7 @@ class Disaggregated(Deployment):
         self._begin(now_s)
 
     def _begin(self, now_s: float) -> None:
-        """Begin each transfer that can, those first that have waited longest."""
+        """Start all transfers that can start, longest waiting first."""
         heads = [(q[0][0], sender) for sender, q in self._queues.items() if q and sender not in self._busy]
         for ready_s, sender in sorted(heads):
             _, sequence = self._queues[sender][0]
@@ -334,7 +339,9 @@ class Disaggregated(Deployment):
             heapq.heappush(self._crossing, (transfer.end_s, next(self._ties), sender, arriving, transfer))
 
     def _receiver(self, sequence: Sequence) -> tuple[int, Replica] | None:
-        """The instance with the fewest requests and its replica with the fewest, of those with room and a free link."""
+        """Return the instance with the fewest requests and its replica with the fewest, among those with capacity and a
+        free link.
+        """
         able: Iterable[tuple[int, Decodes, Replica]] = (
             (index, scheduler, replica)
             for index, scheduler in enumerate(self.decodes, len(self.prefills))

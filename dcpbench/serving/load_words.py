@@ -1,4 +1,4 @@
-"""How loads are typed and said: lengths, limits and objectives. No numpy: the command line reads them."""
+"""Parse and format loads: lengths, limits and objectives. No numpy, because the command line imports this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
 TRACE_LENGTHS = "trace"
-"""Load.input_tokens and output_tokens where a file says them."""
+"""Value of Load.input_tokens and output_tokens if a file holds the lengths."""
 MOST_TOKENS = 1_000_000_000
 MOST_SIGMA = 3.0
 """One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
@@ -32,7 +32,7 @@ _SECONDS = re.compile(r"([+-]?\d{1,99}(?:\.\d+)?)\s*s")
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """How many tokens a prompt or an answer has."""
+    """Distribution of the number of tokens of prompts or of answers."""
 
     kind: str
     """`fixed` (low), `uniform` (low to high, both included) or `lognormal` (median low, sigma)."""
@@ -41,20 +41,23 @@ class Lengths:
     sigma: float = 0.0
 
     def __str__(self) -> str:
-        """As it is typed, in one way only."""
+        """Return the canonical form of the option."""
         if self.kind == UNIFORM:
             return f"uniform:{self.low}-{self.high}"
         return f"lognormal:{self.low}:{self.sigma:g}" if self.kind == LOGNORMAL else str(self.low)
 
 
 def apart(tokens: int) -> str:
-    """Lengths around `tokens` that differ by up to a tenth, or by a token, as they are typed: `uniform:1350-1650` for 1500."""
+    """Return an option for lengths around `tokens` that differ by up to a tenth, or by one token: `uniform:1350-1650`
+    for 1500.
+    """
     return str(Lengths(UNIFORM, max(9 * tokens // 10, 1), -(-11 * tokens // 10)))
 
 
 PROMPTS, ANSWERS, CHUNK = "4000", apart(1500), 8192
-"""On GPUs, where nobody types a length of prompts, one of answers, or prompt tokens of a step. Were answers all of one length,
-clients would go in step, and that decides which layout is called best: docs/serving.md."""
+"""Defaults on GPUs: prompt length, answer length, prompt tokens of a step. With answers of identical length, clients
+would run in lock-step, which changes which layout is called best: docs/serving.md.
+"""
 CPU_PROMPTS, CPU_ANSWERS, CPU_CHUNK = "32", apart(8), 64
 USUAL_CLIENTS = (8, 32, 48)  # default of --concurrency on GPUs
 SPARE_REQUESTS = 0.1  # share by which the default exceeds what p99 of TTFT needs, as some may fail or be cut off
@@ -99,7 +102,7 @@ def parse_limit(value: object) -> tuple[int | None, float | None]:
 
 
 def parse_slo(value: object) -> dict[str, float]:
-    """`ttft=500,itl=50`, or a table or a list of a configuration file, in ms. Raises UsageError."""
+    """Parse `ttft=500,itl=50`, or a table or a list of a configuration file, in ms. Raise UsageError for other values."""
     example = "write for example --slo ttft=500,itl=50, in ms"
     if value in ("", {}, []):
         raise UsageError(f"--slo is empty; {example}, or leave it out.")
@@ -119,7 +122,7 @@ def parse_slo(value: object) -> dict[str, float]:
 
 
 def load_name(load: Load, concurrency: int) -> str:
-    """`8 clients, 480 × 4000→1500 tokens`, with `, replay` where it is one; docs/serving.md explains the loops."""
+    """Return `8 clients, 480 × 4000→1500 tokens`, with `, replay` for a replay; docs/serving.md explains the loops."""
     if load.arrival == CLOSED:
         who = "1 client" if concurrency == 1 else f"{concurrency} clients"
     elif load.arrival == GAMMA:
@@ -135,20 +138,26 @@ def load_name(load: Load, concurrency: int) -> str:
 
 
 def in_step(load: Load, concurrency: int) -> bool:
-    """Whether clients of a closed loop end and begin together, as all requests are of one length: docs/serving.md."""
+    """Return True if clients of a closed loop run in lock-step because all requests have the same length:
+    docs/serving.md.
+    """
     alike = all(_PLAIN.fullmatch(lengths) for lengths in (load.input_tokens, load.output_tokens))
     return alike and load.arrival == CLOSED and not load.sessions and 1 < concurrency < load.requests
 
 
 def lengths_apart(output_tokens: str) -> str:
-    """What to type so that requests whose answers are of one length differ by a tenth, or by a token; of one token by their prompts."""
+    """Return the option that varies the lengths of answers by a tenth, or by one token; for one-token answers, of
+    prompts.
+    """
     if int(output_tokens) == 1:
         return "--input-tokens uniform:LOW-HIGH"
     return f"--output-tokens {apart(int(output_tokens))}"
 
 
 def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
-    """What it changes that clients go in step; `some`: where, if not everywhere, `dp`: attention DP is there."""
+    """Return the warning about clients in lock-step; `some` limits it to some points, `dp` adds the effect on attention
+    DP.
+    """
     others = ["TTFT", *(["ITL p99"] if int(output_tokens) > 1 else []), "goodput", *["what attention DP gives"] * dp]
     return (
         f"Clients go in step{some}: requests of their closed loop are all of one length, so that they end and begin "
@@ -158,12 +167,12 @@ def in_step_words(output_tokens: str, *, some: str = "", dp: bool) -> str:
 
 
 def as_drawn(load: Load) -> str:
-    """Behind the rate of an open loop whose requests came as fast as their gaps were drawn."""
+    """Return the suffix of the rate of an open loop that sent requests with their drawn gaps."""
     return ", as drawn" if load.paced is False else ""
 
 
 def session_words(load: Load) -> str:
-    """`4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
+    """Return `4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
     later = f", {load.turn_tokens} tokens each later one" if load.turn_tokens else ""
     return f"{load.turns} turns{later}{f', {load.think_time:g} s between them' if load.think_time else ''}"
 

@@ -1,7 +1,8 @@
-"""A load as the requests that are sent: the same on every rank, machine and in every mode, as a seed decides all of it.
+"""Make the requests of a load: the same on every rank, on every machine and in every mode, because a seed determines
+them.
 
-Lengths and gaps come from numpy's PCG64, a stream for each; token ids are a hash of (seed, stream, position), so that
-the beginning of a stream is the same for whoever reads it, however far: that is how prompts share prefixes.
+Lengths and gaps come from numpy's PCG64, with one stream each. Token ids are a hash of (seed, stream, position), so
+that the beginning of a stream does not depend on how much of it is read: this is how prompts share prefixes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES = range(5)
 """Streams of numpy's generator."""
 OWN, GROUP, HASH, ANSWER = range(4)
-"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, of what stands for
-an answer in later turns."""
+"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, and of the
+substitute for an answer in later turns.
+"""
 MOST_SECONDS = 1e8
 """Three years: an open loop that takes longer is a mistake in its rate."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -42,7 +44,7 @@ _MASK = (1 << 64) - 1
 def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[ServeRequest]:
     """Return the requests of a load by arrival, prompts of int32 ids below `vocab`; those of a replay are made when read.
 
-    `trace` is the file that load.trace names. Raises UsageError where it cannot be read or is no longer what it was.
+    `trace` is the file that load.trace names. Raise UsageError if it cannot be read or has changed.
     """
     if load.trace:
         if trace is None:
@@ -74,30 +76,32 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
 
 
 def requests_of(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
-    """Those of a point's load, with the file that the settings name. Raises as `make_requests`."""
+    """Return the requests of a point's load, with the file that the settings name. Raise as `make_requests` does."""
     assert point.load is not None
     return make_requests(point.load, vocab, Path(settings.trace_path) if settings.trace_path else None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """How large the requests of a load are, in tokens of prompt and output together."""
+    """Sizes of the requests of a load, in tokens of prompt and output together."""
 
     shortest: int
     longest: int
     output: int
     """Output tokens of all requests."""
     ends_s: float
-    """When the last one comes; 0 in a closed loop."""
+    """Arrival time of the last request in s; 0 in a closed loop."""
 
     def served(self, positions: int) -> int:
-        """Tokens of the longest request that a model of so many positions takes; where it takes none, of the longest."""
+        """Return the tokens of the longest request that fits a model with this number of positions; if none fits, of
+        the longest.
+        """
         return self.longest if self.shortest > positions else min(self.longest, positions)
 
 
 @functools.cache
 def extent(load: Load, trace: str = "") -> Extent:
-    """What a load asks for, without making its prompts; `trace` is the path of the file that it names."""
+    """Return the extent of a load without making its prompts; `trace` is the path of the file that it names."""
     if load.trace:
         rows = read_requests(Path(trace)).rows[: load.requests]
         inputs, outputs = np.array([row.input_tokens for row in rows]), np.array([row.output_tokens for row in rows])
@@ -110,8 +114,9 @@ def extent(load: Load, trace: str = "") -> Extent:
 
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each prompt and of each answer, int64, in the order in which they are sent; of sessions one after the
-    other, prompts with all that was said before.
+    """Return the tokens of each prompt and of each answer, int64, in the order in which they are sent.
+
+    Turns of a session follow one another, and their prompts include all earlier turns.
     """
     inputs = _draw(load, "--input-tokens", load.input_tokens, INPUTS)
     outputs = _draw(load, "--output-tokens", load.output_tokens, OUTPUTS)
@@ -126,7 +131,7 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turn_numbers(load: Load) -> np.ndarray:
-    """Of each request, the place in its session, int64; the last session may be cut off."""
+    """Return the turn number of each request within its session, int64; the last session may be cut off."""
     if not load.sessions:
         return np.zeros(load.requests, dtype=np.int64)
     lengths = _draw(load, "--turns", load.turns, TURNS)
@@ -137,16 +142,17 @@ def turn_numbers(load: Load) -> np.ndarray:
 
 
 def session_count(load: Load) -> int:
-    """Sessions of a load, or of one without, its requests."""
+    """Return the number of sessions of a load, or of its requests if it has no sessions."""
     return int((turn_numbers(load) == 0).sum()) if load.sessions else load.requests
 
 
 def arrival_times(load: Load) -> list[float | None]:
-    """Seconds after the start at which requests, or sessions, come, the first at 0; None each in a closed loop.
+    """Return the arrival times of requests, or sessions, in s after the start, the first at 0; None each in a closed
+    loop.
 
-    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1
-    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½. Where the load is paced they
-    are scaled to have that mean, as there. Raises UsageError where the last request would come after MOST_SECONDS.
+    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1 makes them
+    exponential (a Poisson process); their coefficient of variation is burstiness^-½. For a paced load they are scaled
+    to have that mean, as in vLLM. Raise UsageError if the last request would arrive after MOST_SECONDS.
     """
     if load.arrival == CLOSED:
         return [None] * load.requests
@@ -167,7 +173,9 @@ def arrival_times(load: Load) -> list[float | None]:
 
 
 def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.ndarray:
-    """The first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a counter."""
+    """Return the first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a
+    counter.
+    """
     start = _scramble(_scramble(_scramble(seed) + kind) + stream)
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -177,7 +185,7 @@ def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.n
 
 
 def _seed(load: Load) -> int:
-    """Of a load that is served here; an import's is not known."""
+    """Return the seed of a load that is served here; imports have none."""
     assert load.seed is not None
     return load.seed
 
@@ -199,14 +207,16 @@ def _later(load: Load, tokens: int, make: Callable[..., np.ndarray], *given: Any
 
 
 def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
-    """The group's tokens first, then its own."""
+    """Return a prompt: the group's tokens first, then its own."""
     shared = round((load.prefix_share or 0) * length)
     own = _own(load, vocab, number, length - shared)
     return np.concatenate([token_ids(_seed(load), GROUP, group, shared, vocab), own]) if shared else own
 
 
 def _turns(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> list[ServeRequest]:
-    """Requests of sessions, one session after the other; prompts of a session are beginnings of the same tokens."""
+    """Return the requests of sessions, one session after the other; prompts of a session are prefixes of the same
+    tokens.
+    """
     turns, times = turn_numbers(load), arrival_times(load)
     starts = [*np.flatnonzero(turns == 0).tolist(), load.requests]
     found: list[ServeRequest] = []
@@ -261,7 +271,7 @@ def _generator(seed: int, stream: int) -> np.random.Generator:
 
 
 def _scramble(x: int) -> int:
-    """SplitMix64's finaliser of one number, so that neighbouring seeds and streams have nothing in common."""
+    """Apply SplitMix64's finaliser to a number, so that neighbouring seeds and streams are uncorrelated."""
     x = (x + _GOLDEN) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

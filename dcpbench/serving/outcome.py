@@ -1,4 +1,4 @@
-"""What a finished run of requests amounts to: the metrics of its record, and a row for each request."""
+"""Compute the results of a finished run of requests: the metrics of its record, and one row per request."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 NO_SHARES: Mapping[str, float | None] = {}
 FINISHED, REJECTED, CANCELLED, FAILED = OUTCOMES = ("finished", "rejected", "cancelled", "failed")
-"""What became of a request: all its tokens came, it can never be served here, the run ended before it did, or a real
-server did not answer it to its end."""
+"""Outcomes of a request: all its tokens came, it can never be served here, the run ended before it did, or a real
+server did not answer it to its end.
+"""
 REQUESTS_FAILED = "requests_failed"
-"""Mark of a point of which some did."""
+"""Warning of a point with failed requests."""
 
 
 class Sampled(Protocol):
@@ -34,13 +35,13 @@ class Sampled(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class StepCounts:
-    """How many steps of which kind a run took."""
+    """Number of steps of a run, by kind."""
 
     steps: int = 0
     decode_steps: int = 0
     """Steps without prefill."""
     eager_decode_steps: int = 0
-    """Of these, those past the largest captured graph."""
+    """Decode steps larger than the largest captured graph."""
     decode_rows: int = 0
     """Requests in steps without prefill, over the layout, summed over these steps."""
 
@@ -56,44 +57,45 @@ class StepCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One request as it is kept beside the record; times in seconds after the start of the run."""
+    """One request, as stored in the samples file; times in seconds after the start of the run."""
 
     number: int
     outcome: str
     """One of OUTCOMES."""
     reason: str | None = None
-    """Why it was rejected, or failed."""
+    """Reason of a rejection or failure."""
     submitted_s: float
     first_token_s: float | None
     end_s: float | None
-    """Of its last token; None unless it finished."""
+    """Time of its last token; None unless it finished."""
     input_tokens: int
     output_tokens: int
-    """That came."""
+    """Number of output tokens received."""
     cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache had; None where it was never admitted."""
+    """Prompt tokens found in the prefix cache; None if the request was never admitted."""
     preemptions: int | None = None
     replica: int | None = None
     instance: int | None = None
-    """On which it decoded, or was last, where several serve; those that prefill come first."""
+    """Instance on which the request decoded, or was last, if several serve; prefill instances come first."""
     prefilled_by: int | None = None
-    """The instance that prefilled it first, where another one decodes; None too where it had nothing to decode."""
+    """Instance that prefilled the request first, if another one decodes; None also if it had no token to decode."""
     kv_sent_s: float | None = None
     """When its KV began to cross to the other one."""
     kv_arrived_s: float | None = None
     session: int | None = None
-    """And its turn in it; None where requests stand alone."""
+    """Turn within the session; None for single-turn requests."""
     turn: int | None = None
     token_s: list[float]
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Ids; empty in replay, and for requests of another replica than the recording rank's."""
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Of a stream whose chunks brought several tokens at once: how many each brought, so that the last token of each has
-    the time at which it came. Empty where each brought one."""
+    """Tokens per chunk of a stream with several tokens per chunk: the last token of each chunk has the time at which
+    the chunk came. Empty if each chunk had one token.
+    """
 
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
-    """A row per request, in order of submission."""
+    """Return a row per request, in order of submission."""
     found = []
     for s in samples:
         admitted = s.sequence if s.sequence and s.sequence.replica >= 0 else None
@@ -139,15 +141,15 @@ def serve_metrics(
     interrupted: bool = False,
     limit_s: float | None = None,
 ) -> ServeMetrics:
-    """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as formulas.py defines it.
+    """Return the metrics of a run that has ended, by itself or by `Traffic.stop`; definitions in formulas.py.
 
-    Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
-    every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
-    nothing is targeted, and then nothing is steady. `gpus` is 0 where nobody knows it. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
-    names of their fields.
+    Latencies, goodput and request rate are those of finished requests, and null if none finished. Token rates count
+    every received token, including those of requests that were cut off. `concurrency` is the target of a closed loop;
+    None without a target, in which case there is no steady part. `gpus` is 0 if unknown. `slo` in ms by name
+    (points.names.OBJECTIVES). `floor_shares` by the names of their fields.
 
-    Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be. `interrupted`
-    and `limit_s` are the signal or the time limit that ended the run, for its message.
+    Raise UsageError if no token came at all, because then there is no rate, and for invalid objectives. `interrupted`
+    and `limit_s` are the signal or the time limit that ended the run, for the message.
     """
     import numpy as np
 
@@ -203,7 +205,7 @@ def serve_metrics(
 
 
 def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
-    """Of requests of which a token came; empty where they stand alone."""
+    """Return the metrics of each turn, of requests that got a token; empty for single-turn requests."""
     by_turn: dict[int, list[Sample]] = {}
     for sample in served:
         if sample.request.session is not None:
@@ -225,17 +227,16 @@ def _by_turn(served: list[Sample]) -> list[TurnMetrics]:
 
 
 def outcome_of(sample: Sample) -> str:
-    """One of OUTCOMES; a request that is still on its way counts as cancelled."""
+    """Return the outcome of a request, one of OUTCOMES; an unfinished request counts as cancelled."""
     if sample.rejected or sample.failed:
         return REJECTED if sample.rejected else FAILED
     return FINISHED if sample.finished else CANCELLED
 
 
 def marks(found: ServeMetrics) -> list[str]:
-    """What to be careful about in the metrics themselves, for the record: `cut_off`, `few_samples`, `rejections`,
-    `requests_failed`.
+    """Return the warnings of the metrics themselves: `cut_off`, `few_samples`, `rejections`, `requests_failed`.
 
-    `few_samples` where a percentile of TTFT or ITL has too few (stats.least_samples).
+    `few_samples` is set if a percentile of TTFT or ITL has too few samples (stats.least_samples).
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
     told = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
@@ -244,7 +245,7 @@ def marks(found: ServeMetrics) -> list[str]:
 
 
 def in_short(found: ServeMetrics) -> str:
-    """`408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a line of progress; medians, where any request finished."""
+    """Return `408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a progress line; medians, if any request finished."""
     medians = (("TTFT", found.ttft_ms.p50), ("ITL", found.itl_ms.p50))
     return ", ".join(
         [f"{found.output_tok_s:,.0f} tok/s", *(f"{n} {ms:,.1f} ms" for n, ms in medians if ms is not None)]
@@ -254,7 +255,7 @@ def in_short(found: ServeMetrics) -> str:
 def _nothing_came(
     by_outcome: Mapping[str, list[Sample]], *, interrupted: bool = False, limit_s: float | None = None
 ) -> str:
-    """Return why a run has no metrics, and what to type next."""
+    """Return the reason why a run has no metrics, and the option that helps."""
     rejected, cancelled, failed = (by_outcome[name] for name in (REJECTED, CANCELLED, FAILED))
     if failed:
         others = f", {counted(len(cancelled), 'other')} cut off" if cancelled else ""

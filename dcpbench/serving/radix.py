@@ -1,12 +1,13 @@
-"""The prefix cache of one attention replica: a radix tree over virtual pages, least recently used pages evicted first.
+"""Prefix cache of one attention replica: a radix tree over virtual pages, with LRU eviction.
 
-A node holds some pages and the tokens in them; its children continue with different tokens. Everything is cut at whole
-pages of `virtual_page` tokens (page_size · dcp), so that a hit starts a request on the same ownership as its own pages.
+A node holds some pages and the tokens in them; its children continue with different tokens. Nodes are split only at
+whole pages of `virtual_page` tokens (page_size · dcp), so that a hit starts a request on the same ownership as its own
+pages.
 
     root ── [pages 4 9] ─┬─ [page 2]          two prompts that share two pages
                          └─ [pages 7 3]
 
-Who reads pages locks their node, and with it all nodes above. What nobody locks may be evicted, leaves first.
+A reader of pages locks their node, and with it all nodes above. Unlocked nodes may be evicted, leaves first.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Node:
         self.locks = 0
         """Readers of this node or of one below it."""
         self.queued = False
-        """Whether it stands among the candidates for eviction."""
+        """True if the node is in the queue of candidates for eviction."""
 
 
 class PrefixCache:
-    """Which pages hold which prompt tokens. It owns the pages that `insert` takes over, until `evict` gives them up."""
+    """Map of prompt tokens to pages. It owns the pages taken over by `insert`, until `evict` returns them."""
 
     def __init__(self, virtual_page: int) -> None:
         self.virtual_page = virtual_page
@@ -48,18 +49,19 @@ class PrefixCache:
         self.pages = 0
         """Pages that the cache owns."""
         self.evictable = 0
-        """Those that nobody has locked."""
+        """Number of unlocked pages."""
         self._clock = 0
         self._queue: list[tuple[int, int, Node]] = []
-        """Heap of (last use when queued, tie-break, node), each node once: all leaves that nobody has locked, and
-        nodes that were one when they came in. Looked through when something is evicted, so that finding the least
-        recently used page does not take a walk through the tree."""
+        """Heap of (last use when queued, tie-break, node), with each node once: all unlocked leaves, and nodes that
+        were unlocked leaves when they were queued. Entries are checked on eviction, so that finding the least recently
+        used page takes no walk through the tree.
+        """
         self._queued = itertools.count()
 
     def match(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
-        """Pages of the longest cached beginning of `tokens`, in whole pages, and the node at its end.
+        """Return the pages of the longest cached prefix of `tokens`, in whole pages, and the node at its end.
 
-        Counts as a use. Lock the node before anything is evicted.
+        Counts as a use. Lock the node before the next eviction.
         """
         self._clock += 1
         node, found, rest = self.root, [NO_PAGES], tokens
@@ -71,10 +73,11 @@ class PrefixCache:
         return np.concatenate(found), node
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, Node]:
-        """Put `tokens`, whole pages of them, and their pages into the tree; returns the tree's own pages and the node.
+        """Insert whole pages of `tokens` and their page numbers into the tree; return the tree's own pages and the
+        node.
 
-        Where the tree had a page for the same tokens it keeps that one: then the returned page differs from the given
-        one, which stays the caller's. All others belong to the cache from now on.
+        If the tree had a page for the same tokens it keeps that one: then the returned page differs from the given one,
+        which still belongs to the caller. The cache takes over all others.
         """
         if len(tokens) != len(pages) * self.virtual_page:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.virtual_page}")
@@ -108,7 +111,7 @@ class PrefixCache:
                 self._enqueue(each)
 
     def evict(self, count: int) -> np.ndarray:
-        """Up to `count` pages that nobody has locked, least recently used first; they are the caller's now."""
+        """Evict up to `count` unlocked pages, least recently used first, and return them; the caller owns them."""
         given: list[np.ndarray] = [NO_PAGES]
         while count > 0 and (leaf := self._least_recently_used()) is not None:
             kept = max(len(leaf.pages) - count, 0)
@@ -125,13 +128,13 @@ class PrefixCache:
         return np.concatenate(given)
 
     def _enqueue(self, node: Node) -> None:
-        """Make a node a candidate, if it is an unlocked leaf and not one already."""
+        """Queue a node for eviction, if it is an unlocked leaf and not queued already."""
         if not (node.queued or node.locks or node.children or node is self.root):
             node.queued = True
             heapq.heappush(self._queue, (node.used, next(self._queued), node))
 
     def _least_recently_used(self) -> Node | None:
-        """Take the unlocked leaf that was used longest ago out of the queue; None where there is none."""
+        """Remove the least recently used unlocked leaf from the queue and return it; None if there is none."""
         while self._queue:
             used, _, node = heapq.heappop(self._queue)
             node.queued = False
@@ -153,13 +156,13 @@ class PrefixCache:
         return node.children.get(self._key(rest)) if len(rest) >= self.virtual_page else None
 
     def _common(self, node: Node, rest: np.ndarray) -> int:
-        """Pages of the node whose tokens are those of `rest`."""
+        """Return the number of the node's pages that hold the same tokens as the beginning of `rest`."""
         length = min(len(node.tokens), len(rest))
         differ = np.flatnonzero(node.tokens[:length] != rest[:length])
         return int(differ[0] if len(differ) else length) // self.virtual_page
 
     def _split(self, node: Node, pages: int) -> Node:
-        """The node, cut after `pages` of its pages where it has more; returns the upper part."""
+        """Split a node after `pages` of its pages if it has more; return the upper part."""
         if pages == len(node.pages):
             return node
         parent, cut = node.parent, pages * self.virtual_page

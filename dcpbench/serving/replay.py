@@ -1,12 +1,12 @@
-"""Serving in virtual time: the scheduler and the traffic of a live run, and step times instead of a device.
+"""Serve in virtual time: the scheduler and the traffic of a live run, with step times instead of a device.
 
     host     decide k + 1 │ wait for k ············│ read k, decide k + 2 │ wait for k + 1 ···
     device   ··· step k ···························│ step k + 1 ······················
 
-A live run launches step k + 1 while step k runs, and reads what k sampled. So clients learn of step k when it ends,
-and what they send then can join step k + 2 at the earliest. The same order of events here, one by one; only the end of
-a step is computed: the end of the step before + its duration, but not before the host has launched all of it. Several
-instances (deployment.py) do the same each for itself, on one clock.
+A live run launches step k + 1 while step k runs, and reads the tokens that k sampled. Clients learn of step k when it
+ends, so requests that they send then join step k + 2 at the earliest. Replay follows the same order of events, one by
+one; only the end of a step is computed: the end of the step before plus its duration, but not before the host has
+launched all of it. Several instances (deployment.py) do this independently, on one clock.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.points import latency_bands
 from dcpbench.points.older import OFF
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import forecast_error, latencies
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.latency_bands import Metric
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Latencies, ServeMetrics
+    from dcpbench.records.record import Emulated, Latencies, ServeMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.step_times import EnginePath, StepTimes
 
@@ -52,14 +54,14 @@ FOLDER = "step-times"
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What became of the requests."""
+    """Result of a replay."""
 
     traffic: Traffic
     counts: StepCounts
     end_s: float
     deployed: Deployment
     busy_s: list[float]
-    """How long each instance ran steps."""
+    """Time in s during which each instance ran steps."""
 
 
 def replay(
@@ -70,9 +72,9 @@ def replay(
     limit_s: float = math.inf,
     think_s: float = 0.0,
 ) -> Replayed:
-    """Serve `requests` from second 0 on, until `limit_s`, with one instance or several; other arguments as Traffic has them.
+    """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
 
-    Raises UsageError for a step whose time is not known.
+    Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
     return _Clock(Traffic(requests, deployed, concurrency, think_s), deployed, times, limit_s).run()
@@ -85,23 +87,23 @@ class _Instance:
     scheduler: Scheduler
     heat: Heat
     now: float = 0.0
-    """Of the host: when it decides next, unless it waits or has nothing to do."""
+    """Time of the host's next decision, unless it waits or is idle."""
     free: float = 0.0
     """When the device has run all that was launched."""
     launched: float = 0.0
-    """When the host has launched what it decided last."""
+    """Time at which the host has launched its last decision."""
     pending: tuple[Step, float] | None = None
     """A step to be read, and its end."""
     behind: tuple[Step, float] | None = None
     """The step after it."""
     reads: float | None = None
-    """When the host reads the pending step, where it waits for that."""
+    """Time at which the host reads the pending step, if it waits for that."""
     idle: bool = False
     busy: float = 0.0
 
 
 READ, CROSSED, DECIDE = range(3)
-"""What happens first of what happens at once."""
+"""Priority of events at the same time, first to last."""
 
 
 class _Clock:
@@ -113,7 +115,7 @@ class _Clock:
         self.instances = [_Instance(scheduler, Heat(times.slowed.settle_s)) for scheduler in deployed.schedulers]
 
     def run(self) -> Replayed:
-        """To the end of all requests, or of the time."""
+        """Run to the end of all requests, or of the time limit."""
         while True:
             now, what, which = self._next()
             assert now < math.inf, "requests wait, and nothing will happen"
@@ -135,7 +137,7 @@ class _Clock:
         return Replayed(self.traffic, self.counts, now, self.deployed, [i.busy for i in self.instances])
 
     def _next(self) -> tuple[float, int, int]:
-        """What happens next: when, what, and to which instance."""
+        """Return the next event: (time, kind, instance)."""
         arrival = self.traffic.next_arrival_s() if any(i.idle for i in self.instances) else None
         found = [(self.deployed.next_s(), CROSSED, 0)]
         for index, instance in enumerate(self.instances):
@@ -148,7 +150,7 @@ class _Clock:
         return min(found)
 
     def _decide(self, which: int, now: float) -> None:
-        """Clients send what is due, the instance decides a step and launches it."""
+        """Submit the due requests, decide a step of the instance and launch it."""
         instance, times = self.instances[which], self.times
         instance.now, instance.idle = now, False
         self.traffic.submit(*self.traffic.due(now), now)
@@ -166,16 +168,17 @@ class _Clock:
             instance.busy += duration
             self.counts.add(step)
         if instance.pending is not None:
-            # Where launching is not running, tokens are read as soon as they are there, between two layers of a launch.
+            # With an asynchronous device, tokens are read as soon as they arrive, between two layers of a launch.
             instance.reads = max(instance.launched if times.blocking else now, instance.pending[1])
         elif instance.behind is None:
-            rejected = self.traffic.done or any(self.traffic.due(now))  # of what came, so that the next one can come
+            # All due requests were rejected: decide again, so that the next one can come.
+            rejected = self.traffic.done or any(self.traffic.due(now))
             instance.idle = not rejected
         else:
             instance.now, instance.pending = instance.launched, instance.behind
 
     def _read(self, which: int, now: float) -> None:
-        """The instance reads the tokens of the step before the one that was launched last."""
+        """Read the tokens of the step before the one that the instance launched last."""
         instance = self.instances[which]
         assert instance.pending is not None
         self.traffic.read(instance.pending[0], now)
@@ -184,7 +187,7 @@ class _Clock:
         instance.pending, instance.reads = instance.behind, None
 
     def _stop(self, now: float) -> float:
-        """Read what was launched, and give up the rest; returns when the last was read."""
+        """Read the launched steps and cancel all other requests; return the time at which the last step was read."""
         launched = [step for i in self.instances for step in (i.pending, i.behind if i.reads is not None else None)]
         for step, end in sorted((one for one in launched if one is not None), key=lambda one: one[1]):
             now = max(now, end)
@@ -196,12 +199,13 @@ class _Clock:
 NAMED = """
     model tp dp dcp dtype page_size interleave weights backend exchange q_replicate project_first overlap all_reduce prefill
 """
-"""Fields of a path from which files have their names, in the order of the first ones, with one that is gone; a later field
-takes part where it is not what it is by default."""
+"""Fields of a path from which file names are made, in the order of the first version, including a removed one; a later
+field is included only if it differs from its default.
+"""
 
 
 def step_times_name(path: EnginePath) -> str:
-    """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
+    """Return the file's path below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
     later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
     told = OFF | path
     named = {name: told[name] for name in NAMED.split()} | later
@@ -220,12 +224,12 @@ def replay_point(
     file: str = "",
     command: str = "",
 ) -> Record:
-    """Serve the requests in virtual time; leaves their samples in the run's folder and returns the record.
+    """Serve the requests in virtual time; write their samples to the run's folder and return the record.
 
-    `file` names the step times for the record: a path below the folder, or the file that was given. `command` is what
-    was typed; the rest of the record's environment is that in which the step times were taken.
+    `file` names the step times for the record: a path below the folder, or the given file. `command` is the command
+    line; the rest of the record's environment is that of the step times.
 
-    Raises UsageError where the times are not those of the point's engine, or do not reach as far as its load.
+    Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
     times.must_be_of(point, file or "the step times")
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
@@ -251,7 +255,10 @@ def replay_point(
     emulated = times.emulated
     if emulated is not None:
         ends = [measured(served(times.scaled(*factors)), "") for factors in _forecast_factors(times)]
-        emulated = msgspec.structs.replace(emulated, **_spans([metrics, *ends]))
+        spans = _spans([metrics, *ends])
+        if not times.blocking:
+            spans |= _widen(spans, metrics, emulated, point)
+        emulated = msgspec.structs.replace(emulated, **spans)
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
         point=point,
@@ -271,7 +278,7 @@ def replay_point(
 
 
 def _deployed(point: Point, plan: EnginePlan) -> Deployment:
-    """The instances of a point, each with the memory of the plan."""
+    """Return the instances of a point, each with the memory of the plan."""
     config, wanted = SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context), point.instances
     if not wanted.disaggregated:
         return Deployment([Scheduler(config) for _ in range(wanted.both)])
@@ -284,7 +291,7 @@ def _deployed(point: Point, plan: EnginePlan) -> Deployment:
 
 
 def _instance_metrics(found: Replayed) -> InstanceMetrics:
-    """How much of the run each kind of instances was busy, and what their transfers took."""
+    """Return the busy share of each kind of instance, and the metrics of their transfers."""
     deployed, end_s = found.deployed, found.end_s
     shares = [busy / end_s for busy in found.busy_s]
     if not isinstance(deployed, Disaggregated):
@@ -302,12 +309,14 @@ def _instance_metrics(found: Replayed) -> InstanceMetrics:
 
 
 def _latencies(seconds: Iterable[float]) -> Latencies:
-    """In ms; what differs from 0 by rounding alone is 0."""
+    """Return latencies in ms; rounding errors around 0 become 0."""
     return latencies([round(1e3 * s, 6) for s in seconds])
 
 
 def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
-    """Least and most of what a forecast's replays found: where requests wait for one another longer steps can bring one earlier."""
+    """Return the minimum and maximum of a metric over a forecast's replays, as longer steps can make a queued request
+    faster.
+    """
     values: dict[str, list[float | None]] = {
         "output_tok_s": [m.output_tok_s for m in found],
         "ttft_p50_ms": [m.ttft_ms.p50 for m in found],
@@ -319,10 +328,26 @@ def _spans(found: Sequence[ServeMetrics]) -> dict[str, float]:
     }
 
 
-def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
-    """How many times as long steps without prompts, and with, are at the slow and at the fast end of a forecast's error.
+def _widen(spans: dict[str, float], found: ServeMetrics, emulated: Emulated, point: Point) -> dict[str, float]:
+    """Return the ends of TTFT and ITL p50 so far apart that every published forecast of loads like this one would be inside."""
+    assert point.load is not None
+    kind = latency_bands.TOGETHER if emulated.prompts else latency_bands.EMULATED
+    wider: dict[str, float] = {}
+    metrics: tuple[tuple[Metric, Latencies], ...] = (("ttft", found.ttft_ms), ("itl", found.itl_ms))
+    for metric, latencies_ms in metrics:
+        ms = latencies_ms.p50
+        band = latency_bands.find_band(kind, metric, point.load.arrival, latency_bands.load_published())
+        if ms is not None and band is not None:
+            low, high = band.around(ms)
+            wider[f"{metric}_p50_ms_low"] = min(low, spans[f"{metric}_p50_ms_low"])
+            wider[f"{metric}_p50_ms_high"] = max(high, spans[f"{metric}_p50_ms_high"])
+    return wider
 
-    On the CPU nothing waits for the wire.
+
+def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the factors on step times without and with prompts, at the slow and at the fast end of a forecast's error.
+
+    On the CPU they are 1, as there is no modelled wire.
     """
     emulated = times.emulated
     assert emulated is not None
@@ -340,10 +365,10 @@ def _forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[floa
 def replay_from_file(
     point: Point, plan: EnginePlan, path: Path, settings: Settings, folder: Path, command: str = ""
 ) -> Record:
-    """The record of a point by step times that were measured before: no GPU, no torch, no other process.
+    """Return the record of a point from existing step times: without GPU, torch or another process.
 
-    `plan`: of the engine that would serve it live. Raises RecordsError for a file that cannot be read, UsageError where
-    it is not of this point or does not reach as far as its load.
+    `plan` is that of the engine that would serve it live. Raise RecordsError for a file that cannot be read, UsageError
+    if it does not belong to this point or does not cover its load.
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
     times = read_step_times(path)

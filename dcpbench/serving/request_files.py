@@ -1,4 +1,4 @@
-"""Files of requests: Mooncake's traces, our own JSONL, and CSV, told apart by what is in them.
+"""Read files of requests: Mooncake's traces, our own JSONL, and CSV, distinguished by their content.
 
     {"timestamp": 105, "input_length": 1800, "output_length": 26, "hash_ids": [0, 3, 4, 5]}     Mooncake; time in ms
     {"arrival_s": 0.1, "input_tokens": 1800, "output_tokens": 26, "prefix_group": 2}            ours
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK = 512
-"""Tokens that one of Mooncake's hash ids stands for."""
+"""Tokens per hash id in Mooncake's traces."""
 MOST_ID = (1 << 31) - 1
 MOST_TIME = 1e15
-"""Of a time stamp in its own unit, far past today's date in ms: larger ones are no times."""
+"""Maximum time stamp in its own unit, far beyond the current date in ms; larger numbers are not times."""
 LONGEST_REASON = 500
 CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
 JSON_FIELDS = (*CSV_FIELDS, "prompt")
@@ -48,7 +48,7 @@ class Row:
     """One request of a file."""
 
     arrival_s: float | None
-    """After the first one's; None where the file says no times."""
+    """Arrival time in s after the first request; None if the file has no times."""
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Prompt and output."""
+        """Return prompt and output tokens together."""
         return self.input_tokens + self.output_tokens
 
 
@@ -70,31 +70,31 @@ class Trace:
     sha256: str
     rows: list[Row]
     sorted: bool
-    """Whether they stood in another order."""
+    """True if the requests had to be sorted by arrival."""
 
     @property
     def timed(self) -> bool:
-        """Whether it says when requests come."""
+        """Return True if the file has arrival times."""
         return self.rows[0].arrival_s is not None
 
     @property
     def grouped(self) -> bool:
-        """Whether any request names the group with which it shares a prefix."""
+        """Return True if any request names a group with which it shares a prefix."""
         return any(row.prefix_group is not None for row in self.rows)
 
     @property
     def takes_shares(self) -> bool:
-        """Whether --prefix-share can say how much prompts have in common; else the file does."""
+        """Return True if --prefix-share determines the shared prefixes; False if the file does."""
         return all(row.prompt is None and row.hash_ids is None for row in self.rows)
 
     @property
     def largest_id(self) -> int:
-        """Of the token ids that it names; -1 without any."""
+        """Return the largest token id in the file; -1 without any."""
         return max((int(row.prompt.max()) for row in self.rows if row.prompt is not None), default=-1)
 
 
 def read_requests(path: Path) -> Trace:
-    """Read a file of requests. Raises UsageError, naming the line and what is wrong there."""
+    """Read a file of requests. Raise UsageError with the line and the problem in it."""
     if path.exists() and not path.is_file():
         raise UsageError(f"--requests {path} is not a file, and every rank reads it again; name a file of requests.")
     try:
@@ -122,7 +122,7 @@ def _check_times(path: Path, found: list[tuple[int, Row]]) -> None:
 
 
 def _by_arrival(rows: list[Row]) -> tuple[list[Row], bool]:
-    """Sorted by time, relative to the first one's, and whether that changed their order; equal times keep theirs."""
+    """Return the rows sorted by time, relative to the first one's, and whether their order changed; the sort is stable."""
     if rows[0].arrival_s is None:
         return rows, False
     ordered = sorted(rows, key=lambda row: row.arrival_s or 0.0)
@@ -175,7 +175,14 @@ def _cells(path: Path, number: int, line: str) -> list[str]:
 
 
 def _mooncake(path: Path, number: int, given: Mapping[str, object]) -> Row:
-    """Fields that Mooncake does not have are left alone: other tools add theirs."""
+    """Parse a row of Mooncake's format; unknown fields are ignored, because other tools add theirs."""
+    if "chat_id" in given:
+        _wrong(
+            path,
+            number,
+            "'chat_id', a field of Qwen traces, whose timestamps are in seconds while Mooncake's are in ms; write the times "
+            "as 'arrival_s' in s, with 'input_tokens' and 'output_tokens', instead of 'timestamp' and its lengths",
+        )
     inputs = _tokens(path, number, given, "input_length")
     hashes = given.get("hash_ids")
     if hashes is not None:
@@ -241,7 +248,7 @@ def _time(path: Path, number: int, given: Mapping[str, object], name: str) -> fl
 
 
 def _known_fields(path: Path, number: int, given: Mapping[str, object] | list[str], known: tuple[str, ...]) -> None:
-    """A misspelt arrival time would otherwise make another load."""
+    """Raise UsageError for unknown fields, because a misspelt arrival time would change the load."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -250,7 +257,7 @@ def _known_fields(path: Path, number: int, given: Mapping[str, object] | list[st
 
 
 def _typed(cell: str) -> object:
-    """A cell of CSV as JSON would have it; text stays text, for the error to show."""
+    """Return a CSV cell as its JSON value; other text stays text, which the error shows."""
     for kind in (int, float):
         try:
             return kind(cell)

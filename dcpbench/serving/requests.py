@@ -1,4 +1,4 @@
-"""What is served, and what one step does for it: the words that loads, scheduler, engine and replay share."""
+"""Data types shared by loads, scheduler, engine and replay: requests, and the work of one step."""
 
 from __future__ import annotations
 
@@ -57,15 +57,18 @@ class ServeRequest:
     output_tokens: int
     """Tokens that are sampled for it; the end-of-sequence token does not end it."""
     arrival_s: float | None = None
-    """Seconds after the start; None in a closed loop, where a client sends it when its last one is answered."""
+    """Arrival time in s after the start; None in a closed loop, in which a client sends the request after its last
+    answer.
+    """
 
     session: int | None = None
-    """The conversation of which it is a turn; None where it stands alone."""
+    """Session that the request is a turn of; None for a single-turn request."""
     turn: int = 0
-    """Its place in the conversation: what came before, prompts and answers, is the beginning of its own prompt."""
+    """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt."""
     answer: np.ndarray | None = None
-    """int32 [output_tokens]: what stands for its answer in the prompts of later turns, whatever is sampled. None where
-    none follows."""
+    """int32 [output_tokens]: substitute for the answer in the prompts of later turns, independent of the sampled
+    tokens. None without a later turn.
+    """
     said: np.ndarray | None = None
     """`prompt` with the answers that were really sampled, on ranks that sampled them."""
 
@@ -79,7 +82,9 @@ class ServeRequest:
 
     @property
     def ids(self) -> np.ndarray:
-        """Token ids that a model reads; `prompt` is what prefixes are found by, and the same on every rank."""
+        """Return the token ids that the model reads; `prompt`, which is the same on every rank, is the key of the
+        prefix cache.
+        """
         return self.prompt if self.said is None else self.said
 
     @property
@@ -90,19 +95,19 @@ class ServeRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """KV of a request that goes from one instance to another; times in seconds after the start of the run."""
+    """Transfer of a request's KV from one instance to another; times in seconds after the start of the run."""
 
     source: int
     """The instance that prefilled."""
     target: int
-    """The one that decodes."""
+    """Instance that decodes the request."""
     ready_s: float
     """When its token was sampled, which ends the prefill."""
     begin_s: float
     """When both ends' links were free, and the other instance had room."""
     end_s: float
     sent_bytes: int
-    """By each GPU that holds some of it."""
+    """Bytes sent by each GPU that holds part of the request."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -111,24 +116,24 @@ class Sequence:
 
     request: ServeRequest
     order: int
-    """Of submission: whoever came first is preempted last."""
+    """Submission order: the earliest request is preempted last."""
     replica: int = -1
     slot: int = 0
     allocation: Allocation | None = None
     """None while it waits."""
     node: Node | None = None
-    """What it has locked in the prefix cache."""
+    """Locked node of the prefix cache."""
     computed: int = 0
-    """Tokens whose KV rows are stored, or will be once the steps decided so far have run."""
+    """Tokens with stored KV rows, including those that the steps decided so far will store."""
     generated: int = 0
-    """Output tokens sampled, likewise."""
+    """Output tokens sampled, including those of the steps decided so far."""
     cached: int = 0
     """Prompt tokens that the prefix cache had when it was admitted first."""
     preemptions: int = 0
     instance: int | None = None
-    """Where several instances serve, that which it is on, or was last."""
+    """Instance that the request is on or was last on, if several serve."""
     transfer: Transfer | None = None
-    """Of its KV, the first time, from an instance that prefills to one that decodes."""
+    """First transfer of its KV from a prefill instance to a decode instance."""
 
     @property
     def target(self) -> int:
@@ -137,7 +142,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether its last token has been sampled."""
+        """Return True if its last token has been sampled."""
         return self.generated == self.request.output_tokens
 
 
@@ -151,17 +156,17 @@ class Chunk:
     """First token; the tokens before it are its stored prefix. A multiple of page_size · dcp."""
     stop: int
     samples: bool
-    """Whether these end the prompt, so that the next token is sampled."""
+    """True if these tokens end the prompt, so that the next token is sampled."""
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Return the number of tokens."""
         return self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableWrite:
-    """Where tokens of a request lie from now on."""
+    """Write of a request's token locations to the request table."""
 
     slot: int
     start: int
@@ -172,40 +177,40 @@ class TableWrite:
 
 @dataclasses.dataclass(slots=True)
 class ReplicaStep:
-    """What one attention replica does in a step. Rows: decodes first, then the chunks' tokens."""
+    """Work of one attention replica in a step. Rows: decodes first, then the tokens of the chunks."""
 
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     slots: list[int] = dataclasses.field(default_factory=list)
-    """Of the decodes."""
+    """Slots of the decodes."""
     positions: list[int] = dataclasses.field(default_factory=list)
-    """Of the decodes: index of the token that is read and whose KV row is written."""
+    """For each decode: index of the token that is read and of the KV row that is written."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     table: list[TableWrite] = dataclasses.field(default_factory=list)
-    """What has to be written into the request table before the step runs."""
+    """Writes to the request table that are due before the step runs."""
 
     @property
     def tokens(self) -> int:
-        """Rows of the step."""
+        """Return the number of rows of the step."""
         return len(self.decodes) + sum(c.tokens for c in self.chunks)
 
     @property
     def emits(self) -> list[Sequence]:
-        """Whose tokens are sampled, in the order of rows."""
+        """Return the sequences with a sampled token, in the order of rows."""
         return [*self.decodes, *(c.sequence for c in self.chunks if c.samples)]
 
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One step of a layout: what each replica does, at the same time."""
+    """One step of a layout: the simultaneous work of each replica."""
 
     number: int
     replicas: list[ReplicaStep]
     finished: list[Sequence] = dataclasses.field(default_factory=list)
-    """Whose last token this step samples."""
+    """Sequences that get their last token in this step."""
     preempted: int = 0
     """Sequences that lost their KV before this step."""
 
     @property
     def prefills(self) -> bool:
-        """Whether any replica has chunks: then no graph runs the whole of it."""
+        """Return True if any replica has prompt chunks, in which case the step cannot be replayed as one graph."""
         return any(r.chunks for r in self.replicas)

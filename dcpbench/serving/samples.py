@@ -1,4 +1,4 @@
-"""The Parquet file beside a record of `serve`: one row per request, as outcome.Row has it.
+"""Read and write the Parquet file of a `serve` record: one row per request, with the fields of outcome.Row.
 
 pyarrow is imported when a file is written or read.
 """
@@ -30,17 +30,17 @@ SAMPLES_VERSION = 2
 FOLDER = "samples"
 """Below the run's folder."""
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
-"""Of the file's metadata; the checksum is of what the file says, its rows and its point."""
+"""Keys of the file's metadata; the checksum covers the rows and the point."""
 MAX_INT = 2**31 - 1  # of a column
 SELDOM = ("chunk_tokens", "session", "turn", "instance", "prefilled_by", "kv_sent_s", "kv_arrived_s")
-"""Columns that are there where a row says something in them."""
+"""Columns that are written only if a row has a value in them."""
 AGAIN = "repeat the sweep of this run"
 
 
 def samples_name(point: Point) -> str:
-    """The file's place below the run's folder: `samples/kimi-k2-tp4-dcp4-live-0123456789ab.parquet`.
+    """Return the file's path below the run's folder: `samples/kimi-k2-tp4-dcp4-live-0123456789ab.parquet`.
 
-    The same for the same point; those of others differ in the hash, which is of the point's key with its repeat.
+    It is the same for the same point; those of others differ in the hash of the point's key and repeat.
     """
     mode = point.load.mode if point.load else point.workload
     words = re.sub(r"[^A-Za-z0-9]+", "-", f"{point.model}-{point.layout_name}-{mode}").strip("-")
@@ -48,16 +48,16 @@ def samples_name(point: Point) -> str:
 
 
 def samples_path(folder: Path, name: str) -> Path | None:
-    """The file of samples that a record of the run in `folder` names; None where it is not there.
+    """Return the file of samples that a record of the run in `folder` names; None if it does not exist.
 
-    Raises RecordsError for a file outside of the folder.
+    Raise RecordsError for a file outside the folder.
     """
     if not name:
         return None
     path = folder / name
     try:
         inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
-    except (OSError, ValueError):  # nothing that a file can be called
+    except (OSError, ValueError):  # not a valid file name
         return None
     if not inside:
         raise RecordsError(f"{folder}: a record names samples outside its folder; that was not written by dcpbench.")
@@ -94,7 +94,7 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
 
 
 def _beyond_32_bits(rows: Sequence[Row]) -> str:
-    """Return a sentence about the first count that no column holds, or nothing."""
+    """Return a sentence about the first count that exceeds the columns' range, or an empty string."""
     for row in rows:
         for name, value in dataclasses.asdict(row).items():
             for number in value if isinstance(value, list) else [value]:
@@ -104,7 +104,7 @@ def _beyond_32_bits(rows: Sequence[Row]) -> str:
 
 
 def read_samples(path: Path) -> list[Row]:
-    """The rows of a file. Raises RecordsError for a missing or damaged file, and for one of another version."""
+    """Return the rows of a file. Raise RecordsError for a missing or damaged file, and for one of another version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,12 +125,12 @@ def read_samples(path: Path) -> list[Row]:
 
 
 def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """Eight hex digits: the CRC-32 of the point's key and of the rows as JSON."""
+    """Return the CRC-32 of the point's key and of the rows as JSON, in eight hex digits."""
     return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
 
 
 def _schema(pa: Any, left_out: Collection[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
-    """Field by field as outcome.Row, without those that say nothing of any row; what may be None is nullable."""
+    """Return the schema with the fields of outcome.Row, except the omitted ones; fields that may be None are nullable."""
     kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string()}
     kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
     typed = [(f.name, *str(f.type).partition(" | None")) for f in dataclasses.fields(Row) if f.name not in left_out]

@@ -1,17 +1,18 @@
-"""Continuous batching of one layout: who is prefilled, who decodes, who waits, in integers of the host alone.
+"""Continuous batching of one layout: which requests are prefilled, decoded or queued, in host-side integers.
 
-Every rank runs this for all replicas and decides the same without a word to the others, as nothing here depends on a
-clock, on a token's value or on an address. Replay runs it in virtual time.
+Every rank runs the scheduler for all replicas and decides the same without communication, because no decision depends
+on a clock, on a token's value or on an address. Replay runs it in virtual time.
 
-A decision is final when it is made: `next_step` counts its tokens as computed and as sampled, and frees what a finished
-request held, because steps run in order on the device. So step k + 1 can be decided while step k runs.
+A decision is final: `next_step` counts its tokens as computed and as sampled, and frees the memory of finished
+requests, because steps run in order on the device. So step k + 1 can be decided while step k runs.
 
-Who is served: first come, first served; a new request goes to the replica with the fewest requests of those that have
-room, and a later turn of a session to the one that had the turns before: where that has no room, it waits there, and with it
-what comes later and would go there. Room: its prompt, and a page for each request that already runs there. When a running request finds no page for
-its next token, the prefix cache gives up what nobody reads, then the request that came last loses its KV, waits in
-front of all others of its replica, and computes prompt and generated tokens anew. The one that came first is never
-preempted by another, and fits alone (`submit` rejects what does not), so every request finishes.
+The policy is first come, first served. A new request goes to the replica with the fewest requests among those with
+enough free KV capacity; a later turn of a session goes to the replica of the earlier turns. If that one has too little
+capacity, the turn waits there, and later arrivals for the same replica wait behind it. The required capacity is the
+prompt plus one page for each request that runs there. When a running request finds no page for its next token, the
+prefix cache first evicts unlocked pages; then the latest request loses its KV, waits in front of all others of its
+replica, and recomputes prompt and generated tokens. The earliest request is never preempted by another, and fits alone
+(`submit` rejects requests that do not), so every request finishes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What a scheduler has to know of its engine. Raises UsageError for a chunk that is too small."""
+    """Engine parameters of a scheduler. Raise UsageError for a chunk that is too small."""
 
     replicas: int
     pages: int
-    """Of each rank's KV pool, the padding page included."""
+    """Pages of each rank's KV pool, including the padding page."""
     page_size: int
     dcp: int
     interleave: int = 1
@@ -55,7 +56,7 @@ class SchedulerConfig:
 
     @classmethod
     def of(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:
-        """That of a point with so much room, live and in replay alike."""
+        """Return the configuration for a point with `pages` pages, both live and in replay."""
         load = point.load
         assert load is not None
         return cls(
@@ -80,7 +81,7 @@ class SchedulerConfig:
 
     @property
     def virtual_page(self) -> int:
-        """Tokens of a page on all dcp ranks, at multiples of which prompts are cut."""
+        """Return the tokens of a page on all dcp ranks; prompts are cut at multiples of it."""
         return self.page_size * self.dcp
 
 
@@ -92,9 +93,9 @@ class Replica:
         self.allocator = DcpAllocator(config.pages, config.page_size, config.dcp, config.interleave)
         self.cache = PrefixCache(config.virtual_page)
         self.running: list[Sequence] = []
-        """By order of submission."""
+        """Running requests in order of submission."""
         self.preempted: list[Sequence] = []
-        """Likewise; they keep their slots."""
+        """Preempted requests in order of submission; they keep their slots."""
         self.slots = list(range(config.max_requests, 0, -1))
         """Free ones; slot 0 is padding."""
         self.moved: list[TableWrite] = []
@@ -102,11 +103,11 @@ class Replica:
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be."""
+        """Return the number of pages that are free or can be evicted."""
         return self.allocator.free_pages + self.cache.evictable
 
     def make_room(self, pages: int) -> None:
-        """Evict until so many pages are free, or nothing is left to evict."""
+        """Evict cached pages until `pages` pages are free or no page can be evicted."""
         missing = pages - self.allocator.free_pages
         if missing > 0:
             self.allocator.give_back(self.cache.evict(missing))
@@ -129,14 +130,14 @@ class Scheduler:
         self.replicas = [Replica(r, config) for r in range(config.replicas)]
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.homes: dict[int, int] = {}
-        """Replica of each session: that which has what was said before."""
+        """Replica of each session, which holds its earlier turns."""
         self.steps = 0
         self.orders = itertools.count()
-        """Of submissions; instances that serve together share them."""
+        """Counter of submissions, shared by instances that serve together."""
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All that were submitted and have not finished, by order of submission."""
+        """Return all submitted and unfinished sequences, by order of submission."""
         return sorted(
             [*self.waiting, *(s for r in self.replicas for s in (*r.running, *r.preempted))], key=lambda s: s.order
         )
@@ -151,7 +152,7 @@ class Scheduler:
         return ""
 
     def next_step(self) -> Step | None:
-        """Decide the next step; None when there is nothing to do."""
+        """Decide the next step; None if there is no work."""
         step = Step(self.steps, [ReplicaStep(table=r.moved) for r in self.replicas])
         if self.config.policy == MIXED:
             self._decode(step)
@@ -190,7 +191,7 @@ class Scheduler:
         return ""
 
     def _decode(self, step: Step) -> None:
-        """A token for every running sequence of which all known tokens but one are stored."""
+        """Add a token for every running sequence that has all known tokens but one stored."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             self._grow(replica, todo, step)
             for sequence in replica.running:
@@ -202,7 +203,7 @@ class Scheduler:
                     sequence.generated += 1
 
     def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
-        """Room for the next token of every sequence that decodes, at the cost of those that came last."""
+        """Allocate the next token of every decoding sequence, preempting the latest ones if necessary."""
         allocator, index = replica.allocator, 0
         page = allocator.virtual_page
         while index < len(replica.running):
@@ -210,7 +211,7 @@ class Scheduler:
             allocation = sequence.allocation
             assert allocation is not None
             if sequence.computed < allocation.tokens:
-                index += 1  # in prefill, for which there is room
+                index += 1  # in prefill, with allocated pages
                 continue
             if sequence.computed % page == 0:
                 replica.make_room(1)
@@ -231,7 +232,7 @@ class Scheduler:
         replica.preempted.insert(0, sequence)
 
     def _prefill(self, step: Step) -> None:
-        """Chunks of prompts: of those that are running first, then of those that come in."""
+        """Add chunks of prompts: first of running sequences, then of admitted ones."""
         budgets = [self.config.chunk] * len(self.replicas)
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             for sequence in replica.running:
@@ -260,35 +261,41 @@ class Scheduler:
         self.waiting.extendleft(reversed(kept))
 
     def _home(self, sequence: Sequence) -> int | None:
-        """Where a later turn of a session has to go."""
+        """Return the replica of the session's earlier turns, or None."""
         return None if sequence.request.session is None else self.homes.get(sequence.request.session)
 
     def _replica_for(self, sequence: Sequence, budgets: list[int], among: list[Replica]) -> Replica | None:
-        """The replica with the fewest requests of those that can take this one now; those who preempted wait first."""
+        """Return the replica with the fewest requests among those that can admit this one now; preempted ones have
+        priority.
+        """
         able = [r for r in among if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
         return min(able, key=lambda r: (len(r.running), -r.available, r.number), default=None)
 
     def _room(self, replica: Replica, sequence: Sequence, budget: int) -> bool:
-        """Whether a sequence can come in: KV for all that it has to prefill, and something to compute it with."""
+        """Return True if a sequence can be admitted: KV capacity for all tokens to prefill, and a sufficient token
+        budget.
+        """
         if budget < self.config.virtual_page:
             return False
         pages, node = self._cached(replica, sequence)
         need = replica.allocator.pages_for(sequence.target) - len(pages)
-        replica.cache.lock(node)  # what it would read is not there to be evicted
+        replica.cache.lock(node)  # cached pages that it would read cannot be evicted for it
         available = replica.available
         replica.cache.unlock(node)
         return need + self._kept_free(replica) <= available
 
     def _has_chunks(self, sequence: Sequence) -> bool:
-        """Whether more of a running sequence is to be prefilled: a single token that is left is a decode row."""
+        """Return True if a running sequence has prompt tokens left to prefill; a single remaining token is a decode
+        row.
+        """
         return sequence.computed < sequence.target - 1
 
     def _kept_free(self, replica: Replica) -> int:
-        """Pages that whoever comes in leaves: one for each that runs."""
+        """Return the number of pages that an admission leaves free: one for each running sequence."""
         return len(replica.running)
 
     def _cached(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
-        """What the prefix cache has of its prompt, so that at least one token is left to compute."""
+        """Return the cached pages of its prompt and their node, such that at least one token is left to compute."""
         if not self.config.prefix_cache:
             return NO_PAGES, replica.cache.root
         most = min(sequence.request.prompt_tokens, sequence.target - 1)
@@ -309,7 +316,7 @@ class Scheduler:
         return self._chunk(sequence, todo, budget)
 
     def _chunk(self, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
-        """Prefill as much of a sequence as the budget allows; returns how much."""
+        """Prefill as much of a sequence as the budget allows; return the number of tokens."""
         start, target, page = sequence.computed, sequence.target, self.config.virtual_page
         stop = target if target - start <= budget else start + budget // page * page
         if stop == start:
@@ -320,7 +327,7 @@ class Scheduler:
         return stop - start
 
     def _table_write(self, sequence: Sequence, start: int) -> TableWrite:
-        """Locations from token `start`, which begins a page, to the end of the last page."""
+        """Return the locations from token `start`, which begins a page, to the end of the last page."""
         assert sequence.allocation is not None
         page = self.config.virtual_page
         pages = sequence.allocation.pages[start // page :]
@@ -328,8 +335,8 @@ class Scheduler:
         return TableWrite(sequence.slot, start, locs[: self.config.max_context - start])
 
     def _finish(self, step: Step) -> None:
-        """After all has been decided: cache prompts that are complete now, and answers of sessions that go on, then free
-        what finished requests held.
+        """Cache the prompts completed by this step and the answers of sessions that continue, then free finished
+        requests.
         """
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             replica.moved = []
@@ -348,9 +355,10 @@ class Scheduler:
             step.finished += done
 
     def _cache(self, replica: Replica, sequence: Sequence, tokens: np.ndarray) -> None:
-        """Let others read the full pages of its first tokens, once. Where it was cached meanwhile, use those pages instead of ours.
+        """Share the full pages of its first tokens through the prefix cache, once; use the cache's pages if they were
+        cached meanwhile.
 
-        Not only at a prompt's last chunk: where chunks leave a single token, that is computed as a decode row.
+        This is not limited to a prompt's last chunk: if chunks leave a single token, it is computed as a decode row.
         """
         allocation, old = sequence.allocation, sequence.node
         assert allocation is not None

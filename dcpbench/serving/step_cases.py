@@ -1,7 +1,7 @@
-"""Which cases to measure, so that every step of given loads can be predicted, as few as that takes; and their steps.
+"""Select the cases to measure, as few as suffice to predict every step of given loads, and make their steps.
 
-Device time is dear. Lines in KV tokens and in pairs need two points each; sizes need to be as close as the curve bends
-between them. docs/replay.md has the sums.
+Device time is expensive. Lines in KV tokens and in pairs need two points each; sizes must be as dense as the curve
+bends between them. docs/replay.md derives the counts.
 """
 
 from __future__ import annotations
@@ -39,42 +39,50 @@ NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
 CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
+"""Chunk sizes at which the curve bends: experts are hit by few tokens, then all of them, then products outgrow the
+reading of weights.
+"""
 BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)
-"""Where that bends, without a prefix alone. Past 512 tokens products have a fifth tile of 128 rows, in a jump."""
+"""Sizes between which the curve bends, measured without a prefix only. Past 512 tokens, matrix products need a fifth
+tile of 128 rows, which is a jump.
+"""
 FEW_TOKENS = 128
 """Below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt."""
 SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
 ATTENTION_SHOWS = 2048
-"""From so many tokens on, how they are divided over prompts is measured."""
+"""Number of tokens from which their division into prompts is measured."""
 MANY_PREFIX = 8192
-"""Stored tokens before each of many chunks: more would only cost more time."""
+"""Stored tokens before each of many chunks: more would only take more time."""
 LATE = 4
-"""A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
+"""Divisor of late chunks: a chunk at the end of a long prompt has at most 1 / LATE of its tokens, so that it attends
+mostly to earlier tokens.
+"""
 MIXED_TOKENS = (128, 512, 2048)
-"""Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
+"""Sizes of the chunks next to which decode rows are measured: this many tokens, or the next smaller available size."""
 HOT_TOKENS = 512
 """Chunks of fewer tokens are not measured hot: they read weights as decodes do."""
 TRAIN = 12
-"""Decode steps behind chunks of which each is measured."""
+"""Number of decode steps after chunks, each of which is measured."""
 KEPT = 8
-"""They take no more than a KEPT-th of the cache: beside a short chunk requests may have nearly all of it."""
+"""Divisor of the KV cache: chunks of mixed cases take at most 1 / KEPT, as requests may hold nearly all of it next to a
+short chunk.
+"""
 SAME = 0.1
-"""A prompt this near to a measured size needs none of its own."""
+"""Relative distance within which a prompt uses a measured size."""
 OUTPUT_TOKENS = 2
-"""Of the requests, which never finish: no step says that it samples a last token."""
+"""Output tokens of the requests, which never finish, so that no step samples a last token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extent:
-    """What the steps of one replica can be like, at most."""
+    """Maximum size of the steps of one replica."""
 
     requests: int
     context: int
     """Tokens of a request."""
     pages: int
-    """Of KV, without the padding page; a virtual page on all dcp ranks each."""
+    """KV pages without the padding page; a virtual page spans all dcp ranks."""
     virtual_page: int
     chunk: int
     """Prompt tokens of a step."""
@@ -83,22 +91,24 @@ class Extent:
     targets: tuple[int, ...] = ()
     """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
     open_loop: bool = False
-    """Whether there are loads that keep no number in flight."""
+    """True if a load has no fixed number of requests in flight."""
     prompts: tuple[int, ...] = ()
     """Lengths that all prompts of a load have."""
     shared: bool = False
-    """Whether prompts share prefixes, so that requests together attend to more than the cache holds."""
+    """True if prompts share prefixes, so that requests together attend to more tokens than the cache holds."""
     changes: tuple[int, ...] = ()
     """Most rows of a step with chunks up to which the same kernels run: one more takes others, and a jump."""
 
     @property
     def at_once(self) -> int:
-        """Requests that can run at the same time: each has a page at least."""
+        """Return the number of requests that can run at the same time: each has at least one page."""
         return min(self.requests, self.pages)
 
     @classmethod
     def of(cls, points: Iterable[Point], *, pages: int, max_context: int, changes: Iterable[int] = ()) -> Extent:
-        """Of all points of one engine path, with `pages` in each rank's pool, the padding page included."""
+        """Return the extent of all points of one engine path, with `pages` in each rank's pool, including the padding
+        page.
+        """
         points = list(points)
         one = points[0]
         loads = [p.load for p in points if p.load is not None]
@@ -119,7 +129,7 @@ class Extent:
         )
 
     def fits(self, case: Case) -> bool:
-        """Whether slots, pages, context and chunk suffice for a case."""
+        """Return True if slots, pages, context and chunk suffice for a case."""
         lengths = [(d.requests, d.context) for d in case.decodes]
         lengths += [(c.chunks, c.prefix + c.tokens) for c in case.chunks]
         pages = sum(count * -(-tokens // self.virtual_page) for count, tokens in lengths)
@@ -131,25 +141,26 @@ class Extent:
         )
 
     def longest(self, requests: int, pages_taken: int = 0) -> int:
-        """Most tokens that each of so many requests can have at once, sharing none; 0 where they have no room."""
+        """Return the maximum tokens of each of `requests` requests at once, without sharing; 0 if they do not fit."""
         return min(self.context, (self.pages - pages_taken) // requests * self.virtual_page)
 
     def longest_prefix(self, chunks: int, tokens: int) -> int:
-        """Most stored tokens before each of so many chunks; chunks begin with a page. Negative: no room for them."""
+        """Return the maximum stored tokens before each of `chunks` chunks, which begin with a page; negative if they do
+        not fit.
+        """
         room, page = self.context - tokens, self.virtual_page
         if not self.shared:
             room = min(room, (self.pages // chunks - -(-tokens // page)) * page)
         return room // page * page
 
     def fewest(self, tokens: int) -> int | None:
-        """Chunks that a step of so many prompt tokens has at least; None where there can be no such step."""
+        """Return the minimum number of chunks of a step of `tokens` prompt tokens; None if there can be no such step."""
         each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.at_once + 1))
         return next((n for n, most in each if n * most >= tokens), None)
 
     def latest(self, tokens: int) -> int | None:
-        """Chunks with which they attend to most: many, so that little of their prompts is in them, if KV allows that.
-
-        None where no chunk can have a prefix.
+        """Return the number of chunks with which they attend to most tokens: many, so that each contains little of its
+        prompt, if KV allows it. None if no chunk can have a prefix.
         """
         fewest = self.fewest(tokens) or 1
         several = range(fewest, max(fewest, min(-(-LATE * tokens // self.context), self.at_once)) + 1)
@@ -158,7 +169,7 @@ class Extent:
 
 
 def grid(extent: Extent) -> list[Case]:
-    """The cases, cheapest kind first. Raises UsageError where the KV cache holds nothing."""
+    """Return the cases, cheapest kind first. Raise UsageError if the KV cache has no page."""
     if extent.pages < 1:
         raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
     sizes, plain = chunk_sizes(extent), chunk_sizes(dataclasses.replace(extent, changes=()))
@@ -168,7 +179,9 @@ def grid(extent: Extent) -> list[Case]:
 
 
 def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
-    """Padded sizes to measure for up to so many decode rows, of captured graphs and of eager steps past them."""
+    """Return the padded sizes to measure for up to `requests` decode rows, of captured graphs and of larger eager
+    steps.
+    """
     wanted = {batch_rows(min(n, requests)) for n in targets}
     graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
     eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
@@ -176,7 +189,7 @@ def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = F
 
 
 def chunk_sizes(extent: Extent) -> list[int]:
-    """Tokens of the steps with chunks alone, up to the most that requests and KV allow."""
+    """Return the tokens of steps with only chunks, up to the most that requests and KV allow."""
     able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.at_once + 1))
     top = min(extent.chunk, max(able))
     sizes = [s for s in sorted(CHUNK_TOKENS + BETWEEN_TOKENS) if s < top] + [top]
@@ -185,14 +198,14 @@ def chunk_sizes(extent: Extent) -> list[int]:
 
 
 def _beside(changes: Iterable[int]) -> Iterator[int]:
-    """Rows as they run on both sides of each change."""
+    """Yield the padded rows on both sides of each change."""
     for rows in changes:
         yield from [size for size in chunk_row_sizes(rows) if size <= rows][-1:]
         yield chunk_rows(rows + 1)
 
 
 def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
-    """From the largest down, each smaller by a factor; the smallest and those wanted always."""
+    """Return sizes from the largest down, each smaller by a factor, with the smallest and the wanted ones."""
     kept: list[int] = []
     for size in reversed(sizes):
         factor = GROWTH if size * NEAR_TOP >= sizes[-1] else far
@@ -202,7 +215,7 @@ def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[
 
 
 def _decodes(extent: Extent) -> Iterator[Case]:
-    """For each size few and most KV tokens, at the largest something between."""
+    """Yield for each size the fewest and the most KV tokens, for the largest size also a value between."""
     sizes = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
     for size in sizes:
         requests = min(size, extent.at_once)
@@ -211,7 +224,7 @@ def _decodes(extent: Extent) -> Iterator[Case]:
 
 
 def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
-    """Few and most KV tokens that each of so many requests attends to."""
+    """Return few and most KV tokens that each of `requests` requests attends to."""
     most = extent.longest(requests, pages_taken)
     if most < 1:
         return []
@@ -220,8 +233,10 @@ def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bo
 
 
 def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """For each size prompts without prefix, with the shortest, and at the end of long ones; where attention shows, short
-    prompts, too. From no prefix to some, work begins that even the shortest brings.
+    """Yield for each size prompts without a prefix, with the shortest prefix, and at the end of long prompts; where
+    attention dominates, also several short prompts.
+
+    From no prefix to the shortest one, additional work begins, which is independent of its length.
     """
     once = _at_most(ATTENTION_SHOWS, sizes)
     between = {*BETWEEN_TOKENS, *_beside(extent.changes)} - {*CHUNK_TOKENS, *extent.prompts}
@@ -242,7 +257,7 @@ def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
-    """A case of so many chunks with that prefix in whole pages, or the longest that they can have, if they can."""
+    """Yield a case of `chunks` chunks with that prefix in whole pages, or the longest possible one, if it fits."""
     page = extent.virtual_page
     longest = extent.longest_prefix(chunks, -(-size // chunks)) if prefix else 0
     if not prefix or longest > 0:
@@ -250,8 +265,10 @@ def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str
 
 
 def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """Of several replicas one alone has prompts without prefix: what the others' padding spares. The largest is among them, as
-    nothing tells what is spared beyond.
+    """Yield cases in which one of several replicas has prompts without a prefix: they measure the saving of the others'
+    padding.
+
+    The largest size is included, because the saving beyond it is unknown.
     """
     between = {*BETWEEN_TOKENS} - {*extent.prompts, sizes[-1]}
     for size in sizes if extent.replicas > 1 else ():
@@ -260,7 +277,7 @@ def _uneven(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """Decode rows beside a chunk that leaves them most of the cache and all other slots."""
+    """Yield decode rows next to a chunk that leaves them most of the cache and all other slots."""
     largest = min(max(extent.pages // KEPT, 1) * extent.virtual_page, extent.context)
     for size in sorted({_at_most(min(tokens, largest), sizes) for tokens in MIXED_TOKENS}):
         chunks = _even(size, extent.fewest(size) or 1)
@@ -275,8 +292,8 @@ def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 
 def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
-    """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones, and replicas of
-    which some have prompts.
+    """Yield cases that check the assumptions of the prediction: uneven requests, sizes and prefixes between the
+    measured ones, and replicas of which some have prompts.
     """
     some, size = extent.replicas // 2, _at_most(1024, sizes)
     if some > 1:
@@ -293,22 +310,24 @@ def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class HotRun:
-    """A case that is measured behind chunks."""
+    """A case that is measured after chunks."""
 
     case: Case
     before: Case
     """The chunks, again and again until the device has settled."""
     times: int = 1
-    """So many of its steps follow each other then: what is left of the heat tells how soon it goes."""
+    """Number of consecutive steps of the case; their decay determines how fast the slowdown by heat ends."""
 
     @property
     def cases(self) -> list[Case]:
-        """One for each of the steps."""
+        """Return a case for each of the steps."""
         return [msgspec.structs.replace(self.case, since=n) for n in range(self.times)]
 
 
 def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
-    """Few, some and most decode rows and three sizes of chunks behind `largest`, and the fewest rows behind smaller chunks."""
+    """Return few, some and most decode rows and three sizes of chunks after `largest`, and the fewest rows after
+    smaller chunks.
+    """
     rows = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
     wanted = []
     for size in (rows[0], rows[len(rows) // 2], rows[-1]):
@@ -330,17 +349,17 @@ def hot_runs(extent: Extent, largest: Case) -> list[HotRun]:
 
 
 def fullest(cases: Iterable[Case]) -> Case:
-    """The chunks without a prefix that have most tokens, of cases of a grid."""
+    """Return the chunks without a prefix that have most tokens, among cases of a grid."""
     return max(filter(bare, cases), key=lambda case: case.work().tokens)
 
 
 def bare(case: Case) -> bool:
-    """Whether it is of chunks alone, on all replicas, without a prefix."""
+    """Return True if a case has only chunks, on all replicas, without a prefix."""
     return bool(case.chunks) and not case.decodes and not case.replicas and not case.work().prefix
 
 
 def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
-    """So many chunks that have `tokens` together and differ by one at most."""
+    """Return `chunks` chunks that have `tokens` together and differ by at most one."""
     small, more = divmod(tokens, chunks)
     parts = Chunks(more, small + 1, prefix), Chunks(chunks - more, small, prefix)
     return tuple(part for part in parts if part.chunks)
@@ -355,7 +374,7 @@ class CaseSteps:
     """Steps of one case. Both do the same work; it can be repeated as often as one likes, as no position moves."""
 
     first: Step
-    """Writes where its requests' tokens lie."""
+    """First step, which writes its requests' token locations."""
     again: Step
 
 
@@ -371,7 +390,7 @@ class CaseMaker:
         """No request of a load has a negative number, so its prompt is not taken for one of these."""
 
     def steps(self, case: Case) -> CaseSteps:
-        """The steps of a case, alike on all replicas that have something to do."""
+        """Return the steps of a case, identical on all replicas that have work."""
         self.next_page = 0
         todo, writes = ReplicaStep(), []
         slots = itertools.count(1)
@@ -393,7 +412,7 @@ class CaseMaker:
         return CaseSteps(self._step(first, case.replicas), self._step(todo, case.replicas))
 
     def padding(self, rows: int) -> Step:
-        """A decode step of so many padding rows."""
+        """Return a decode step of `rows` padding rows."""
         nobody = [self._sequence(PADDING_SLOT, 1) for _ in range(rows)]
         return self._step(ReplicaStep(decodes=nobody, slots=[PADDING_SLOT] * rows, positions=[PADDING_POSITION] * rows))
 
@@ -403,7 +422,7 @@ class CaseMaker:
         return Sequence(request, -number, replica=0, slot=slot)
 
     def _where(self, sequence: Sequence, tokens: int) -> TableWrite:
-        """The pool's pages in turn, without the padding page; past the last one, those of other requests again."""
+        """Return a write of the pool's pages in turn, without the padding page, reusing pages after the last one."""
         config, page = self.config, self.config.virtual_page
         pages = np.arange(self.next_page, self.next_page - (-tokens // page)) % (config.pages - 1) + 1
         self.next_page += len(pages)

@@ -1,13 +1,13 @@
-"""How long a step takes, from cases that were measured: interpolation between them, by what the hardware does.
+"""Predict the duration of a step from measured cases, by interpolation along the terms that the hardware determines.
 
     decode only    T(rows, KV)         read the weights that the rows need, and their KV
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
     mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
-    uneven         … - S(rows) · share              of replicas some have fewer rows than the fullest for the experts
+    uneven         … - S(rows) · share              some replicas have fewer rows than the fullest for the experts
 
-All are linear in KV tokens, as attention reads each row once, and in pairs of tokens that attend to each other. In
-rows they bend (experts that are hit, the ridge between reading and computing), so neighbouring sizes are measured.
-What lies outside is refused, but for a fifth more KV or pairs, where the line goes on.
+All terms are linear in KV tokens, because attention reads each row once, and in pairs of tokens that attend to each
+other. In rows they bend (number of experts hit, ridge point of the roofline), so neighbouring sizes are measured. Steps
+outside the measured range are refused, except up to a fifth more KV or pairs, where the line is extrapolated.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
 HEAT_S = 0.04
-"""Time in which a GPU that is limited by power settles, where no case tells: as on an H100 and on an H200."""
+"""Default thermal time constant of a power-limited GPU in s, if no case measures it: as on an H100 and on an H200."""
 TELLS = 0.005
-"""Cases tell nothing of heat by which a step is hardly longer than this share, which is noise."""
+"""Minimum relative slowdown of a case that is used to estimate heat; smaller ones are noise."""
 BEYOND = 1.2
-"""How far a line in KV tokens or pairs goes on past its last case."""
+"""Factor by which a line in KV tokens or pairs is extrapolated past its last case."""
 
 
 class Work(NamedTuple):
-    """What a replica does in a step, as far as its time depends on it."""
+    """Work of a replica in a step, as far as its time depends on it."""
 
     rows: int
     """Decode rows as they run: padded (batches.py)."""
     kv_tokens: int
-    """That they attend to, all together."""
+    """KV tokens that all decode rows together attend to."""
     tokens: int
-    """Of chunks."""
+    """Tokens of chunks."""
     pairs: float
     """Σ tokens · (prefix + tokens / 2) over chunks: tokens times the tokens that each attends to, on average."""
     prefix: int
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]) -> Work:
-        """Of so many decoding requests and of chunks, each (tokens, prefix)."""
+        """Return the work of decoding `requests` requests and of chunks, each (tokens, prefix)."""
         tokens, pairs, prefix = 0, 0.0, 0
         for count, before in chunks:
             tokens += count
@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
     @property
     def beside_chunks(self) -> int:
-        """Rows in a step with chunks: so many go to experts, however many there are because another replica has more."""
+        """Return the rows in a step with chunks that go to experts, without padding to the fullest replica."""
         return chunk_rows(self.rows + self.tokens)
 
 
@@ -69,7 +69,7 @@ Sample = tuple[Work, float]
 
 
 def step_works(step: Step) -> list[Work]:
-    """Of each replica."""
+    """Return the work of each replica."""
     found = []
     for replica in step.replicas:
         requests, chunks = len(replica.decodes), [(c.tokens, c.start) for c in replica.chunks]
@@ -78,7 +78,9 @@ def step_works(step: Step) -> list[Work]:
 
 
 def _around(xs: Sequence[float], x: float) -> tuple[int, int, float]:
-    """The places of the two sorted numbers around `x`, past an end the two there, and the second one's weight."""
+    """Return the indices of the two sorted numbers around `x`, or past an end the nearest two, and the weight of the
+    second.
+    """
     if len(xs) == 1:
         return 0, 0, 0.0
     i = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
@@ -97,16 +99,16 @@ class Line:
 
     @property
     def top(self) -> float:
-        """Largest x that was measured."""
+        """Return the largest measured x."""
         return float(self.xs[-1])
 
     def __call__(self, x: float) -> float:
-        """y at x."""
+        """Return y at x."""
         a, b, share = _around(self.xs, x)
         return float(self.ys[a] + share * (self.ys[b] - self.ys[a]))
 
     def held(self, x: float) -> float:
-        """y at x, past the ends as it is there."""
+        """Return y at x, constant past the ends."""
         return self(min(max(x, self.xs[0]), self.xs[-1]))
 
 
@@ -114,7 +116,7 @@ class Surface:
     """Lines over rows: linear between the lines of neighbouring sizes, all at the same x."""
 
     def __init__(self, points: Iterable[tuple[int, float, float]]) -> None:
-        """Of (rows, x, ms); x stands for KV tokens per row, or for tokens that a token attends to."""
+        """Build the surface from (rows, x, ms); x is KV tokens per row, or the tokens that a token attends to."""
         by_rows: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for rows, x, ms in points:
             by_rows[rows].append((x, ms))
@@ -122,12 +124,12 @@ class Surface:
         self.lines = [Line(by_rows[rows]) for rows in self.sizes]
 
     def __call__(self, rows: float, x: float) -> float:
-        """ms at so many rows."""
+        """Return the time in ms at this number of rows."""
         a, b, share = _around(self.sizes, rows)
         return (1 - share) * self.lines[a](x) + share * self.lines[b](x)
 
     def top(self, rows: float) -> float:
-        """Largest x that may be asked for at so many rows: what one of the two neighbours was measured with."""
+        """Return the largest supported x at this number of rows, from the cases of its two neighbours."""
         a, b, _ = _around(self.sizes, rows)
         return BEYOND * max(self.lines[a].top, self.lines[b].top)
 
@@ -139,7 +141,7 @@ class DecodeTimes:
         self.surface = Surface((w.rows, w.kv_tokens / w.rows, ms) for w, ms in cases)
 
     def __call__(self, rows: int, kv_tokens: int) -> float:
-        """ms of a step."""
+        """Return the time of a step in ms."""
         surface, each = self.surface, kv_tokens / rows
         if not surface.sizes[0] <= rows <= surface.sizes[-1] or each > surface.top(rows):
             raise _outside(
@@ -150,25 +152,28 @@ class DecodeTimes:
 
 
 class PrefillTimes:
-    """Rows that go through all layers, padded (batches.py), and attention of chunks: F(rows, pairs, prefix).
+    """Duration of padded rows (batches.py) through all layers, and of attention of chunks: F(rows, pairs, prefix).
 
         F = f(rows, pairs / rows) + begin(rows) + gather_ms · prefix     the last two with a prefix alone
 
-    f has a line over pairs / rows at each measured number of rows, through cases without a prefix and through those with
-    one, less what the prefix adds. `begin`: gathering from other ranks begins with the shortest prefix.
+    f has a line over pairs / rows at each measured number of rows, fitted through the cases without a prefix and those
+    with one, minus the cost of the prefix. `begin` is the fixed cost of gathering from other ranks, from the shortest
+    prefix on.
     """
 
     def __init__(self, line: Sequence[Sample], gather: Sequence[Sample], decode_rows: int) -> None:
-        """`gather`: cases off the line. `decode_rows`: so many more rows than in any of these may come with chunks."""
+        """Fit the model; `gather` holds the cases off the line, `decode_rows` the additional decode rows allowed with
+        chunks.
+        """
         self.bare = [(w, ms) for w, ms in line if not w.prefix]
         self.stored = [(w, ms) for w, ms in line if w.prefix]
         self.most = chunk_rows(max(w.tokens for w, _ in line) + decode_rows)
         slope = self._beyond_line(gather) if gather else self._along_lines()
-        self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
+        self.gather_ms = max(slope, 0.0)  # below 0 is noise: gathering more is never faster
         self.begin, self.ms = self._fit(self.gather_ms)
 
     def _fit(self, gather_ms: float) -> tuple[Line, Surface]:
-        """`begin` and f, by what a stored token takes."""
+        """Return `begin` and f for a given cost per stored token."""
         lines: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
         for w, ms in self.bare:
             rows, x = _rows_and_x(w)
@@ -198,24 +203,26 @@ class PrefillTimes:
         return begin, Surface((rows, x, ms) for rows, points in lines.items() for x, ms in points)
 
     def _beyond_line(self, gather: Sequence[Sample]) -> float:
-        """ms of a stored token, from cases with more of them than those of the line.
+        """Return the time per stored token in ms, from cases with more stored tokens than those on the line.
 
-        What they take beyond the line is itself less the more a token takes, in proportion: two trials tell.
+        The excess of these cases over the line decreases linearly with the assumed time per token, so two trials
+        determine it.
         """
         left = []
         for gather_ms in (0.0, 1.0):
             begin, f = self._fit(gather_ms)
             at = [(w, ms, *_rows_and_x(w)) for w, ms in gather]
             left.append(sum(ms - f(rows, x) - begin.held(rows) - gather_ms * w.prefix for w, ms, rows, x in at))
-        if abs(left[0] - left[1]) < len(gather):  # a token is not told from the line's own
+        if abs(left[0] - left[1]) < len(gather):  # the time per token cannot be separated from the line
             raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
         return left[0] / (left[0] - left[1])
 
     def _along_lines(self) -> float:
-        """The same where no step can have many prefixes, from the last pieces of the lines.
+        """Return the time per stored token in ms from the last segments of the lines, if no step can have many
+        prefixes.
 
-        There ms grow with pairs and with prefix. The more rows, the more pairs for each stored token, which tells the
-        two apart: least squares of Δms = a · Δpairs + b · Δprefix, each line weighed by its 1 / Δprefix.
+        On a segment, ms grow with pairs and with prefix. More rows mean more pairs per stored token, which separates
+        the two: least squares of Δms = a · Δpairs + b · Δprefix, with each line weighted by 1 / Δprefix.
         """
         pieces = []
         for rows in sorted({_rows_and_x(w)[0] for w, _ in self.stored}):
@@ -230,7 +237,7 @@ class PrefillTimes:
         return float(y_mean - slope * x_mean)
 
     def __call__(self, rows: int, pairs: float, prefix: int) -> float:
-        """ms of a step's `rows` rows, decode rows among them, without the attention of the latter."""
+        """Return the time in ms of a step's `rows` rows, decode rows included, without the attention of the latter."""
         rows, surface = chunk_rows(rows), self.ms
         x = pairs / rows
         if not surface.sizes[0] <= rows <= self.most or x > surface.top(rows) + 1:
@@ -243,8 +250,10 @@ class PrefillTimes:
 
 
 def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> float:
-    """ms that begin with a prefix, where f is a line through `bare` and through the farthest of `stored`, less them, and the
-    nearest lies on it; points are (pairs / rows, ms).
+    """Return the fixed cost in ms of a prefix.
+
+    f is a line through `bare` and through the farthest of `stored`, less the cost, and the nearest lies on it; points
+    are (pairs / rows, ms).
     """
     near, far = min(stored), max(stored)
     share = (near[0] - bare[0]) / (far[0] - bare[0])
@@ -252,9 +261,9 @@ def _begin(bare: tuple[float, float], stored: Sequence[tuple[float, float]]) -> 
 
 
 def _lead_to_short_prompts(lines: dict[int, list[tuple[float, float]]]) -> None:
-    """Begin lines that were measured with one length of prompts at 0, as the others go on from theirs to shorter ones.
+    """Extend lines measured with one length of prompts to 0, because the others continue from theirs to shorter ones.
 
-    There a pair takes less than between prompts and long prefixes, which bring more than pairs.
+    There a pair takes less time than between prompts and long prefixes, which add more than pairs.
     """
     slopes = []
     for rows, points in lines.items():
@@ -275,10 +284,11 @@ def _rows_and_x(work: Work) -> tuple[int, float]:
 
 
 class MixedTimes:
-    """What attention of decode rows adds to a step with chunks: G(padded rows, KV tokens), by the chunks' tokens.
+    """Additional time of the attention of decode rows in a step with chunks: G(padded rows, KV tokens), by the chunks'
+    tokens.
 
-    It depends little on the chunks, except where the host, launching, is slower than the device; past
-    the fewest and the most tokens that were measured it stays as it was there.
+    It depends little on the chunks, unless launching on the host is slower than the device. Beyond the fewest and the
+    most measured tokens, the nearest measured value is used.
     """
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
@@ -290,7 +300,7 @@ class MixedTimes:
         self.surfaces = [Surface(by_tokens[tokens]) for tokens in self.tokens]
 
     def __call__(self, work: Work) -> float:
-        """ms on top of what PrefillTimes says."""
+        """Return the time in ms to add to PrefillTimes."""
         low, high, share = _around(self.tokens, work.tokens)
         share = min(max(share, 0.0), 1.0)
         return (1 - share) * self._at(low, work) + share * self._at(high, work)
@@ -307,17 +317,18 @@ class MixedTimes:
 
 
 class SparedTimes:
-    """What a step with chunks takes less than with as many rows on all replicas: S(rows of the fullest) · share.
+    """Time saved by a step with chunks in which replicas have fewer rows than the fullest one: S(rows of the fullest) ·
+    share.
 
-    S is what it takes less where all rows are of one replica, and share is how much of the others' rows is not there: in
-    products with experts rows of padding are not computed, and experts that nobody takes not read.
+    S is the saving if all rows belong to one replica, and share is the missing share of the others' rows: expert
+    products skip padding rows, and experts without tokens are not read.
     """
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
         self.ms = Line((w.beside_chunks, prefill(w.tokens, w.pairs, w.prefix) - ms) for w, ms in cases)
 
     def __call__(self, works: Sequence[Work]) -> float:
-        """ms less than what PrefillTimes and MixedTimes say."""
+        """Return the time in ms to subtract from PrefillTimes and MixedTimes."""
         rows = [work.beside_chunks for work in works]
         most, others = max(rows), len(rows) - 1
         if not others:
@@ -327,23 +338,23 @@ class SparedTimes:
 
 
 class HotStep(NamedTuple):
-    """A step that was measured behind chunks."""
+    """A step that was measured after chunks."""
 
     work: Work
     times: float
-    """As long as a cool one."""
+    """Duration relative to that of a cool step."""
     before: int = 0
     """Tokens of the chunks; 0: the largest."""
     since_s: float = 0.0
-    """How long steps like it have run in between."""
+    """Time in s during which steps of the same kind have run in between."""
 
 
 class Slowed:
-    """How many times as long steps take right behind the largest chunks: 1 where none was measured.
+    """Slowdown factor of steps right after the largest chunks: 1 if none was measured.
 
-    Power follows what runs, and clocks follow power, within tens of ms. Lines over rows, for decodes and for steps with
-    chunks; past what was measured they stay as they are there. `left_by` is how much of that smaller chunks bring, and
-    `settle_s` the time in which it comes and goes.
+    Power follows the load, and clocks follow power, within tens of ms. The factors are lines over rows, for decodes and
+    for steps with chunks; outside the measured range the nearest value is used. `left_by` is the share of the slowdown
+    that smaller chunks cause, and `settle_s` the time constant of its rise and decay.
     """
 
     def __init__(self, cases: Iterable[HotStep]) -> None:
@@ -361,20 +372,20 @@ class Slowed:
         self.settle_s = _settle_s([(case.since_s, left) for case, left in told if case.since_s])
 
     def __call__(self, works: Sequence[Work]) -> float:
-        """Of a step of these replicas."""
+        """Return the slowdown factor of a step of these replicas."""
         rows = max(work.rows + work.tokens for work in works)
         points = self.chunks if any(work.tokens for work in works) else self.decodes
         return Line(points).held(rows) if points else 1.0
 
     def left_by(self, works: Sequence[Work]) -> float:
-        """The heat that such steps lead to, of that of the largest chunks: 0 of decodes."""
+        """Return the final heat of such steps relative to that of the largest chunks: 0 for decodes."""
         if not any(work.tokens for work in works):
             return 0.0
         return self.left.held(max(work.rows + work.tokens for work in works))
 
 
 def _settle_s(left: Sequence[tuple[float, float]]) -> float:
-    """The time in which heat falls to 1 / e, from (seconds, what is left of it): where exp(-seconds / it) is nearest."""
+    """Return the time constant of the decay to 1 / e, fitted by exp(-seconds / constant) to (seconds, remaining share)."""
     if not left:
         return HEAT_S
     tried = (HEAT_S * 1.05**k for k in range(-50, 51))
@@ -382,20 +393,20 @@ def _settle_s(left: Sequence[tuple[float, float]]) -> float:
 
 
 class Heat:
-    """How hot a device is, of what the largest chunks make it when they come one behind the other: 0 to 1."""
+    """Return the heat at the beginning of a step; the device has been idle since the last one."""
 
     def __init__(self, settle_s: float = HEAT_S) -> None:
         self.settle_s = settle_s
         self.share = self.until_s = 0.0
 
     def at(self, begin_s: float) -> float:
-        """When a step begins; the device has had nothing to do since the last one."""
+        """Return the heat at the beginning of a step; the device has been idle since the last one."""
         self._pass(begin_s - self.until_s, 0.0)
         self.until_s = max(self.until_s, begin_s)
         return self.share
 
     def ran(self, seconds: float, towards: float) -> None:
-        """A step; see Slowed.left_by."""
+        """Advance by a step; see Slowed.left_by."""
         self._pass(seconds, towards)
         self.until_s += seconds
 
@@ -404,11 +415,14 @@ class Heat:
 
 
 class StepModel:
-    """All of it. Raises RecordsError where a part has no case at all."""
+    """Complete model of step times. Raise RecordsError if a term has no case at all."""
 
     def __init__(self, line: Sequence[Sample], gather: Sequence[Sample] = (), uneven: Sequence[Sample] = ()) -> None:
-        """`line`: cases to interpolate between; `gather`: those that tell what more stored tokens cost; `uneven`: of one
-        replica alone. Without the last all replicas are as full as the fullest.
+        """Fit the model.
+
+        `line` holds cases to interpolate between, `gather` those that determine the cost of more stored tokens, and
+        `uneven` those of a single busy replica. Without the last, all replicas are assumed to be as full as the
+        fullest.
         """
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
@@ -427,8 +441,9 @@ class StepModel:
         self.least = min(ms for _, ms in [*chunks, *uneven])
 
     def step_ms(self, works: Sequence[Work]) -> float:
-        """A step of these replicas. The slowest decides, and all run as many rows as the fullest, where there are chunks
-        but for experts.
+        """Return the time of a step of these replicas in ms.
+
+        The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
         """
         if any(w.tokens for w in works):
             return self._with_chunks(works)
@@ -439,7 +454,9 @@ class StepModel:
         return times(rows, max(w.kv_tokens for w in works))
 
     def _with_chunks(self, works: Sequence[Work]) -> float:
-        """Never less than the fastest step with chunks that was measured: that would be noise, as of a busy CPU."""
+        """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
+        a busy CPU.
+        """
         rows = max(w.rows + w.tokens for w in works)
         spared = self.spared(works) if self.spared else 0.0
         return max(max(self._parts(rows, w) for w in works) - spared, self.least)
@@ -452,7 +469,8 @@ class StepModel:
             return alone + self.mixed(work)
         if work.tokens:
             raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
-        # Replicas of one request each: beside one with a chunk, another decodes. What is left of G is reading its KV.
+        # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
+        # of its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
 
 

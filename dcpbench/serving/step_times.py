@@ -1,8 +1,9 @@
-"""Step times of one engine path: what was measured, as a file, and how long any step of the scheduler takes by it.
+"""Step times of one engine path: the measured cases, as a file, and the prediction of any step of the scheduler from
+them.
 
-A case is the same work on every attention replica, or on some of them. Those without prompt chunks, those with nothing else,
-mixed ones, and those of one replica alone make the parts of the prediction (step_model.py); docs/replay.md says why, and what
-it leaves out.
+A case is the same work on every attention replica, or on some of them. Cases without prompt chunks, cases with only
+chunks, mixed ones, and those of a single replica determine the terms of the prediction (step_model.py); docs/replay.md
+explains the model and its limits.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ if TYPE_CHECKING:
 
 STEP_TIMES_VERSION = 1
 MOST_REQUESTS = 1 << 20
-"""Of a step that was measured: more than any machine holds, and few enough to count."""
+"""Maximum number of requests in a measured step: more than any machine holds, and small enough to enumerate."""
 LINE, GATHER, UNEVEN, CHECK, HOT = USES = ("line", "gather", "uneven", "check", "hot")
-"""What a case is for: to interpolate between, to tell what more stored tokens cost, to tell what replicas with fewer rows
-spare, to hold predictions against, or to tell how much longer it takes behind chunks, where limits of power slow a GPU down."""
+"""Uses of a case: interpolation, cost of more stored tokens, savings of replicas with fewer rows, check of predictions,
+or slowdown after chunks, where power limits slow a GPU down.
+"""
 MODELLED = (LINE, GATHER, UNEVEN)
-"""Of which predictions are made, in the order in which StepModel takes them."""
+"""Uses from which predictions are made, in the order of StepModel's arguments."""
 PADDED_ROWS = "padded_rows"
-"""The mark of a replay by step times that all replicas had as many rows in as the fullest."""
+"""Warning of a replay with step times for which all replicas had as many rows as the fullest."""
 
 
 class Decodes(msgspec.Struct, frozen=True):
@@ -53,11 +55,11 @@ class Decodes(msgspec.Struct, frozen=True):
 
     requests: int
     context: int
-    """KV tokens that each attends to, its own included."""
+    """KV tokens that each request attends to, including its own."""
 
 
 class Chunks(msgspec.Struct, frozen=True):
-    """Pieces of prompts, each of another request."""
+    """Chunks of prompts of different requests."""
 
     chunks: int
     tokens: int
@@ -66,26 +68,26 @@ class Chunks(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What attention replicas do in a step that is measured."""
+    """Work of the attention replicas in a measured step."""
 
     decodes: tuple[Decodes, ...] = ()
     chunks: tuple[Chunks, ...] = ()
     use: str = LINE
     """One of USES."""
     after: tuple[Chunks, ...] = ()
-    """Of a hot case, the chunks behind which it ran; none: the largest that hot cases have."""
+    """For a hot case, the chunks that ran before it; empty: the largest ones of any hot case."""
     since: int = 0
-    """Of a hot case, how many steps like it came in between."""
+    """For a hot case, the number of identical steps in between."""
     replicas: int = 0
-    """So many do this, and the others nothing; 0: all do."""
+    """Number of replicas that do the work while the others are idle; 0: all do it."""
 
     @property
     def requests(self) -> int:
-        """Of one replica."""
+        """Return the number of requests of one replica."""
         return sum(d.requests for d in self.decodes) + sum(c.chunks for c in self.chunks)
 
     def work(self) -> Work:
-        """As the prediction sees it."""
+        """Return the work in the form used by the prediction."""
         return Work.of(
             sum(d.requests for d in self.decodes),
             sum(d.requests * d.context for d in self.decodes),
@@ -93,19 +95,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def works(self, replicas: int) -> list[Work]:
-        """Of each of so many replicas."""
+        """Return the work of each of `replicas` replicas."""
         busy = self.replicas or replicas
         return [self.work()] * busy + [Work.of(0, 0, [])] * (replicas - busy)
 
     def rows(self, replicas: int) -> StepRows:
-        """As floors see it, on so many attention replicas; every chunk ends a prompt."""
+        """Return the rows in the form used by floors, on this number of attention replicas; every chunk ends a prompt."""
         decodes = tuple(d.context for d in self.decodes for _ in range(d.requests))
         chunks = tuple((c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks))
         rows = StepRows(decodes=decodes, chunks=chunks, sampled=self.requests)
         return dataclasses.replace(rows, tokens=(self.replicas or replicas) * rows.rows)
 
     def __str__(self) -> str:
-        """`47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
+        """Return the case as `47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
         parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
         told = " + ".join(parts + _chunk_words(self.chunks))
         told += f", on {self.replicas} replica{'s' * (self.replicas > 1)} alone" if self.replicas else ""
@@ -122,23 +124,24 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     case: Case
     samples_ms: list[float]
-    """Of steps as the live loop launches and reads them, each the slowest rank's: from the end of the step before to
-    its own. The step before is the same again; with chunks it is one that only decodes, which hides their launch.
+    """Step times as the live loop launches and reads them, each of the slowest rank: from the end of the preceding step
+    to its own end. The preceding step is identical; with chunks it only decodes, which hides their launch.
     """
     host_ms: list[float] = []
-    """How long the host was busy with launching such a step, behind itself; the slowest rank's."""
+    """Time during which the host was busy launching such a step, for the slowest rank."""
     floor_ms: float | None = None
-    """The time below which such a step cannot be at the rates of the machine (points/floors.py), with as many experts hit
-    as expected. Null on the CPU."""
+    """Lower bound of the step's time at the rates of the machine (points/floors.py), with the expected number of
+    experts hit. Null on the CPU.
+    """
 
     @property
     def median_ms(self) -> float:
-        """What predictions use."""
+        """Return the device time used by predictions."""
         return statistics.median(self.samples_ms)
 
     @property
     def median_host_ms(self) -> float:
-        """What predictions use; 0 where it was not measured."""
+        """Return the host time used by predictions; 0 if it was not measured."""
         return statistics.median(self.host_ms) if self.host_ms else 0.0
 
 
@@ -148,13 +151,16 @@ PATH_AXES = point_axes(Role.ENGINE | Role.PATH) + load_axes(Role.ENGINE | Role.P
 
 
 def engine_path(point: Point) -> EnginePath:
-    """Of a point of the workload `serve`; `auto` stays `auto`."""
+    """Return the engine path of a point of the workload `serve`; `auto` stays `auto`."""
     assert point.load is not None
     return cast("EnginePath", point.values(Role.ENGINE | Role.PATH))
 
 
 def differences(path: EnginePath, wanted: EnginePath) -> list[str]:
-    """Where a path is not what is wanted, as options: `--backend triton instead of flashinfer`. `auto` takes all."""
+    """Return the differences of a path from the wanted one as options: `--backend triton instead of flashinfer`.
+
+    A wanted value of `auto` matches all values.
+    """
     return [
         f"{flag(name)} {path[name]} instead of {value or 'none'}"
         if path[name] != ""
@@ -169,27 +175,29 @@ class _Version(msgspec.Struct):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Measured step times of one engine path; a file of its own."""
+    """Measured step times of one engine path, stored in a file."""
 
     schema_version: int = STEP_TIMES_VERSION
     path: EnginePath
     cases: list[Measured]
     launch_ms: float
-    """What a step takes longer that was launched while the device had nothing to do: planning and launching it."""
+    """Additional time of a step that is launched while the device is idle: planning and launching it."""
     measuring_s: float
-    """How long it took to measure all this."""
+    """Duration of the whole measurement."""
     honesty: Honesty
     environment: Environment
     """Git commit and command included."""
     marks: list[str] = []
-    """As records have them: `cpu`, `throttled`, …"""
+    """Warnings in the form of records: `cpu`, `throttled`, …"""
     emulated: Emulated | None = None
-    """Of a rank that stood for a layout: what was modelled in its largest decode step."""
+    """For an emulated layout: the model used in its largest decode step."""
     gpu: Gpu | None = None
-    """Clocks, power and temperature meanwhile, each of the rank that was worst off; None on the CPU, and in older files."""
+    """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU, and in older
+    files.
+    """
 
     def scaled(self, decodes: float, chunks: float) -> StepTimes:
-        """Steps without prompts, and with, so many times as long."""
+        """Return the step times with steps without prompts, and with, multiplied by these factors."""
         cases = [
             msgspec.structs.replace(m, samples_ms=[ms * (chunks if m.case.chunks else decodes) for ms in m.samples_ms])
             for m in self.cases
@@ -198,11 +206,13 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def blocking(self) -> bool:
-        """Whether to launch a step is to run it, as on the CPU."""
+        """Return True if launching a step runs it synchronously, as on the CPU."""
         return self.environment.device == CPU
 
     def probe(self) -> Probe:
-        """The machine it was measured on, for budget.py: a replay divides the memory as a live run there would."""
+        """Return the probe of the machine of the measurement, for budget.py: a replay divides the memory as a live run
+        there would.
+        """
         seen = self.environment
         return Probe(
             device="cpu" if self.blocking else "cuda",
@@ -215,25 +225,27 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def replicas(self) -> int:
-        """Attention replicas of the path."""
+        """Return the number of attention replicas of the path."""
         return int(self.path["dp"])
 
     @property
     def padded_rows(self) -> bool:
-        """Whether nothing says what replicas with fewer rows spare: in older files all ran as many as the fullest."""
+        """Return True if the savings of replicas with fewer rows are unknown: in older files all replicas ran the
+        padded rows.
+        """
         return self.replicas > 1 and not self.cases_for(UNEVEN)
 
     @functools.cached_property
     def model(self) -> StepModel:
-        """The prediction made of the cases. Raises RecordsError where they are too few for one."""
+        """Return the prediction made from the cases. Raise RecordsError if they are too few."""
         return self._predicting(lambda m: m.median_ms)
 
     @functools.cached_property
     def host_model(self) -> StepModel:
-        """The same for the host's time.
+        """Return the step model of the host's time.
 
-        Several ranks are at launching a step with chunks for as long as it takes their GPUs; one that stands for them is
-        done sooner (docs/emulation.md).
+        With several ranks, launching a step with chunks takes the host as long as the GPUs run it; with one emulating
+        rank it takes less time (docs/emulation.md).
         """
         stands = self.emulated is not None and self.path["tp"] != 1
 
@@ -247,7 +259,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def slowed(self) -> Slowed:
-        """How many times as long a step takes on a GPU that is hot."""
+        """Return the slowdown model of a hot GPU."""
         found = []
         for m in self.cases_for(HOT):
             work, before = m.case.work(), sum(c.chunks * c.tokens for c in m.case.after)
@@ -256,30 +268,33 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Slowed(found)
 
     def duration_ms(self, step: Step, heat: float = 0.0) -> float:
-        """How long a step takes after the one before it, at a share `heat` of what the largest chunks slow it down.
+        """Return the duration of a step after the one before it, with a share `heat` of the slowdown after the largest
+        chunks.
 
-        Raises UsageError for a step outside of what was measured.
+        Raise UsageError for a step outside the measured range.
         """
         works = step_works(step)
         return self.model.step_ms(works) * (1 + heat * (self.slowed(works) - 1))
 
     def host_ms(self, step: Step) -> float:
-        """How long the host is busy with launching it. Raises as duration_ms does."""
+        """Return the time during which the host is busy launching the step. Raise as duration_ms does."""
         return max(self.host_model.step_ms(step_works(step)), 0.0)
 
     def check_errors(self) -> list[tuple[Case, float]]:
-        """Cases that predictions do not use, each with (predicted - measured) / measured."""
+        """Return the cases that predictions do not use, each with (predicted - measured) / measured."""
         found = self.cases_for(CHECK)
         return [(m.case, self.model.step_ms(m.case.works(self.replicas)) / m.median_ms - 1) for m in found]
 
     def cases_for(self, use: str) -> list[Measured]:
-        """Those of one use; with prompts as long as the GPUs of the machine take together that one stood for."""
+        """Return the cases of one use; for an emulated layout, those with prompts are scaled to the GPUs of the machine
+        together.
+        """
         found = self.emulated.prompts if self.emulated else ()
         together = Line((p.tokens, p.times) for p in found) if found else None
         return [_longer(m, together) for m in self.cases if m.case.use == use]
 
     def must_be_of(self, point: Point, name: str = "the step times") -> None:
-        """Raise UsageError unless these are the times of the point's engine, saying what differs."""
+        """Raise UsageError with the differences unless these are the times of the point's engine."""
         found = differences(self.path, engine_path(point))
         if found:
             raise UsageError(
@@ -289,7 +304,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def _longer(measured: Measured, together: Line | None) -> Measured:
-    """A case that one GPU measured, as long as several take."""
+    """Return a case measured on one GPU, scaled to several."""
     tokens = measured.case.work().tokens
     if together is None or not tokens:
         return measured
@@ -304,7 +319,7 @@ def write_step_times(path: Path, times: StepTimes) -> None:
 
 
 def read_step_times(path: Path) -> StepTimes:
-    """Read such a file. Raises RecordsError where it is missing, damaged, or of another version."""
+    """Read a file of step times. Raise RecordsError if it is missing, damaged, or of another version."""
     try:
         data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Version).schema_version
@@ -331,7 +346,9 @@ def read_step_times(path: Path) -> StepTimes:
 
 
 def _whole(times: StepTimes) -> StepTimes:
-    """With a path that has every field; raises ValidationError for one that lacks what has no default, or has more."""
+    """Return the times with every field of the path; raise ValidationError for a missing field without a default or a
+    surplus one.
+    """
     path = {axis.name: times.path.get(axis.name, axis.default) for axis in PATH_AXES}
     more = next((name for name, value in times.path.items() if name not in path and OFF.get(name) is not value), None)
     if more is not None:
@@ -343,7 +360,7 @@ def _whole(times: StepTimes) -> StepTimes:
 
 
 def _wrong_use(case: Case, replicas: int) -> str:
-    """What of a case's use, or of who does it, cannot be; empty where all can."""
+    """Return the problem with the use or the replicas of a case; empty if both are valid."""
     if case.use not in USES:
         return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
     if not 0 <= case.replicas <= replicas:
@@ -356,7 +373,9 @@ def _wrong_use(case: Case, replicas: int) -> str:
 
 
 def _problem(measured: Measured, replicas: int) -> str:
-    """What of a case cannot have been measured on so many replicas; empty where all can."""
+    """Return the first value of a case that cannot have been measured on this number of replicas; empty if all are
+    valid.
+    """
     case = measured.case
     counts = {
         "case.decodes": [n for d in case.decodes for n in (d.requests, d.context)],

@@ -1,14 +1,15 @@
-"""Who sends requests when, and when which token came: the same for live runs and for replay.
+"""Decide which requests are sent when, and record when tokens came; shared by live runs and replay.
 
-Closed loop: `concurrency` clients, each of which sends its next request when it has read the last token of the one
-before, however late the server looks. Open loop: requests come when they are due, whatever is still unanswered.
+In a closed loop, each of `concurrency` clients sends its next request when it has read the last token of the one
+before, however late the server checks. In an open loop, requests are sent when they are due, regardless of pending
+ones.
 
-Turns of a session follow each other, however it began: the next one is due `think_s` after the last token of the one
-before. A client of a closed loop has one session at a time. As all think equally long, turns become due in the order in
-which steps answered those before, the same on every rank.
+Turns of a session follow each other in both modes: the next turn is due `think_s` after the last token of the one
+before. A client of a closed loop has one session at a time. As the think time is constant, turns become due in the
+order in which steps answered their predecessors, the same on every rank.
 
-In a live run one rank's clock decides how many turns and sessions have come, and all ranks submit as many. A request
-that stands alone is a session of one turn.
+In a live run, one rank's clock decides how many turns and sessions are due, and all ranks submit that many. A
+single-turn request is a session of one turn.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """What became of one request; times in seconds after the start of the run."""
+    """Result of one request; times in seconds after the start of the run."""
 
     request: ServeRequest
     submitted_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)
     """When each output token was read."""
     tokens: list[int] = dataclasses.field(default_factory=list)
-    """Their ids; empty in replay, and for requests of another replica than the recording rank's."""
+    """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
     sequence: Sequence | None = None
-    """Its state in the scheduler; None where it was rejected."""
+    """State in the scheduler; None if the request was rejected."""
     rejected: str = ""
-    """Why it can never be served."""
+    """Reason why the request can never be served."""
     failed: str = ""
-    """Why a real server did not answer it to its end."""
+    """Reason why a real server did not answer the request to its end."""
     cached_tokens: int | None = None
-    """Prompt tokens that a real server's prefix cache had, where it says so; ours are of `sequence`."""
+    """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens of each chunk of a stream that brought several at once; empty where each brought one."""
+    """Tokens per chunk of a stream with several tokens per chunk; empty if each chunk had one."""
 
     @property
     def cached(self) -> int | None:
-        """Prompt tokens that the prefix cache had, here or elsewhere; None where nobody knows."""
+        """Return the prompt tokens that were found in the prefix cache, of our engine or of a server; None if unknown."""
         return self.sequence.cached if self.sequence is not None and self.sequence.replica >= 0 else self.cached_tokens
 
     @property
     def finished(self) -> bool:
-        """Whether all its tokens have been read."""
+        """Return True if all its tokens have been read."""
         return not self.failed and len(self.token_s) == self.request.output_tokens
 
 
 class Traffic:
-    """Feeds a scheduler with a load, and notes what comes back."""
+    """Feed a scheduler with a load, and record the results."""
 
     def __init__(
         self,
@@ -72,8 +73,9 @@ class Traffic:
         concurrency: int | None,
         think_s: float = 0.0,
     ) -> None:
-        """`requests` by arrival, turns of a session one after the other; `concurrency` clients send them, or None: each
-        session at the arrival_s of its first.
+        """Create the traffic; `requests` are sorted by arrival, with the turns of a session one after the other.
+
+        `concurrency` clients send them, or with None each session starts at the arrival_s of its first turn.
         """
         if not requests:
             raise UsageError("there is no request to serve; give --num-requests 1 or more.")
@@ -81,31 +83,31 @@ class Traffic:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency, self.think_s = requests, scheduler, concurrency, think_s
         self.sessions = [request for request in requests if not request.turn]
-        """Their first turns."""
+        """First turns of the sessions."""
         self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}
-        """By the number of the one before."""
+        """Next turn, by the number of the request before."""
         self.samples: list[Sample] = []
-        """Of all that were submitted, in this order."""
+        """Samples of all submitted requests, in submission order."""
         self.sample_of: dict[int, Sample] = {}
-        """By request number."""
+        """Sample by request number."""
         self.in_flight = 0
         """Requests."""
         self.begun = self.ended = 0
         """Sessions."""
         self.turns: collections.deque[tuple[float, ServeRequest]] = collections.deque()
-        """Those to come of sessions that have begun, and when each is due, in this order."""
+        """Pending turns of running sessions with their due times, in this order."""
         self.free_s: collections.deque[float] = collections.deque()
         """Since when each client of a closed loop that has no session has had none, in this order."""
         self.stopped = False
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come and all has been read."""
+        """Return True if no more requests will come and all have been read."""
         left = len(self.sessions) - self.begun
         return not self.in_flight and (self.stopped or not (left or self.turns))
 
     def due(self, now_s: float) -> tuple[int, int]:
-        """How many later turns of sessions, and how many new sessions, come now."""
+        """Return the number of later turns and of new sessions that are due."""
         if self.stopped:
             return 0, 0
         turns = sum(1 for _ in itertools.takewhile(lambda turn: turn[0] <= now_s, self.turns))
@@ -118,8 +120,8 @@ class Traffic:
         return turns, new
 
     def next_arrival_s(self) -> float | None:
-        """When the next turn is due, or the next session of an open loop comes; None where neither does, or where clients
-        wait for answers.
+        """Return the due time of the next turn, or of the next session of an open loop; None without either, or if
+        clients wait for answers.
         """
         if self.stopped:
             return None
@@ -129,7 +131,7 @@ class Traffic:
         return min(known, default=None)
 
     def submit(self, turns: int, sessions: int, now_s: float) -> None:
-        """Submit the next requests. They count from when they were due, or their client was free, not from when we looked."""
+        """Submit the next requests. Their latency counts from their due time, or from when their client was free."""
         if self.concurrency is not None and not self.begun:
             self.free_s.extend([now_s] * self.concurrency)
         for _ in range(turns):
@@ -141,7 +143,7 @@ class Traffic:
             self._submit(self.sessions[self.begun - 1], came_s)
 
     def read(self, step: Step, now_s: float) -> None:
-        """The tokens that a step sampled have been read."""
+        """Record the tokens of a step that has been read."""
         for replica in step.replicas:
             for sequence in replica.emits:
                 self.sample_of[sequence.request.number].token_s.append(now_s)
@@ -154,7 +156,7 @@ class Traffic:
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
-        """Send nothing more, and give up what has not finished; call it once the last step has been read."""
+        """Stop sending and cancel unfinished requests; called after the last step has been read."""
         self.stopped = True
         self.turns.clear()
         for sequence in self.scheduler.cancel():
@@ -172,7 +174,7 @@ class Traffic:
             self.in_flight += 1
 
     def _as_said(self, request: ServeRequest) -> ServeRequest:
-        """A later turn, with the answer before it as it was sampled, on a rank that knows it."""
+        """Return a later turn with the sampled answers before it, on a rank that has them."""
         before = self.sample_of[request.number - 1]
         if len(before.tokens) != before.request.output_tokens:
             return request
@@ -181,7 +183,7 @@ class Traffic:
         return dataclasses.replace(request, said=said)
 
     def _end(self, now_s: float) -> None:
-        """A session has ended."""
+        """Record the end of a session."""
         self.ended += 1
         if self.concurrency is not None:
             self.free_s.append(now_s)

@@ -1,1 +1,1 @@
-"""How anything is said and written, whoever says it."""
+"""Format and write text, figures and files, shared by all subpackages."""

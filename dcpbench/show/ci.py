@@ -1,4 +1,4 @@
-"""What CI systems read: test results as JUnit XML, annotations and the step summary of GitHub, and its Markdown."""
+"""Write results for CI systems: JUnit XML, annotations and the step summary of GitHub, and its Markdown."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 MOST = 10
 """Annotations of one level that GitHub shows for a step; it drops the others without a word."""
 SUMMARY = "GITHUB_STEP_SUMMARY"
-"""Names the file of the step summary, where there is one."""
+"""Environment variable with the file of the step summary, if there is one."""
 SUMMARY_BYTES = 1_000_000
 """GitHub drops a summary of more than 1 MiB as a whole."""
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_case(classname: str, name: str, *, file: str = "", line: int | None = None) -> ET.Element:
-    """One test, which passes unless it is given another result."""
+    """Return a test case, which passes unless it is given another result."""
     case = ET.Element("testcase", classname=_xml(classname), name=_xml(name), time="0")
     if file:
         case.set("file", _xml(file))
@@ -34,9 +34,9 @@ def junit_case(classname: str, name: str, *, file: str = "", line: int | None = 
 
 
 def junit_result(case: ET.Element, kind: str, message: str = "", text: str = "", *, of: str = "") -> None:
-    """What became of a test: `failure`, `error` or `skipped` with a message and, where it has one, a type.
+    """Add the result of a test case: `failure`, `error` or `skipped` with a message and optionally a type.
 
-    The kind `system-out` is what a test that passed has to say.
+    The kind `system-out` is the output of a passed test.
     """
     attributes = {"message": message, "type": of}
     result = ET.SubElement(case, kind, {name: _xml(value) for name, value in attributes.items() if value})
@@ -44,7 +44,7 @@ def junit_result(case: ET.Element, kind: str, message: str = "", text: str = "",
 
 
 def junit(name: str, suites: Mapping[str, Sequence[ET.Element]]) -> str:
-    """A JUnit XML file: the cases of each suite, with how many there are of each result in it and in all."""
+    """Return a JUnit XML file: the cases of each suite, with the number of each result per suite and in total."""
     root = ET.Element("testsuites", name=name)
     for title, cases in suites.items():
         suite = ET.SubElement(root, "testsuite", name=title, tests=str(len(cases)))
@@ -58,14 +58,15 @@ def junit(name: str, suites: Mapping[str, Sequence[ET.Element]]) -> str:
 
 
 def _xml(text: str) -> str:
-    """XML has no way to write most control characters."""
+    """Return text with each character that XML cannot represent, such as most control characters, replaced by U+FFFD."""
     return _NOT_XML.sub("\ufffd", text)
 
 
 def annotation(level: str, message: str, title: str, *, file: str = "", line: int | None = None) -> str:
-    """A workflow command of GitHub Actions, which marks a line of a change.
+    """Return a workflow command of GitHub Actions, which marks a line of a change.
 
-    `level` is `error`, `warning` or `notice`. What would end the message, a property or the list of them is escaped.
+    `level` is `error`, `warning` or `notice`. Characters that would end the message, a property or their list are
+    escaped.
     """
     properties = {"file": file, "line": str(line) if line and line > 0 else "", "title": title}
     escaped = {
@@ -76,7 +77,7 @@ def annotation(level: str, message: str, title: str, *, file: str = "", line: in
 
 
 def annotation_lines(*levels: Iterable[str]) -> str:
-    """As many annotations of each level as GitHub shows, a line each."""
+    """Return the annotations, a line each, with as many of each level as GitHub shows."""
     return "".join(f"{line}\n" for level in levels for line in list(level)[:MOST])
 
 
@@ -85,7 +86,7 @@ def _data(text: str) -> str:
 
 
 def step_summary(text: str) -> None:
-    """Append Markdown to the step summary, if there is one; that it cannot be written is a warning, no failure."""
+    """Append Markdown to the step summary, if there is one; a failed write is a warning, not an error."""
     path = os.environ.get(SUMMARY)
     if not path:
         return
@@ -97,11 +98,11 @@ def step_summary(text: str) -> None:
 
 
 def row(cells: Iterable[str]) -> str:
-    """A row of a Markdown table."""
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
 def bullets(lines: Iterable[str], title: str = "") -> str:
-    """A list under a heading; empty without lines."""
+    """Return a list under a heading; empty without lines."""
     text = "\n".join(f"- {line}" for line in lines)
     return f"### {title}\n\n{text}" if text and title else text

@@ -1,4 +1,4 @@
-"""How figures look and are written: colours, marks and axes that all share, the CPU watermark, and their formats."""
+"""Shared style of figures: colours, markers and axes, the CPU watermark, and the file formats."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, told apart with any kind of colour vision; its yellow is too pale for lines on white."""
+"""Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white.
+"""
 GREY = "#555555"
-"""Of what belongs to no series: limits, and signs in a legend."""
+"""Colour of elements that belong to no series: limits, and symbols in a legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Line = str | tuple[int, tuple[int, ...]]
 LINES: tuple[Line, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)))
 WATERMARK = "CPU: functional run,\nnot performance"
 BEHIND_MARKS = 0.9
-"""Of Matplotlib's orders: bands and bars are 1, lines and markers 2."""
+"""Matplotlib z-order: bands and bars have 1, lines and markers 2."""
 LOG_RANGE = 20
 """An axis becomes logarithmic when its values span more than this factor."""
 RC: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
-    "axes.titley": 1.0,  # where it would come to stand anyway: nothing is above a panel, and looking is slow
+    "axes.titley": 1.0,  # the default position, as a panel has no axis on top; the automatic placement is slow
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -46,12 +47,12 @@ RC: dict[str, Any] = {
 
 
 DPI = 150
-"""Of PNGs."""
+"""Resolution of PNGs."""
 
 
 @contextlib.contextmanager
 def drawing(more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The look of everything that is drawn and saved inside, with `more` of matplotlib's settings."""
+    """Apply the common style to all figures drawn and saved in the block, with `more` of matplotlib's settings."""
     import matplotlib as mpl
 
     with mpl.rc_context({**RC, **(more or {})}), warnings.catch_warnings():
@@ -84,7 +85,7 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
 
 
 def _write_png(canvas: FigureCanvasAgg, file: Path) -> None:
-    """In 256 colours, each a dozen shades off at most: a third of the bytes."""
+    """Write a PNG in 256 colours, each off by a dozen shades at most, with a third of the bytes."""
     from PIL import Image
 
     canvas.draw()
@@ -94,17 +95,17 @@ def _write_png(canvas: FigureCanvasAgg, file: Path) -> None:
 
 
 def colour(place: int) -> str:
-    """The colour of the so-manieth series."""
+    """Return the colour of the series at this index."""
     return COLOURS[place % len(COLOURS)]
 
 
 def marker(place: int) -> str:
-    """Its marker, the second sign beside the colour."""
+    """Return the marker of a series, which distinguishes it in addition to the colour."""
     return MARKERS[place % len(MARKERS)]
 
 
 def dashes(place: int) -> Line:
-    """Its line style."""
+    """Return the line style of a series."""
     return LINES[place % len(LINES)]
 
 
@@ -118,16 +119,16 @@ def axis_labels(figure: Figure, x: str, y: str) -> None:
 
 
 def _scaled(label: str, scale: str) -> str:
-    """The label, and in its brackets that the axis is logarithmic where it is."""
+    """Return the label, with a note in its brackets if the axis is logarithmic."""
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
 LETTERS_IN_AN_INCH = 11
-"""Of a title."""
+"""Letters of a title per inch."""
 
 
 def headline(figure: Figure, title: str, *, width: int = 90) -> None:
-    """Title of a figure, broken into lines of at most `width` characters, or as many as it is wide for."""
+    """Set the title of a figure, broken into lines of at most `width` characters, by default by the figure's width."""
     room = min(width, int(figure.get_figwidth() * LETTERS_IN_AN_INCH))
     figure.suptitle("\n".join(textwrap.wrap(title, room, break_on_hyphens=False)), fontsize=12)
 
@@ -138,7 +139,7 @@ LEGEND_LINE_INCHES = 0.2
 
 
 def legend_below(figure: Figure, handles: list[Any]) -> None:
-    """A legend outside the panels, in as many columns as the figure is wide, which grows with a long one."""
+    """Draw a legend below the panels, in as many columns as fit the figure, which grows with a long one."""
     labels = [str(handle.get_label()).splitlines() for handle in handles]
     longest = max(len(line) for lines in labels for line in lines)
     columns = max(1, min(int(figure.get_figwidth() * 72 / (longest * 5.4 + 48)), len(handles)))
@@ -148,7 +149,7 @@ def legend_below(figure: Figure, handles: list[Any]) -> None:
 
 
 def hollow(means: str, line: Line = "") -> Line2D:
-    """An entry of a legend that says what a hollow marker means, on a line or on none."""
+    """Return a legend entry that explains a hollow marker, with or without a line."""
     from matplotlib.lines import Line2D
 
     said = f"hollow, dashed: {means}" if line else f"hollow: {means}"
@@ -156,12 +157,12 @@ def hollow(means: str, line: Line = "") -> Line2D:
 
 
 def columns_for(panels: int) -> int:
-    """Panels side by side: one on a small screen, else up to three, and no single one left over from four."""
+    """Return the number of panels side by side: one for a single panel, two for two or four, else three."""
     return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 
 def watermark(ax: Axes) -> None:
-    """Say across a panel of points and lines that its numbers are no performance claim, behind what is drawn."""
+    """Write across a panel, behind its contents, that its numbers are no performance claim."""
     ax.text(
         0.5,
         0.5,
@@ -178,13 +179,13 @@ def watermark(ax: Axes) -> None:
 
 
 def watermark_below(ax: Axes) -> None:
-    """The same below the axis of a panel of bars, which would cover it."""
+    """Write the watermark below the axis of a panel with bars, which would cover it."""
     said = WATERMARK.replace("\n", " ")
     ax.set_xlabel("\n".join(filter(None, (ax.get_xlabel(), said))))
 
 
 def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
-    """Put the ticks of the x axis where something was measured, logarithmic when the values are far apart."""
+    """Put the ticks of the x axis at the measured values, logarithmic if the values are far apart."""
     ticks = sorted(set(values))
     if ticks and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:  # noqa: PLR2004 - two doublings
         ax.set_xscale("log", base=2)
@@ -197,7 +198,7 @@ def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
 
 
 def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
-    """Start an axis at 0, or make it logarithmic where the values span more than LOG_RANGE."""
+    """Start an axis at 0, or make it logarithmic if the values span more than LOG_RANGE."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     known = [v for v in values if v > 0]

@@ -1,8 +1,10 @@
-"""How a layout looks wherever it is drawn: one colour on light, one on dark, and one marker, whatever stands beside it.
+"""Appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other
+layouts.
 
-Hue says what is shared: blue nothing (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to
-violet both. Within a hue more is darker, and twice the GPUs are another shade. What else tells two lines of one
-layout apart (exchange, backend, server, run, how instances share the work) is their dash and marker.
+Hue encodes the sharing: blue none (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to
+violet both. Within a hue, a higher degree is darker, and twice the GPUs are another shade. All other differences
+between two lines of one layout (exchange, backend, server, run, division of work between instances) are encoded by dash
+and marker.
 """
 
 from __future__ import annotations
@@ -25,46 +27,48 @@ BOTH: tuple[Lch, ...] = (
     (0.66, 0.09, 285),
     (0.46, 0.07, 320),
 )
-"""2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which stands for all further ones."""
+"""2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which is used for all further ones."""
 SHADES = (0.0, -0.10, 0.06)
 """Added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16."""
 ALONE = 0.17
-"""Of tp1."""
+"""Chroma of tp1."""
 ON_DARK = 0.13
 DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36
 PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
-"""Places in figures.MARKERS: different ones where layouts of as many GPUs are alike to some eyes."""
+"""Places in figures.MARKERS: different ones for layouts of as many GPUs with colours that some readers cannot
+distinguish.
+"""
 DEGREE = re.compile(r"(?<![a-z0-9])(tp|dp|dcp)(\d+)")
 INSTANCES = re.compile(r" (\d+P\d+D|×\d+)$")
 UNKNOWN: Lch = (0.45, 0.0, 0.0)
 
 
 def colours(name: str) -> tuple[str, str]:
-    """Of the layout called `tp8·dp2·dcp4`: its colour on light and on dark; grey where a name says no degrees."""
+    """Return the colours of a layout such as `tp8·dp2·dcp4` on light and on dark; grey for a name without degrees."""
     lightness, chroma, hue = _lch(name)
     return _hex(lightness, chroma, hue), _hex(min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue)
 
 
 def themed(name: str) -> str:
-    """Both, as a page says them: `light-dark(#…, #…)`."""
+    """Return both colours as a CSS value: `light-dark(#…, #…)`."""
     return f"light-dark({', '.join(colours(name))})"
 
 
 def paled(name: str, share: float) -> str:
-    """Its hue on light, from pale at 0 to dark at 1: for what is measured of one layout alone."""
+    """Return the layout's hue on light, from pale at 0 to dark at 1, for measurements of one layout alone."""
     _, chroma, hue = _lch(name)
     return _hex(PALEST + share * (DARKEST - PALEST), chroma, hue)
 
 
 def split(name: str) -> tuple[str, str]:
-    """`tp4·dcp4` and `1P2D` of `tp4·dcp4 1P2D`; the latter is empty where there is one instance."""
+    """Split `tp4·dcp4 1P2D` into `tp4·dcp4` and `1P2D`; the latter is empty for a single instance."""
     layout, *instances = INSTANCES.split(name)
     return layout, instances[0] if instances else ""
 
 
 def place_of_marker(name: str) -> int:
-    """Its place in figures.MARKERS."""
+    """Return the layout's place in figures.MARKERS."""
     found = _degrees(name)
     if found is None:
         return 0
@@ -90,7 +94,7 @@ def _lch(name: str) -> Lch:
 
 
 def _step(dp: int, dcp: int) -> int:
-    """The place of these degrees in their family."""
+    """Return the index of these degrees in their family."""
     of_dp, of_dcp = (max(round(math.log2(degree)), 1) for degree in (dp, dcp))
     if dp == 1 or dcp == 1:
         return min(max(of_dp, of_dcp), len(DCP)) - 1
@@ -100,7 +104,7 @@ def _step(dp: int, dcp: int) -> int:
 
 @cache
 def _hex(lightness: float, chroma: float, hue: float) -> str:
-    """As sRGB, with as much of its chroma as screens can show."""
+    """Return the colour as sRGB, with chroma reduced to the displayable range."""
     rgb = _linear(lightness, chroma, hue)
     while chroma > 0 and not all(0 <= part <= 1 for part in rgb):
         chroma -= 0.005
@@ -113,7 +117,9 @@ def _encoded(part: float) -> float:
 
 
 def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """Linear red, green and blue, below 0 or above 1 where a screen cannot show them (bottosson.github.io/posts/oklab)."""
+    """Return linear red, green and blue, below 0 or above 1 outside the displayable range
+    (bottosson.github.io/posts/oklab).
+    """
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l, m, s = (
         (lightness + x * a + y * b) ** 3

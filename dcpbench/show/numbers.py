@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 ABSENT = "—"
 MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))
-"""Units from the largest down, each with what it has of the value's own unit; of bytes the decimal ones."""
+"""Units from the largest down, each with its size in the value's own unit; decimal units for bytes."""
 MINUTE, HOUR = 60, 3600
 WHOLE_FROM = 10
 """Per cents without decimals."""
 
 
 def missing(value: object) -> bool:
-    """Whether a value was not measured: None or NaN."""
+    """Return True if a value was not measured: None or NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def finite(value: object) -> object:
-    """A value of JSON with null for each number in it that JSON does not have."""
+    """Return a JSON value with null for each number that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -36,12 +36,12 @@ def finite(value: object) -> object:
 
 
 def text(value: object) -> str:
-    """A string, or the dash."""
+    """Return a string, or the dash."""
     return ABSENT if missing(value) or value == "" else str(value)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """`12.50`: to `digits` significant digits, so that columns are even; thousands apart, whole from there on."""
+    """Return `12.50`: a number to `digits` significant digits, for even columns; thousands are separated, large numbers are whole."""
     if not _known(value):
         return ABSENT
     value = float(value)
@@ -54,19 +54,19 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def short_number(value: float | None, digits: int = 3) -> str:
-    """`12.5`: the same without zeros at its end, for sentences and narrow tables."""
+    """Return `12.5`: a number without trailing zeros, for sentences and narrow tables."""
     if not _known(value):
         return ABSENT
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def count(value: float | None) -> str:
-    """`128,000`: whole, thousands apart."""
+    """Return `128,000`: an integer with separators."""
     return f"{value:,.0f}" if _known(value) else ABSENT
 
 
 def percent(value: float | None) -> str:
-    """`2.5 %` of 0.025: a share, to two digits, and whole from 10 on."""
+    """Return `2.5 %` for 0.025: a share, to two digits, as an integer from 10."""
     if not _known(value):
         return ABSENT
     share = value * 100
@@ -74,26 +74,26 @@ def percent(value: float | None) -> str:
 
 
 def times(ratio: float | None, decimals: int = 3) -> str:
-    """`1.031×`."""
+    """Return `1.031×`."""
     return f"{ratio:.{decimals}f}×" if _known(ratio) else ABSENT
 
 
 def gib(value: float | None) -> str:
-    """Bytes in GiB, for a column that names the unit."""
+    """Return bytes in GiB, for a column that names the unit."""
     if not _known(value):
         return ABSENT
     return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
 
 
 def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """`36.2 µs`, `4.38 TB/s`: three digits in the largest unit of which there is one."""
+    """Return a value as `36.2 µs` or `4.38 TB/s`: three digits, in the largest unit that does not exceed it."""
     scale, unit = next((each for each in units if abs(value) >= each[0]), units[-1])
     scaled = value / scale
     return f"{scaled:.3g} {unit}" if abs(scaled) < 100 else f"{scaled:.0f} {unit}"  # noqa: PLR2004 - three digits
 
 
 def span(seconds: float | None) -> str:
-    """`8 s`, `12 min`, `3 h 20 min`."""
+    """Return `8 s`, `12 min`, `3 h 20 min`."""
     if not _known(seconds):
         return ABSENT
     if seconds < 2 * MINUTE:
@@ -104,25 +104,25 @@ def span(seconds: float | None) -> str:
 
 
 def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
-    """`12.50 [12.41–12.60]`: a median and its interval, of a table's cell."""
+    """Return `12.50 [12.41–12.60]`: a median and its interval, for a table cell."""
     return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
 
 
 def reach(values: Iterable[float], form: str = "{:.2f}×") -> str:
-    """`1.02–1.06×`, or one of them where they look the same."""
+    """Return `1.02–1.06×`, or a single value if both look the same."""
     known = sorted(values)
     low, high = form.format(known[0]), form.format(known[-1])
     return high if low == high else f"{low.rstrip('×')}–{high}"
 
 
 def with_reach(value: float, low: float, high: float, form: str = "{:.2f}×") -> str:
-    """`1.12× [1.10–1.14]`; the reach is left out where it looks the same, as where nothing was repeated."""
+    """Return `1.12× [1.10–1.14]`; the interval is left out if it looks the same as the value, as without repeats."""
     said, ends = form.format(value), (form.format(low).rstrip("×"), form.format(high).rstrip("×"))
     return said if set(ends) == {said.rstrip("×")} else f"{said} [{ends[0]}–{ends[1]}]"
 
 
 def tok_s(value: float, low: float, high: float, unit: str = " tok/s") -> str:
-    """`286 tok/s [285–286]`."""
+    """Return `286 tok/s [285–286]`."""
     said, ends = number(value, 3), (number(low, 3), number(high, 3))
     return f"{said}{unit}" + ("" if set(ends) == {said} else f" [{ends[0]}–{ends[1]}]")
 

@@ -47,20 +47,21 @@ FORMS = {
     "▲": "^",
     "▼": "v",
 }
-"""What stands for a character where the encoding of a terminal, a pipe or a log lacks it."""
+"""ASCII replacements of characters that the encoding of a terminal, a pipe or a log lacks."""
 LINES, BLOCKS = range(0x2500, 0x2580), range(0x2580, 0x25A0)
-"""Of boxes and bars."""
+"""Code points of box drawing and block elements."""
 PYTHONS_OWN = ("strict", "backslashreplace", "surrogateescape")
-"""Error handlers of stdout and stderr that nobody chose."""
+"""Default error handlers of stdout and stderr."""
 HANDLER = "dcpbench.forms"
 """Name of an error handler of codecs that puts them in."""
 
 
 def settle() -> None:
-    """Make stdout and stderr take any text: in forms of ASCII where they can do no more; nothing where they are closed.
+    """Make stdout and stderr accept any text: with ASCII replacements if their encoding requires it; no-op if they are
+    closed.
 
-    An error handler that the caller chose, as with PYTHONIOENCODING=ascii:ignore, stays. Secrets are redacted in all that is
-    written to them from then on.
+    An error handler chosen by the caller, as with PYTHONIOENCODING=ascii:ignore, is kept. Secrets are redacted in all
+    later output.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -73,18 +74,18 @@ def settle() -> None:
 
 
 class Redacted:
-    """A text stream in which secrets are replaced before they are written; else the stream that it stands for."""
+    """A text stream that replaces secrets before they are written; otherwise it behaves like the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a stream has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of a stream
         return getattr(self._stream, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)
 
-    def write(self, text: Any) -> int:  # noqa: ANN401 - the stream raises TypeError for what is no text
+    def write(self, text: Any) -> int:  # noqa: ANN401 - the stream raises TypeError for other types
         """Write a text without secrets."""
         return self._stream.write(redact(text) if isinstance(text, str) else text)
 
@@ -95,13 +96,13 @@ class Redacted:
 
 
 def write_json(text: str) -> None:
-    """JSON on stdout; what its encoding lacks is escaped, so that whoever reads it gets what was meant."""
+    """Write JSON to stdout; characters missing from its encoding are escaped, so that readers get the original text."""
     encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
     sys.stdout.write(text if encoding == "utf-8" else re.sub(r"[^\x00-\x7f]", _escaped, text))
 
 
 def forget_output() -> None:
-    """Let nothing more be written: what waits in buffers would fail again at the end of the process."""
+    """Discard further output: data left in buffers would fail again at the end of the process."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -112,7 +113,7 @@ def forget_output() -> None:
 
 
 def _formed(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs."""
+    """Return the ASCII replacement, as an error handler of codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_form, error.object[error.start : error.end])), error.end

@@ -1,4 +1,4 @@
-"""What commands write to a terminal, a pipe or a log: Rich's console, single lines, and how far something is."""
+"""Output of commands to a terminal, a pipe or a log: Rich's console, single lines, and progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 PLAIN_WIDTH = 160
-"""Columns where nobody's terminal says how many there are: room for the widest table."""
+"""Width in columns without a terminal: enough for the widest table."""
 QUIET_SECONDS = 2.0
 """Progress is shown no more often than this where nothing can be overwritten."""
 SLOWER = 2.0  # factor by which the pause between lines of progress grows outside a terminal
@@ -27,7 +27,7 @@ MAX_QUIET_SECONDS = 60.0
 
 
 def console(*, error: bool = False) -> Console:
-    """Rich's console, on stderr with `error`."""
+    """Return Rich's console, on stderr with `error`."""
     found = _console(stderr=error)
     if not found.is_terminal:
         found.width = PLAIN_WIDTH
@@ -35,7 +35,7 @@ def console(*, error: bool = False) -> Console:
 
 
 def drawn(draw: Callable[[Console], None], width: int, *, colour: bool) -> str:
-    """What `draw` prints on a console of so many columns; colours and hyperlinks only with `colour`."""
+    """Return the output of `draw` on a console of `width` columns; colours and hyperlinks only with `colour`."""
     out = io.StringIO()
     system = "standard" if colour else None
     draw(_console(file=out, width=width, force_terminal=colour, color_system=system, legacy_windows=False))
@@ -43,14 +43,14 @@ def drawn(draw: Callable[[Console], None], width: int, *, colour: bool) -> str:
 
 
 def _console(**more: Any) -> Console:  # noqa: ANN401 - as of Rich's
-    """Names come from others, so nothing is markup and `:key:` no picture."""
+    """Return a console without markup and emoji, because names are untrusted."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **more)
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Write a line to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -96,7 +96,7 @@ class ProgressLine:
             sys.stderr.flush()
 
     def __call__(self, message: str) -> None:
-        """Show one message, as long as it is not too soon after the last."""
+        """Show one message, unless the last one was too recent."""
         if not self._terminal:
             self._line(printable(message))
             return

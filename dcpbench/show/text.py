@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LONGEST = 2_000
-"""Characters that are kept of a string of a record; what is left out is said, and told apart by a hash."""
+"""Maximum number of characters kept of a string of a record; the omitted part is noted with a hash."""
 LONGEST_NAME, LONGEST_LINE = 200, 300
-"""Characters of a name, and of a sentence, where many stand beside or below each other."""
+"""Maximum number of characters of a name, and of a sentence, in lists and tables."""
 LINES = "\n\t"
-"""What strings of several lines keep."""
+"""Control characters kept in multi-line strings."""
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -28,27 +28,27 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def counted(n: int, what: str) -> str:
-    """`1 point`, `2 points`."""
+    """Return `1 point`, `2 points`."""
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def listed(parts: Sequence[str], last: str = "and") -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     return f" {last} ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
 def capital(text: str) -> str:
-    """With a capital letter where it begins with a word."""
+    """Return the text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def natural(text: object) -> list[tuple[int, str]]:
-    """What to sort a text by, so that `2` comes before `10`."""
+    """Return a sort key for natural order, in which `2` comes before `10`."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", str(text)) if word]
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""The text with everything spelled out that a terminal, a log or a browser would obey: ESC becomes `\x1b`.
+    r"""Return the text with all control sequences for a terminal, a log or a browser escaped: ESC becomes `\x1b`.
 
     `keep`: characters that stay, such as LINES.
     """
@@ -58,23 +58,25 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return the text without secrets, or its beginning with `…`: at most so many characters."""
+    """Return the text without secrets, cut with `…` to at most `most` characters."""
     text = redact(text)  # half of a secret could not be found any more
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def short(text: str, most: int = LONGEST_NAME) -> str:
-    """A name in printable characters, at most so many: it, or its beginning with `…`. Its spaces stay."""
+    """Return a name in printable characters, cut with `…` to at most `most`. Its spaces stay."""
     return cut(printable(cut(text, most)), most)
 
 
 def one_line(text: str, most: int = LONGEST_LINE) -> str:
-    """A sentence, also one of several lines, in one printable line of at most so many characters."""
+    """Return a sentence in one printable line of at most `most` characters."""
     return short(" ".join(cut(text, most).split()), most)
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """Return the beginning of a string that is too long, its length and a hash of all of it; printable, lines stay."""
+    """Return a string, shortened if it is too long to its beginning, its length and a hash; printable, line breaks
+    stay.
+    """
     text = redact(text)
     if len(text) <= most:
         return printable(text, LINES)
@@ -96,19 +98,21 @@ def path_end(path: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Text that Markdown and HTML show as it is, on one line; `@name` notifies nobody, no address becomes a link."""
+    """Return text that Markdown and HTML show unchanged, on one line; `@name` notifies no user, no address becomes a
+    link.
+    """
     text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", html.escape(printable(" ".join(text.split())), quote=False))
     return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
 
 
 def markdown_code(text: str) -> str:
-    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
+    """Return text in an HTML code element for a table cell, because a `|` or a backtick would end a Markdown one."""
     escaped = re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", html.escape(text, quote=False))
     return f"<code>{escaped}</code>"
 
 
 def spreadsheet_cell(text: str) -> str:
-    """Text that no spreadsheet takes for a formula."""
+    """Return text that no spreadsheet interprets as a formula."""
     return f"'{text}" if text.startswith(FORMULA_STARTS) else text
 
 
@@ -117,7 +121,7 @@ def _spelled(c: str) -> str:
 
 
 def told_apart(paths: Sequence[Path]) -> dict[Path, str]:
-    """What to call each file or folder: its name, behind as many folders as tell it from others of that name."""
+    """Return a name for each file or folder: its own, with as many parent folders as make it unique."""
     names = {path: path.name or str(path) for path in paths}
     parts = 1
     while repeated := {name for name, count in collections.Counter(names.values()).items() if count > 1}:

@@ -1,4 +1,4 @@
-"""Writes files and folders whole or not at all: whoever looks meanwhile sees what was there before. No torch."""
+"""Write files and folders atomically: concurrent readers see the old state or the new one. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PART = ".part"
-"""How the name of what is not whole yet ends, hidden beside its place; nobody globs for it."""
+"""Suffix of incomplete files, which are hidden next to their destination; no pattern matches it."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux' renameat2."""
+"""Constants of Linux' renameat2."""
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file of which a reader sees the old one or the new one, never a part. Raises OSError.
+    """Write a file so that a reader sees the old one or the new one, never a part. Raise OSError on failure.
 
-    The file is on disk then, unless it need not be `durable` because it can be made again.
+    The file is then on disk, unless `durable` is False because it can be made again.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}-", suffix=PART)
     half = Path(name)
@@ -33,7 +33,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
             f.write(data)
             f.flush()
             if durable:
-                os.fsync(f.fileno())  # a disk says here, and nowhere else, that it could not keep them
+                os.fsync(f.fileno())  # the only call that reports that a disk could not keep the data
         half.chmod(0o644)  # mkstemp keeps it to its owner, and the collector of a node runs as another user
         half.replace(path)
     except BaseException:
@@ -44,11 +44,11 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, *, last: Sequence[str], ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `folder` at the end, at once; after an error it is gone.
+    """Yield a new folder to write into, which atomically replaces `folder` at the end; after an error it is removed.
 
-    Where `folder` holds anything that is not `ours`, where someone of this process works in it, and on file systems
-    that cannot exchange two folders, files are moved one by one: those named in `last` go first and come last, so that
-    none of them ever stands beside parts of another whole. Raises OSError.
+    If `folder` holds files that are not `ours`, if the working directory of this process is in it, and on file
+    systems that cannot exchange two folders, files are moved one by one: those named in `last` are removed first and
+    added last, so that none of them is ever visible together with parts of another version. Raise OSError on failure.
     """
     place = folder.resolve()
     half = _half(place)
@@ -60,7 +60,7 @@ def whole_folder(folder: Path, *, last: Sequence[str], ours: Callable[[Path], bo
 
 
 def _half(place: Path) -> Path:
-    """An empty folder beside the place, or in it where beside it nothing may be written."""
+    """Return an empty folder next to `place`, or in it if its parent is not writable."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
@@ -89,7 +89,7 @@ def _put(half: Path, place: Path, last: Sequence[str], ours: Callable[[Path], bo
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Each gets the name of the other, at once. Raises OSError where the file system cannot."""
+    """Exchange the names of two paths atomically. Raise OSError if the file system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

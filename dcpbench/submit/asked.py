@@ -1,4 +1,4 @@
-"""What is to be submitted, and what is kept of it beside the run. No torch."""
+"""Description of a submission, and the files kept with the run. No torch."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A command of dcpbench, and the machines that it is to run on."""
 
     words: tuple[str, ...]
-    """As `sweep --tp 16`: without the run's folder, and without --resume and --force."""
+    """Command such as `sweep --tp 16`, without the run's folder, and without --resume and --force."""
     folder: Path
     """The run's, absolute."""
     start: str = ""
-    """`--resume` or `--force` where that was typed."""
+    """`--resume` or `--force` if given."""
     again: str = "--resume"
-    """What a job that is begun again adds instead."""
+    """Option that a restarted job adds instead."""
     nodes: int = 1
     gpus_per_node: int | None = None
     time: str = ""
     """Limit, as Slurm writes it; Kubernetes gets its seconds."""
     name: str = "dcpbench"
     keeps: bool = True
-    """Whether somebody follows the job to its end."""
+    """True if the submitting command follows the job to its end."""
 
     @property
     def typed(self) -> str:
-        """The command as it may be shown."""
+        """Return the command for display."""
         return shlex.join(["dcpbench", *self.words])
 
     @property
     def place(self) -> Path:
-        """Where what belongs to the job lies."""
+        """Return the folder of the job's files."""
         return self.folder / SUBMIT_FOLDER
 
 
@@ -58,7 +58,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """Slurm's number, or the name of the Kubernetes Job."""
     nodes: int
     kubectl: tuple[str, ...] = ()
-    """How kubectl is called: with its namespace and context."""
+    """Command line of kubectl, with its namespace and context."""
     fetched: bool = True
     """Kubernetes: whether the run is copied to this machine."""
     claim: str = ""
@@ -66,24 +66,24 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> str:
-        """The job in a sentence."""
+        """Return a description of the job."""
         return f"{'Slurm job' if self.kind == 'slurm' else 'Kubernetes job'} {self.id}"
 
     def rest(self, folder: Path) -> str:
-        """Where what a job that was cancelled has measured is, as a sentence without its end."""
+        """Return a sentence, without its full stop, on the location of the results of a cancelled job."""
         if self.claim and not self.fetched:
             return f"What was measured is in the volume {self.claim}, in its folder {folder.name}"
         return f"What was measured is in {folder}"
 
 
 def keep(folder: Path, job: Submitted) -> None:
-    """Note which job a run has."""
+    """Record the job of a run."""
     with folders.writing(folder):
         write_file(folder / SUBMIT_FOLDER / STATE_FILE, msgspec.json.encode(job) + b"\n")
 
 
 def kept(folder: Path) -> Submitted | None:
-    """The job that a run was submitted as last; None where there is none. Raises OutputError for a note that is none."""
+    """Return the last submitted job of a run; None without one. Raise OutputError if the file is invalid."""
     path = folder / SUBMIT_FOLDER / STATE_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Submitted)
@@ -94,7 +94,7 @@ def kept(folder: Path) -> Submitted | None:
 
 
 def job_of(folder: Path) -> Submitted:
-    """The job of a run. Raises UsageError where it was not submitted."""
+    """Return the job of a run. Raise UsageError if it was not submitted."""
     found = kept(folder)
     if found is None:
         raise UsageError(
@@ -105,7 +105,7 @@ def job_of(folder: Path) -> Submitted:
 
 
 def write_script(asked: Asked, name: str, text: str) -> Path:
-    """Keep what is submitted beside the run. Raises OutputError."""
+    """Write the submitted text to the run's folder. Raise OutputError on failure."""
     folders.make_folder(asked.place)
     with folders.writing(asked.folder):
         write_file(asked.place / name, text.encode())

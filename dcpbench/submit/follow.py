@@ -1,4 +1,4 @@
-"""A job of a cluster, followed to its end: what it prints, what it waits for, and how it ended. No torch."""
+"""Follow a job of a cluster to its end: its output, the reasons for its waiting, and its exit. No torch."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 READ_S, LOOK_S = 0.5, 5.0
-"""How often output is read, and the cluster asked."""
+"""Intervals in s at which output is read, and the cluster is queried."""
 GONE_S = 90.0
-"""How long a cancelled job may take to be gone."""
+"""Maximum time in s for a cancelled job to disappear."""
 ANSWER_S = 60.0
-"""How long a cluster's command may take."""
+"""Time-out in s of a cluster's command."""
 FAILED = 4
-"""Exit code of a job whose end says nothing else, as of a rank that failed."""
+"""Exit code of a job that ended without a more specific one, as after a failed rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Where a job is."""
+    """State of a job."""
 
     said: str
-    """A sentence without its end, said when it changes."""
+    """Sentence without its full stop, printed when it changes."""
     ended: bool = False
     code: int = 0
     """Exit code, once it has ended."""
     lost: bool = False
-    """Whether it ended because a machine was taken from it, so that it may go on elsewhere."""
+    """True if it ended because it lost a machine, so that it may continue elsewhere."""
 
 
 class Silent(Exception):  # noqa: N818 -- not an error that anybody sees
@@ -48,29 +48,29 @@ class Queue(Protocol):
     """A job as the cluster has it."""
 
     late_s: float
-    """How long output may come after the end."""
+    """Time in s during which output may arrive after the end."""
 
     def look(self) -> State:
-        """Where it is now. Raises Silent."""
+        """Return the current state. Raise Silent if the cluster does not answer."""
 
     def output(self) -> Iterable[str]:
-        """Lines that node 0 has printed since the last call."""
+        """Return the lines printed by node 0 since the last call."""
 
     def finished(self) -> bool:
-        """Whether no more of it can come."""
+        """Return True if no more output can arrive."""
 
     def cancel(self) -> None:
         """Have the cluster end it."""
 
     def clean(self) -> None:
-        """Remove what is left of one that has ended."""
+        """Remove the remains of a job that has ended."""
 
     def close(self) -> None:
-        """End what reads its output."""
+        """Stop reading its output."""
 
 
 def follow(queue: Queue) -> State:
-    """Stay with the job until it has ended. Returns how it did."""
+    """Follow the job until it has ended; return its final state."""
     try:
         state = _stay(queue)
         _last_words(queue)
@@ -103,7 +103,7 @@ def _stay(queue: Queue) -> State:
 
 
 def cancel(queue: Queue) -> State:
-    """Have the job ended, and stay until it is gone. Raises WorkerError where it is not."""
+    """Cancel the job and wait until it is gone. Raise WorkerError if it remains."""
     queue.cancel()
     until = time.monotonic() + GONE_S
     while True:
@@ -118,14 +118,16 @@ def cancel(queue: Queue) -> State:
 
 
 def show(lines: Iterable[str]) -> None:
-    """What the job printed, on stdout."""
+    """Print lines of the job's output on stdout."""
     for line in lines:
         sys.stdout.write(printable(line, "\t") + "\n")
     sys.stdout.flush()
 
 
 def ask(command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = None, seconds: float = ANSWER_S) -> str:
-    """What a command of the cluster prints. Raises UsageError where it is missing, RefusedError where it fails, Silent."""
+    """Return the output of a cluster command. Raise UsageError if it is missing, RefusedError if it fails, Silent on a
+    time-out.
+    """
     try:
         code, out, err = _run(command, sent, env, seconds)
     except FileNotFoundError as e:
@@ -141,7 +143,10 @@ def ask(command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = 
 
 
 def _run(command: Sequence[str], sent: str, env: dict[str, str] | None, seconds: float) -> tuple[int, str, str]:
-    """Its exit code and what it printed. It has ended however this ends, where subprocess.run leaves it behind at a Ctrl-C."""
+    """Return the exit code and the output of a command.
+
+    The process always ends with this function; subprocess.run would leave it behind on Ctrl-C.
+    """
     pipe = subprocess.PIPE
     with contextlib.ExitStack() as ending:
         with held_back():
@@ -168,7 +173,7 @@ class RefusedError(WorkerError):
 
 
 def _last_words(queue: Queue) -> None:
-    """What comes when the job has ended already."""
+    """Print output that arrives after the end of the job."""
     until = time.monotonic() + queue.late_s
     while time.monotonic() < until and not queue.finished():
         show(queue.output())

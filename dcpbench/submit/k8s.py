@@ -1,7 +1,7 @@
-"""Runs as Jobs of Kubernetes: the manifest, and what kubectl is asked. No torch.
+"""Runs as Jobs of Kubernetes: the manifest, and the kubectl commands. No torch.
 
-An indexed Job has a pod for each machine. Of several, a headless Service gives each its name, and a Secret has what they
-know each other by. Both belong to the Job, so that they are gone when it is deleted, by whomever.
+An indexed Job has a pod for each machine. For several machines, a headless Service gives each pod its name, and a
+Secret holds their shared secret. Both are owned by the Job, so that deleting it by any means removes them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CONTAINER, PORT = "dcpbench", 29500
 RUNS, FETCHED = "/runs", "/tmp/dcpbench-fetched"  # noqa: S108 -- in the pod
 ENDED = "dcpbench submit: node 0 has ended with"
 FETCH_S = 600
-"""How long node 0's pod stays for its run to be fetched."""
+"""Time in s that node 0's pod waits for its run to be fetched."""
 KEPT_S = 86_400
-"""How long Kubernetes keeps a Job that has ended where nobody deletes it."""
+"""Time in s after which Kubernetes deletes a finished Job by itself."""
 VENDOR = "nvidia.com"
 GPUS = f"{VENDOR}/gpu"
 DELETED_S = 120
@@ -57,11 +57,11 @@ LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is to run there, as typed."""
+    """Options for running a job on Kubernetes."""
 
     image: str
     program: tuple[str, ...] = ("dcpbench",)
-    """What starts dcpbench in the image."""
+    """Command that starts dcpbench in the image."""
     namespace: str = ""
     context: str = ""
     claim: str = ""
@@ -71,13 +71,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kubectl(self) -> tuple[str, ...]:
-        """How kubectl is called."""
+        """Return the command line of kubectl."""
         given = {"--namespace": self.namespace, "--context": self.context}
         return ("kubectl", *(f"{name}={value}" for name, value in given.items() if value))
 
 
 def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
-    """The Job, and, where it has several machines, its Service and its Secret, which is empty yet."""
+    """Return the Job and, for several machines, its Service and its still empty Secret."""
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -115,14 +115,14 @@ def manifests(asked: Asked, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def as_yaml(asked: Asked, cluster: Cluster) -> str:
-    """The manifests as kubectl takes them."""
+    """Return the manifests as YAML for kubectl."""
     parts = "---\n".join(_dumped(part) for part in manifests(asked, cluster))
     note = f"# The value of {SECRET} is made when this is submitted, and shown nowhere.\n" if asked.nodes > 1 else ""
     return f"# {' '.join(asked.typed.splitlines())}\n{note}{parts}"
 
 
 def submit(asked: Asked, cluster: Cluster) -> Submitted:
-    """Hand the job to Kubernetes. Raises UsageError where that refuses it, and leaves nothing then."""
+    """Submit the job to Kubernetes. Raise UsageError if it is refused, and leave no objects in that case."""
     write_script(asked, MANIFEST, as_yaml(asked, cluster))
     parts = manifests(asked, cluster)
     created = Submitted(
@@ -154,13 +154,13 @@ class Queue:
     late_s = 30.0
 
     def __init__(self, job: Submitted, folder: Path) -> None:
-        """`folder` is where the run will lie on this machine."""
+        """Follow a job; `folder` is the run's folder on this machine."""
         self._job, self._folder = job, folder
         self._pod = ""
         self._began = self._over = False
-        """Whether node 0's command was begun, and whether it has ended, as far as is known."""
+        """True if node 0's command has started, and if it has ended, as far as is known."""
         self._of_all = self._read_all = False
-        """Whether the log that is read is of a command that had ended before, and whether such a one was read to its end."""
+        """True if the current log is of a command that had ended before, and if such a log was read to its end."""
         self._logs: subprocess.Popen[bytes] | None = None
         self._pending = b""
         self._last = ""
@@ -168,7 +168,7 @@ class Queue:
         self._fetched = not job.fetched
 
     def look(self) -> State:
-        """Where it is. Raises Silent."""
+        """Return the current state. Raise Silent if kubectl fails."""
         try:
             told = ask([*self._job.kubectl, "get", "job,pods", "-l", f"{LABEL}={self._job.id}", "-o", "json"])
             found = json.loads(told)["items"]
@@ -184,7 +184,7 @@ class Queue:
         return self._state(jobs[0], pods)
 
     def output(self) -> Iterator[str]:
-        """Lines that node 0's pod has printed; once it says that it has ended, its run is fetched."""
+        """Yield lines printed by node 0's pod; when it announces its end, fetch its run."""
         for line in self._new_lines():
             stamp, _, text = line.partition(" ")
             if stamp <= self._last:
@@ -196,18 +196,18 @@ class Queue:
                 self._fetch()
 
     def finished(self) -> bool:
-        """A log ends with its container; one that was begun before may have ended for another reason."""
+        """Return True if the command has ended and its log was read to its end, or if it never started."""
         return self._over and (self._read_all or not self._began)
 
     def cancel(self) -> None:
-        """Delete it, with everything that belongs to it; what it has measured is fetched before."""
+        """Delete the job and its dependent objects, after fetching its results."""
         with contextlib.suppress(Silent):
             if not self.look().ended and self._began and not self._fetched:
                 self._fetch()
         _delete(self._job)
 
     def clean(self) -> None:
-        """Delete what is left of it."""
+        """Delete the remains of the job."""
         with contextlib.suppress(Silent):
             _delete(self._job)
 
@@ -233,7 +233,9 @@ class Queue:
         return State(said=f"{said} {doing}{': ' if waits else ''}{'; '.join(waits)}")
 
     def _failed(self, reason: str, pods: Mapping[int, Mapping[str, Any]]) -> State:
-        """How it failed: the first of its commands that did is the cause, as Kubernetes ends the others then."""
+        """Return the state of a failed job: the command that failed first is the cause, because Kubernetes then ends
+        the others.
+        """
         said = self._job.said
         if reason == "DeadlineExceeded":
             return State(said=f"{said} ran into its time limit; give it more with --time", ended=True, code=FAILED)
@@ -253,7 +255,7 @@ class Queue:
         return State(said=f"{said} has failed with exit code {code}, that of node {index}", ended=True, code=code)
 
     def _new_lines(self) -> Iterator[str]:
-        """Whole lines with their times. The reader is started again where it ended, and says nothing twice."""
+        """Yield complete lines with their times. A reader that ended is restarted, without repeating lines."""
         if self._logs is None:
             if not (self._pod and self._began):
                 return
@@ -307,7 +309,9 @@ class Queue:
 
 
 def seconds(time: str) -> int:
-    """A limit as Slurm writes it: minutes, HH:MM:SS, D-HH, D-HH:MM:SS. Raises UsageError."""
+    """Return the seconds of a limit in Slurm's format: minutes, HH:MM:SS, D-HH, D-HH:MM:SS. Raise UsageError for
+    another one.
+    """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
         raise UsageError(f"--time {time}: write it as Slurm does, such as 30 (minutes), 4:00:00 or 1-12:00:00.")
@@ -326,7 +330,7 @@ def seconds(time: str) -> int:
 
 
 def merged(ours: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A pod's spec with what `given` changes: mappings key by key, lists by what they add; its first container is ours."""
+    """Return a pod's spec merged with `given`: mappings by key, lists by concatenation; the first container is ours."""
     found = dict(ours)
     for key, value in given.items():
         mine = ours.get(key)
@@ -381,7 +385,7 @@ def _not_json(value: object, place: str) -> str:
 
 
 def gives_gpus(pod: Mapping[str, Any]) -> bool:
-    """Whether what --pod adds may give a container GPUs: a resource of NVIDIA's, or a claim of one."""
+    """Return True if the additions of --pod may give a container GPUs: an NVIDIA resource, or a resource claim."""
     containers = pod.get("containers")
     for container in containers if isinstance(containers, list) else ():
         resources = container.get("resources") if isinstance(container, dict) else None
@@ -392,7 +396,7 @@ def gives_gpus(pod: Mapping[str, Any]) -> bool:
 
 
 def unpack(archive: tarfile.TarFile, folder: Path) -> None:
-    """Write the files of an archive into a folder, and nothing outside it."""
+    """Write the files of an archive into a folder, and no file outside it."""
     for member in archive:
         name = PurePosixPath(member.name)
         if not member.isreg() or name.is_absolute() or ".." in name.parts:
@@ -414,7 +418,7 @@ def _metadata(asked: Asked) -> dict[str, Any]:
 
 
 def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
-    """Its spec: one pod a machine, which has all the GPUs that it asks for, and is not begun again by itself."""
+    """Return the spec of the pods: one per machine, with all requested GPUs, without automatic restart."""
     env = {
         "JOB": asked.name,
         "NODES": str(asked.nodes),
@@ -455,17 +459,17 @@ def _pod(asked: Asked, cluster: Cluster) -> dict[str, Any]:
 
 
 def _apart(asked: Asked) -> dict[str, Any]:
-    """No two pods of a job on one machine."""
+    """Return the anti-affinity that places each pod of a job on its own machine."""
     others = {"labelSelector": {"matchLabels": {LABEL: asked.name}}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}}
 
 
 def _dumped(part: Mapping[str, Any]) -> str:
-    """YAML in which the pod's script reads as one."""
+    """Return YAML with the pod's script as a block."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """With texts of several lines as blocks."""
+        """YAML dumper that writes multi-line strings as blocks."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
@@ -475,7 +479,9 @@ def _dumped(part: Mapping[str, Any]) -> str:
 
 
 def _owner(told: str) -> dict[str, Any]:
-    """The Job as that to which others belong, as `kubectl create -o json` told it. Raises WorkerError."""
+    """Return the Job as an owner reference, from the output of `kubectl create -o json`. Raise WorkerError if it is
+    none.
+    """
     try:
         metadata = json.loads(told)["metadata"]
         return {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
@@ -495,19 +501,19 @@ def _index(pod: Mapping[str, Any]) -> int:
 
 
 def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The status of ours, empty before it has one."""
+    """Return the status of our container, empty before it has one."""
     found = pod.get("status", {}).get("containerStatuses") or []
     return next((status for status in found if status.get("name") == CONTAINER), {})
 
 
 def _ended(pod: Mapping[str, Any]) -> tuple[str, int] | None:
-    """(when, exit code) of a pod whose command has ended."""
+    """Return (time, exit code) of a pod with a command that has ended; else None."""
     ended = _container(pod).get("state", {}).get("terminated")
     return (str(ended.get("finishedAt", "")), int(ended.get("exitCode", FAILED))) if ended else None
 
 
 def _disruption(pod: Mapping[str, Any]) -> str:
-    """Why its machine was taken from a pod: evicted, preempted, drained. Empty where it was not."""
+    """Return why a pod lost its machine: evicted, preempted, drained. Empty if it did not."""
     status = pod.get("status", {})
     for condition in status.get("conditions") or []:
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
@@ -516,7 +522,7 @@ def _disruption(pod: Mapping[str, Any]) -> str:
 
 
 def _waits_for(pod: Mapping[str, Any]) -> str:
-    """What keeps a pod from running, in Kubernetes' words."""
+    """Return what keeps a pod from running, as reported by Kubernetes."""
     waiting = _container(pod).get("state", {}).get("waiting", {})
     if waiting:
         return one_line(": ".join(filter(None, (waiting.get("reason", ""), waiting.get("message", "")))))

@@ -1,4 +1,4 @@
-"""Runs as jobs of Slurm: the script, and what sbatch, scontrol and scancel are asked. No torch."""
+"""Runs as jobs of Slurm: the script, and the commands sbatch, scontrol and scancel. No torch."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ HOW_IT_ENDED = {
     "PREEMPTED": "had to give way to another job",
     "OUT_OF_MEMORY": "was out of host memory",
 }
-"""By the state that Slurm gives a job which has ended, and will not begin again."""
+"""Phrases by the final state of a job in Slurm."""
 MAY_GO_ON = ("TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "PREEMPTED")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is to run there, as typed."""
+    """Options for running a job on Slurm."""
 
     program: tuple[str, ...]
-    """What starts dcpbench on a node."""
+    """Command that starts dcpbench on a node."""
     directory: Path
-    """From which relative paths are meant."""
+    """Folder to which relative paths refer."""
     partition: str = ""
     account: str = ""
     options: tuple[str, ...] = ()
-    """Of sbatch, as they are typed there."""
+    """Further options of sbatch, as typed."""
     requeue: bool = True
     exclusive: bool = True
     cpus_per_node: int | None = None
@@ -61,10 +61,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def script(asked: Asked, cluster: Cluster) -> str:
-    """The batch script of a job. The secret of its machines is made when it begins, and stands in a file of its owner's."""
+    """Return the batch script of a job. It creates the secret of its machines at start, in a file readable only by its
+    owner.
+    """
     import jinja2
 
-    env = jinja2.Environment(  # noqa: S701 -- a shell script, whose words are quoted
+    env = jinja2.Environment(  # noqa: S701 -- a shell script with quoted words
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     env.filters |= {"quote": lambda text: shlex.quote(str(text)), "comment": lambda text: " ".join(text.splitlines())}
@@ -81,7 +83,7 @@ def script(asked: Asked, cluster: Cluster) -> str:
 
 
 def submit(asked: Asked, cluster: Cluster) -> Submitted:
-    """Hand the job to Slurm. Raises UsageError where Slurm refuses it."""
+    """Submit the job to Slurm. Raise UsageError if Slurm refuses it."""
     path = write_script(asked, SCRIPT, script(asked, cluster))
     env = {name: value for name, value in os.environ.items() if name != SECRET}
     try:
@@ -105,20 +107,20 @@ class Queue:
     """Through a shared file system."""
 
     def __init__(self, job: Submitted, folder: Path) -> None:
-        """`folder` is the run's."""
+        """Follow a job; `folder` is the run's."""
         self._job, self._folder = job, folder
         self._log = Tail(log_of(folder, job))
 
     def output(self) -> Iterator[str]:
-        """Lines that came into its log."""
+        """Yield new lines of its log."""
         return (line.decode("utf-8", "replace").rstrip("\r") for line in self._log.lines())
 
     def finished(self) -> bool:
-        """A file says nothing of its end."""
+        """Return False, because a file does not show its end."""
         return False
 
     def look(self) -> State:
-        """Where it is. Raises Silent."""
+        """Return the current state. Raise Silent if Slurm does not answer."""
         try:
             told = ask(["scontrol", "--oneliner", "show", "job", self._job.id])
         except RefusedError as e:
@@ -128,7 +130,7 @@ class Queue:
         return self.state(told)
 
     def state(self, told: str) -> State:
-        """What `scontrol --oneliner show job` says."""
+        """Return the state from the output of `scontrol --oneliner show job`."""
         facts = dict(re.findall(r"(?:^|\s)(JobState|Reason|Restarts|ExitCode|NodeList)=(\S*)", told))
         state, restarts = facts.get("JobState", "").partition("+")[0], int(facts.get("Restarts") or 0)
         if state in HOW_IT_ENDED:
@@ -145,11 +147,11 @@ class Queue:
         ask(["scancel", self._job.id])
 
     def clean(self) -> None:
-        """Its secret goes with it, even where its script had no time for that."""
+        """Delete its secret, even if its script had no time to do so."""
         (self._folder / SUBMIT_FOLDER / "secret").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing to end: its log is a file."""
+        """Do nothing, because its log is a file."""
 
     def _ended(self, state: str, exit_code: str) -> State:
         code, _, number = exit_code.partition(":")
@@ -170,7 +172,9 @@ class Queue:
         return State(said=f"{self._job.said} {HOW_IT_ENDED[state]}{go_on}", ended=True, code=code_of)
 
     def _forgotten(self) -> State:
-        """Slurm forgets jobs minutes after their end; the script has left its exit code."""
+        """Return the state of a job that Slurm no longer knows, minutes after its end, from the exit code that the
+        script has stored.
+        """
         path = self._folder / SUBMIT_FOLDER / f"{self._job.id}.code"
         try:
             code = int(path.read_text())
@@ -185,12 +189,12 @@ class Queue:
 
 
 def log_of(folder: Path, job: Submitted) -> Path:
-    """What the job printed."""
+    """Return the file of the job's output."""
     return folder / SUBMIT_FOLDER / f"{job.id}.log"
 
 
 def _options(asked: Asked, cluster: Cluster) -> list[str]:
-    """Of sbatch. Those that were typed come last, and count."""
+    """Return the options of sbatch. Options of the user come last, and take precedence."""
     log = str(asked.place).replace("%", "%%") + "/%j.log"
     given = {
         "--job-name": asked.name,
@@ -212,12 +216,12 @@ def _options(asked: Asked, cluster: Cluster) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """As sbatch reads its directives."""
+    """Return a text in the quoting of sbatch directives."""
     return text if re.fullmatch(r"[\w./%+=:@,-]+", text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _srun(asked: Asked, cluster: Cluster) -> str:
-    """Its options: one task on each node, with all cores there; the first that fails ends the others."""
+    """Return the srun command: one task on each node, with all cores there; the first failure ends the others."""
     words = [f"--nodes={asked.nodes}", f"--ntasks={asked.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     words += ["--cpu-bind=none", "--mpi=none"]
     if cluster.cpus_per_node:
@@ -239,6 +243,8 @@ def _program(asked: Asked, cluster: Cluster) -> str:
 
 
 def _mounts(asked: Asked, cluster: Cluster) -> list[str]:
-    """The run's folder and the one from which paths are meant, at the same places inside, and what was typed."""
+    """Return the mounts: the run's folder and the folder of relative paths, at the same places inside, and those of the
+    user.
+    """
     own = dict.fromkeys((str(asked.folder), str(cluster.directory)))
     return [*(f"{path}:{path}" for path in own), *cluster.mounts]

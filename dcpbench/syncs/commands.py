@@ -57,8 +57,10 @@ class Out:
     force: bool = False
 
 
-def settle(options: GateOptions, out: Out) -> Gate:
+def settle(options: GateOptions, out: Out, detector: baselines.Detector = "scan") -> Gate:
     """Read what the gate needs, before anything takes long.
+
+    The baseline must be one of this detector. A dry run uses the key dry-run-baseline of pyproject.toml, if it is there.
 
     Raises UsageError for limits, globs, a pyproject.toml, a baseline, a format or an output file that cannot be used.
     """
@@ -66,10 +68,10 @@ def settle(options: GateOptions, out: Out) -> Gate:
     check_output(out.output, force=out.force)
     check_limits(options.max_per_step, options.max_bubble_us)
     gate, config = _unlimited(options)
-    path = options.baseline or config.baseline
+    path = options.baseline or (config.dry_run_baseline if detector == "dry-run" else None) or config.baseline
     return dataclasses.replace(
         gate,
-        baseline=baselines.read(path) if path else None,
+        baseline=baselines.read(path, detector) if path else None,
         max_per_step=config.max_per_step if options.max_per_step is None else options.max_per_step,
         max_bubble_us=config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us,
     )
@@ -134,9 +136,10 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
         return ExitCode.NO_ANSWER
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
-    made = baselines.make(filter(counts, report.sites))
     write(output, encode(made), force=force)
-    _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")
+    _print(f"{counted(len(made.sites), 'site')} may stay; more of them, or others, are findings.\n")
+    if made.unmeasured:
+        _print(f"Operators accepted without a measurement of their waits: {printable(', '.join(made.unmeasured))}.\n")
     _print(f"Wrote {printable(str(output))}\n")
     return 0
 

@@ -58,18 +58,26 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 def dry_run(
-    command: Sequence[str], options: GateOptions, out: Out, *, assume_device: bool, safe_path: bool = False
+    command: Sequence[str],
+    options: GateOptions,
+    out: Out,
+    *,
+    assume_device: bool,
+    baseline: Path | None = None,
+    safe_path: bool = False,
 ) -> int:
-    """Runs the program and judges what would wait; returns 0, 1 or 3 as `scan`, 3 also where the program fails, and 130
-    after Ctrl-C. With `safe_path` dcpbench is not looked for in the working directory; what the program imports is.
+    """Run the program and judge what would wait; return 0, 1 or 3 as `scan`, 3 also if the program fails, 130 after Ctrl-C.
+
+    With `baseline` that file is written instead of a report. With `safe_path` dcpbench is not looked for in the working
+    directory; what the program imports is.
 
     Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
     """
-    from dcpbench.syncs.commands import conclude, settle
+    from dcpbench.syncs.commands import conclude, settle, settle_baseline, write_baseline
     from dcpbench.syncs.run import start
 
     python, flags, job = parse(command)
-    gate = settle(options, out)
+    gate = settle(options, out, "dry-run") if baseline is None else settle_baseline(options, out, baseline)
     with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-") as folder:
         job.answer, job.root = str(Path(folder) / "answer.json"), str(gate.root)
         job.assume_device, job.step_range = assume_device, gate.step_range
@@ -80,10 +88,13 @@ def dry_run(
         )
     if answer.code:
         sys.stderr.write(
-            f"{printable(job.name)} ended with exit code {answer.code}; the report holds what came before.\n"
+            f"{printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
         )
         answer.report.traces[0].coverage.complete = False
-    verdict = conclude(answer.report, gate, out)
+    if baseline is None:
+        verdict = conclude(answer.report, gate, out)
+    else:
+        verdict = write_baseline(answer.report, gate, baseline, force=out.force, detector="dry-run")
     if answer.code in {-signal.SIGINT, INTERRUPTED}:
         return INTERRUPTED
     if answer.code:

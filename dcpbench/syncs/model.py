@@ -58,6 +58,8 @@ class Coverage(msgspec.Struct, kw_only=True):
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
     foreign: list[str] = []
     """Traces of accelerators with unknown waits: categories of events, or names of calls."""
+    unmeasured: list[str] = []
+    """Operators that ran in a dry run and of which it was never measured whether they wait, such as `mylib::sample`."""
     children: list[ChildProcess] = []
     """Processes that a dry run did not follow."""
     notes: list[str] = []

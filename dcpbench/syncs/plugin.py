@@ -29,8 +29,8 @@ INI = "cuda_sync_mode"
 FIXTURE = "cuda_syncs"
 NO, MAX = "no_cuda_sync", "max_cuda_syncs"
 CHECKED: pytest.StashKey[Checked] = pytest.StashKey()
-UNUSED = "cuda_syncs_unused"
-"""Property of a test that put nothing on the virtual GPU."""
+UNUSED = "cuda_syncs_unused"  # property of a test that put nothing on the virtual GPU
+UNMEASURED = "cuda_syncs_unmeasured"  # property of a test that uses operators that were never measured: their names
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -131,15 +131,23 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:  # noqa: ANN401  (a class private to pytest)
-    """A test that never touched the GPU has not been checked; say so."""
+    """Name the tests that never touched the GPU, and operators that were never measured: these tests prove less."""
     reports = [r for group in terminalreporter.stats.values() for r in group if isinstance(r, pytest.TestReport)]
-    unused = [r.nodeid for r in reports if r.when == "call" and (UNUSED, True) in r.user_properties]
-    if unused:
+    called = [r for r in reports if r.when == "call"]
+    unused = [r.nodeid for r in called if (UNUSED, True) in r.user_properties]
+    unmeasured = [(r.nodeid, value) for r in called for name, value in r.user_properties if name == UNMEASURED]
+    if unused or unmeasured:
         terminalreporter.section("cuda syncs")
+    if unused:
         terminalreporter.line("These tests put nothing on the virtual GPU, so that nothing could synchronise in them.")
         terminalreporter.line("Let them make their tensors with device='cuda', inside the test or its fixtures.")
         for nodeid in unused:
             terminalreporter.line(f"  {nodeid}")
+    if unmeasured:
+        terminalreporter.line("These tests use operators of which it was never measured whether they wait.")
+        terminalreporter.line("None of their waits is counted; run the tests with --cuda-sync-mode live on a GPU.")
+        for nodeid, names in unmeasured:
+            terminalreporter.line(f"  {nodeid}: {names}")
 
 
 @pytest.fixture(name=FIXTURE)
@@ -172,6 +180,8 @@ def _checking(item: pytest.Item) -> Iterator[None]:
     item.user_properties.append((FIXTURE, checked.count))
     if checked.unused:
         item.user_properties.append((UNUSED, True))
+    if checked.unmeasured:
+        item.user_properties.append((UNMEASURED, ", ".join(checked.unmeasured)))
     if limit is not None and checked.count > limit:
         allowed = f"at most {limit}" if limit else "none"
         times = "1 CUDA synchronisation" if checked.count == 1 else f"{checked.count} CUDA synchronisations"

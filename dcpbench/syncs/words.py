@@ -15,6 +15,8 @@ from dcpbench.show.text import counted, printable
 from dcpbench.syncs.model import Report, order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dcpbench.syncs.model import Site, TraceSummary, Verdict
 
 Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
@@ -22,6 +24,7 @@ Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may blo
 LEVELS = {"finding": "error", "counted": "warning"}
 """Levels of code scanning and annotations by how a site stands; all others are the lowest."""
 NOTHING = "–"
+MAX_NAMES = 5  # processes or operators that a sentence names
 BOUND_NOTE = (
     "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
     "start until the next wait, as far as later launches end it, and never more than the call takes. Wait alone is not "
@@ -118,7 +121,29 @@ def format_steps(trace: TraceSummary) -> str:
 
 def notes(report: Report) -> Counter[str]:
     """Count the notes on what the traces cannot show, by number of traces."""
-    return Counter(note for trace in report.traces for note in trace.coverage.notes)
+    return Counter(note for trace in report.traces for note in trace_notes(trace))
+
+
+def trace_notes(trace: TraceSummary) -> list[str]:
+    """Return the notes on what a trace cannot show; operators that were never measured are all named."""
+    names = ", ".join(trace.coverage.unmeasured)
+    unmeasured = f"It was never measured whether these operators wait, and none of their waits is counted: {names}."
+    return [*trace.coverage.notes, *([unmeasured] if names else [])]
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names as part of a sentence, and how many are left out."""
+    left = len(names) - MAX_NAMES
+    return ", ".join([*names[:MAX_NAMES], *([f"and {left} more"] if left > 0 else [])])
+
+
+def format_exception(report: Report) -> str:
+    """Return `, apart from 2 operators that were never measured (…)` as part of a verdict; empty if all were measured."""
+    names = sorted({name for trace in report.traces for name in trace.coverage.unmeasured})
+    if not names:
+        return ""
+    were = "was" if len(names) == 1 else "were"
+    return f", apart from {counted(len(names), 'operator')} that {were} never measured ({format_names(names)})"
 
 
 def place(site: Site) -> str:

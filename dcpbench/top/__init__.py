@@ -1,4 +1,5 @@
-"""`dcpbench top`: how far a run is, from its files alone and from another terminal than its own. No torch.
+"""`dcpbench top`: show the progress of a run from its files, in another terminal than its own. No torch.
 
-Its files are read as facts, and these, with the time and what is alive, made a State: what is shown, printed, or JSON.
+The files are read into Facts; these, the time and the living processes determine a State, which is shown, printed or
+written as JSON.
 """

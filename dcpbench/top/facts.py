@@ -1,7 +1,7 @@
-"""What the files of a run say, read piece by piece: jobs, their events, and records as far as they are shown.
+"""Read the files of a run incrementally: jobs, their events, and the shown parts of records.
 
-Whatever cannot be read is left out and counted. Texts come from others and may be of any length: they are cut short and
-made inert here, once for all that follows.
+Unreadable lines are left out and counted. Texts are untrusted and may have any length: they are shortened and made
+printable here, once for all later uses.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(NamedTuple):
-    """How and when a point ended."""
+    """Outcome and end time of a point."""
 
     outcome: str
     at: float | None
-    """Unix time; None where the record does not say."""
+    """Unix time; None if the record has none."""
     ran: bool = True
-    """False for one that was not tried, because it would have failed as another one had."""
+    """False for a point that was not tried, because it would have failed for the same reason as another one."""
 
 
 @dataclasses.dataclass
@@ -76,15 +76,15 @@ class JobFacts:
     since: float = 0.0
     """When this stage of this point began."""
     key: str = ""
-    """Of the point at work."""
+    """Key of the current point."""
     note: str = ""
-    """Its last numbers."""
+    """Latest numbers."""
     done: dict[int, float] = dataclasses.field(default_factory=dict)
     """When points finished, by point_id."""
 
     @functools.cached_property
     def points(self) -> dict[int, Point]:
-        """Every point of the run that can run, where the job has a list of them, else the job's own; by point_id."""
+        """Return every point of the run that can run, if the job lists them, else the job's own; by point_id."""
         return {point_id(p): p for p in self.job.pool_points or self.job.points}
 
     def see(self, event: Progress) -> None:
@@ -101,7 +101,7 @@ class JobFacts:
 
 
 class Facts:
-    """All files of a run's folder; `look` reads what has come since."""
+    """All files of a run's folder; `look` reads new data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ class Facts:
 
     def _forget(self) -> None:
         self.jobs: dict[str, JobFacts] = {}
-        """By file name."""
+        """Jobs by file name."""
         self.ended: dict[int, Ended] = {}
         """The last record of each point, by point_id."""
         self.last: collections.deque[Finished] = collections.deque(maxlen=SHOWN)
@@ -120,7 +120,7 @@ class Facts:
         self._checks = Tail(self.folder / CHECKS_FILE)
 
     def look(self) -> None:
-        """Read what has come. After --force all that was read before is forgotten."""
+        """Read new data. After --force, discard the data read before."""
         if any(tail.replaced() for tail in self._tails()):
             self._forget()
         self._look_for_jobs()
@@ -134,16 +134,16 @@ class Facts:
 
     @property
     def unread(self) -> dict[str, int]:
-        """Lines, or files, that could not be read, by file name."""
+        """Return the number of unreadable lines, or files, by file name."""
         return dict.fromkeys(sorted(self._unread_jobs), 1) | {t.path.name: t.unread for t in self._tails() if t.unread}
 
     @property
     def newest(self) -> JobFacts | None:
-        """The job that began last."""
+        """Return the job that started last."""
         return max(self.jobs.values(), key=lambda j: j.began, default=None)
 
     def failure(self) -> str:
-        """What a rank of the newest job died of, or nothing."""
+        """Return the cause of death of a rank of the newest job, or an empty string."""
         found = []
         for path in sorted(self.folder.glob("error-*.json")):
             with contextlib.suppress(OSError, *UNREADABLE):
@@ -152,7 +152,7 @@ class Facts:
         return one_line(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
 
     def ranks_at_work(self) -> bool:
-        """Whether ranks have left their process ids, which go when a job is ended in an orderly way."""
+        """Return True if files with process ids of ranks exist; they are removed when a job ends normally."""
         return any(self.folder.glob("rank-*.pid"))
 
     def _tails(self) -> list[Tail]:
@@ -189,5 +189,5 @@ class Facts:
 
 
 def point_id(point: Point) -> int:
-    """Stands for Point.key(), which is long."""
+    """Return a short substitute for Point.key()."""
     return hash(point.key())

@@ -1,4 +1,4 @@
-"""What NVML says of this machine's GPUs right now. Absent where it does not say; no torch, and no GPU is needed."""
+"""Query NVML for the current state of this machine's GPUs. Missing values are absent; no torch, and no GPU is required."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class GpuNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpus:
-    """The machine's GPUs; none where NVML cannot be used."""
+    """GPUs of the machine; none if NVML cannot be used."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] = []
-        with contextlib.suppress(Exception):  # NVML is a bonus: whatever it lacks, a run can be watched
+        with contextlib.suppress(Exception):  # NVML is optional: a run can be watched without it
             import pynvml
 
             pynvml.nvmlInit()
@@ -46,7 +46,7 @@ class Gpus:
             self._nvml = pynvml
 
     def now(self) -> list[GpuNow]:
-        """Ask each."""
+        """Query each GPU."""
         return [self._one(index, handle) for index, handle in enumerate(self._handles)]
 
     def _one(self, index: int, gpu: Any) -> GpuNow:  # noqa: ANN401 -- NVML's handle
@@ -71,7 +71,7 @@ class Gpus:
 
 
 def _known(query: Callable[[], T]) -> T | None:
-    """The answer, or None where this GPU or its driver has none."""
+    """Return the answer, or None if this GPU or its driver has none."""
     try:
         return query()
     except Exception:  # noqa: BLE001 -- NVML raises a class for each kind of refusal

@@ -1,4 +1,4 @@
-"""A state as a terminal shows it, at any width: tables lose columns where it is narrow, and the newest stands first."""
+"""Render a state for a terminal of any width: tables lose columns if it is narrow, and the newest entries come first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST, LEAST = 20, 3
 
 
 def render(state: State, width: int, height: int) -> RenderableType:
-    """The whole view, for a terminal of `width` columns and `height` lines."""
+    """Return the whole view, for a terminal of `width` columns and `height` lines."""
     head = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
     head.append(words.status(state), words.STYLES.get(state.status, ""))
     if state.device == "cpu":
@@ -45,7 +45,7 @@ def render(state: State, width: int, height: int) -> RenderableType:
         bar = Table.grid()  # ends the bar's line
         bar.add_row(ProgressBar(total=state.total, completed=state.ok + state.failed, width=min(width, BAR)))
         parts.append(bar)
-    # one size says what the counts say
+    # a single size would repeat the counts
     sizes = [f"tp{s.tp}: {s.finished} of {s.total}" for s in state.sizes] if len(state.sizes) > 1 else []
     parts += [Text(line) for line in (words.counts(state), words.rates(state), " · ".join(sizes)) if line]
     if state.now:
@@ -62,7 +62,7 @@ def render(state: State, width: int, height: int) -> RenderableType:
 
 
 def _last(points: list[Finished], width: int) -> Table:
-    """The newest first."""
+    """Return the table of the last points, newest first."""
     served = any(p.ttft_ms is not None for p in points)
     numbers = ["tok/s", *(["/GPU"] if width >= WIDE else []), *(["TTFT ms"] if served and width >= WIDE else [])]
     numbers += ["ITL ms"] if width >= NARROW else []

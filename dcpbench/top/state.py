@@ -1,4 +1,4 @@
-"""How far a run is: facts of its files and who of it is alive, made a State. Pure; the clock is an argument."""
+"""Derive the State of a run from the facts of its files and its living processes. Pure; the clock is an argument."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ STARTING, RUNNING, SILENT, FINISHING = "starting", "running", "silent", "finishi
 ORPHANED, ELSEWHERE = "orphaned", "elsewhere"
 ENDED, STOPPED = "ended", "stopped"
 OVER = (ENDED, STOPPED)
-"""Statuses after which nothing comes: all points have ended, or some are left."""
+"""Final statuses: all points have ended, or the run stopped before."""
 REJECTED = "rejected"
 BETWEEN = ("done", "start", "end")
 """Stages of no point."""
 QUIET_S = 60.0
 """Without a sign of life for so long a run is shown as silent; dcpbench itself ends such a job at --timeout."""
 TIMEOUT_S = 300.0
-"""--timeout, where the command does not say."""
+"""Default of --timeout."""
 SLACK_S = 2.0
 """How far a record's times may be off, which are written in whole seconds."""
 WRONG, SOME_FAILED, INTERRUPTED = ExitCode.WRONG, ExitCode.FAILED, ExitCode.INTERRUPTED
 """Exit codes of commands that measure."""
 LEAST = 3
-"""Finished points from which on a range is said."""
+"""Minimum number of finished points for a range."""
 T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for LEAST points and more, which have one degree of freedom less than points."""
 T_95_MORE = 2.2
-"""For more: 2.20 at 11, 1.96 at infinity."""
+"""Value for more degrees of freedom: 2.20 at 11, 1.96 at infinity."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,14 +56,14 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """95 % prediction interval; null with fewer than LEAST points."""
     high: float | None = None
     points: int
-    """How many points it comes from."""
+    """Number of points on which the estimate is based."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run is at."""
+    """Current activity of the run."""
 
     point: str = ""
-    """Empty between points."""
+    """Current point; empty between points."""
     stage: str
     """See jobs.Progress.stage."""
     stage_s: float
@@ -89,23 +89,23 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`sweep`, `serve` or `verify`; empty without a job, as in a replay from --step-times, which needs none."""
     device: str
-    """`cuda`, `cpu`, or empty where there are no jobs."""
+    """`cuda`, `cpu`, or empty without jobs."""
     status: str
     exit_code: int | None = None
-    """What the run's command ended with, as far as its files tell; null while it runs."""
+    """Exit code of the run's command, as far as its files show; null while it runs."""
     problem: str = ""
-    """What a rank died of."""
+    """Cause of death of a rank."""
     total: int | None = None
-    """Points that can run; null where no file says."""
+    """Number of points that can run; null if no file has it."""
     ok: int = 0
     failed: int = 0
     """Hung ones included."""
     rejected: int = 0
     left: int | None = None
     elapsed_s: float | None = None
-    """Of this command; an earlier one that it resumes does not count."""
+    """Elapsed time of this command, without earlier commands that it resumes."""
     points_per_minute: float | None = None
-    """Of this command, failed points included."""
+    """Rate of this command, failed points included."""
     eta: Estimate | None = None
     now: Now | None = None
     sizes: list[Size] = []
@@ -119,17 +119,17 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """Whether nothing will come any more."""
+        """Return True if the status is final."""
         return self.status in OVER
 
 
 def state_of(
     facts: Facts, now: float, *, alive: str = NONE, began: float | None = None, known_here: bool = False
 ) -> State:
-    """The state at `now` (Unix time).
+    """Return the state at `now` (Unix time).
 
-    `alive` and `began` are what processes.alive says; `known_here`: this run was alive on this machine before, so that
-    it cannot be one of another machine whose files are seen from here.
+    `alive` and `began` are the results of processes.alive; `known_here` is True if this run was alive on this machine
+    before, so that it cannot be a run of another machine on a shared file system.
     """
     job = facts.newest
     jobs = _jobs_of_command(facts, began)
@@ -174,12 +174,13 @@ def state_of(
 
 
 def estimate(durations: Sequence[float], left: int, spent: float = 0.0) -> Estimate | None:
-    """Seconds until `left` more points have finished, of which one has been at work for `spent` seconds.
+    """Estimate the seconds until `left` more points have finished; the current one has been running for `spent`
+    seconds.
 
-    Points are taken as draws of one distribution, so with m and s, mean and standard deviation of n `durations` (s
+    Points are treated as draws of one distribution, so with m and s, mean and standard deviation of n `durations` (s
     each, from one point's end to the next one's): left · m, ± t(n - 1) · s · sqrt(left + left² / n), the prediction
-    interval of a sum of new draws. What the point at work has had is taken off, m at most. Larger points that come
-    last make it too short. None where nothing has finished, or nothing is left.
+    interval of a sum of new draws. The time spent on the current point is subtracted, at most m. The estimate is too
+    short if larger points come last. None if no point has finished, or none is left.
     """
     n = len(durations)
     if not n or left <= 0:
@@ -202,7 +203,7 @@ def _kind(facts: Facts) -> str:
 
 
 def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
-    """Jobs of the command that is at work, or of the last one: what it resumed was typed otherwise."""
+    """Return the jobs of the running command, or of the last one; a command that it resumes has another command line."""
     jobs = sorted(facts.jobs.values(), key=lambda j: j.began)
     if began is not None:
         return [j for j in jobs if j.began >= began - SLACK_S]
@@ -210,7 +211,7 @@ def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
 
 
 def _points(facts: Facts) -> dict[int, Point]:
-    """Every point that can run; without a list of them, those of the jobs so far."""
+    """Return every point that can run; without a list of them, those of the jobs so far."""
     newest = facts.newest
     if newest is None:
         return {}
@@ -220,7 +221,7 @@ def _points(facts: Facts) -> dict[int, Point]:
 
 
 def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[int, Ended]:
-    """How points ended. One that failed under an earlier command is still to come under this one."""
+    """Return the outcomes of points. Points that failed under an earlier command are pending under this one."""
     ended = dict(facts.ended)
     if facts.newest and facts.newest.job.kind == VERIFY:  # leaves checks, and records of failures alone
         ended = {key: Ended("ok", at) for j in facts.jobs.values() for key, at in j.done.items()} | ended
@@ -233,7 +234,7 @@ def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[
 
 
 def _ends(ended: dict[int, Ended], jobs: list[JobFacts], began: float | None) -> list[float]:
-    """When points ended under this command. Events say it to the microsecond, records to the second."""
+    """Return the end times of points under this command. Events have a resolution of microseconds, records of seconds."""
     told = {key: at for j in jobs for key, at in j.done.items()}
     recorded = {key: e.at for key, e in ended.items() if e.ran and e.at is not None and (e.outcome != "ok" or not jobs)}
     since = float("-inf") if began is None else began
@@ -252,13 +253,13 @@ def _status(facts: Facts, left: int | None, silent_s: float, alive: str, *, know
         return ORPHANED
     if left == 0 or (job is None and facts.ended):
         return ENDED
-    # A job between its first and its last event whose ranks' process ids are gone was ended by its command.
+    # a job between its first and last event without process ids of ranks was ended by its command
     goes_on = job is not None and (not job.heard or job.stage == "end" or facts.ranks_at_work())
     return ELSEWHERE if goes_on and silent_s < QUIET_S and not known_here else STOPPED
 
 
 def _exit_code(facts: Facts, status: str, failed: int, problem: str) -> int:
-    """As far as files tell: a run that was interrupted and one that was killed look the same."""
+    """Return the exit code as far as files show it: an interrupted run and a killed one look the same."""
     if facts.wrong:
         return WRONG
     if status == STOPPED and not problem:
@@ -280,7 +281,7 @@ def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:
 
 
 def _timeout(command: str) -> float:
-    """--timeout as typed."""
+    """Return --timeout from the command line."""
     try:
         words = shlex.split(command.replace("--timeout=", "--timeout "))
         return float(words[words.index("--timeout") + 1])

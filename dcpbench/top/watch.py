@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     Show = Callable[[State], None]
 
 RUNS = Path("runs")
-"""Where sweep and serve put runs that were given no folder."""
+"""Default parent folder of runs of sweep and serve."""
 
 
 def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json: bool = False) -> int:
-    """Watch a run until it ends; returns the exit code of its command as far as files tell, 130 after Ctrl-C.
+    """Watch a run until it ends; return the exit code of its command as far as files show it, 130 after Ctrl-C.
 
-    `folder` None: the newest running one below RUNS. One that has not begun is waited for. `every`: seconds between
-    looks. `once`: one look, and 0 while the run goes on. Raises UsageError where there can be no such run, and with
-    `once` where there is none.
+    `folder` None: the newest running one below RUNS. A run that has not started is waited for. `every`: seconds between
+    updates. `once`: a single update, and exit code 0 while the run continues. Raise UsageError if there can be no such
+    run, and with `once` if there is none.
     """
     try:
         if once:
@@ -64,11 +64,11 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
 
 
 class NotBegunError(UsageError):
-    """There is no run yet where one was asked for."""
+    """The requested run does not exist yet."""
 
 
 def running_below(runs: Path) -> Path:
-    """The running run whose lock was written last. Raises NotBegunError where none runs."""
+    """Return the running run with the most recently written lock. Raise NotBegunError if none runs."""
     locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{LOCK_FILE}")}
     newest = sorted(locks, key=lambda folder: locks[folder], reverse=True)
     for folder in newest:
@@ -86,7 +86,7 @@ class _Look:
         self._here = False
 
     def __call__(self) -> State:
-        alive, began = processes.alive(self._folder)  # before the files: what its last breath wrote must be seen
+        alive, began = processes.alive(self._folder)  # before the files, so that its last writes are seen
         self._facts.look()
         state = state_of(self._facts, time.time(), alive=alive, began=began, known_here=self._here)
         self._here |= bool(alive)
@@ -95,7 +95,7 @@ class _Look:
 
 
 def _awaited(folder: Path | None, every: float) -> Path:
-    """The run's folder, once there is one; meanwhile what is waited for is said, and again where that changes."""
+    """Return the run's folder once it exists; meanwhile print what is awaited, again if that changes."""
     said = ""
     while True:
         try:
@@ -131,7 +131,7 @@ def _begun(folder: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Show]:
-    """A live view on a terminal that can show one, else lines."""
+    """Yield a function that shows states: a live view on a terminal that supports it, else lines."""
     terminal = console()
     if sys.stdout.isatty() and not terminal.is_dumb_terminal:
         with _live(terminal) as show:
@@ -149,7 +149,7 @@ def _shown() -> Iterator[Show]:
 
 @contextlib.contextmanager
 def _live(terminal: Console) -> Iterator[Show]:
-    """On the terminal's second screen, which follows its size; what was seen last stays on the first one."""
+    """Show the state on the terminal's alternate screen, resized with it; the last state stays on the main screen."""
     from rich.live import Live
 
     from dcpbench.top.render import render
@@ -166,7 +166,7 @@ def _live(terminal: Console) -> Iterator[Show]:
             give_way()
 
         def give_way() -> None:
-            """The shell gets its own screen and cursor, until `fg`, as often as that was asked for."""
+            """Return screen and cursor to the shell until `fg`, once per request."""
             nonlocal writing, paused
             writing = True
             while paused:
@@ -177,7 +177,7 @@ def _live(terminal: Console) -> Iterator[Show]:
             writing = False
 
         def pause(number: int, frame: object) -> None:
-            """Ctrl-Z: at once, or once what is being written is, as Python's files refuse to be written to meanwhile."""
+            """Handle Ctrl-Z: at once, or after the current write, because Python's files are not reentrant."""
             nonlocal paused
             del number, frame
             paused = True
@@ -217,7 +217,7 @@ def _print_json(state: State) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a lost terminal end it as Ctrl-C does, so that the terminal is as it was."""
+    """End on SIGTERM and on a lost terminal as on Ctrl-C, so that the terminal is restored."""
 
     def stop(number: int, _: object) -> None:
         sys.exit(128 + number)

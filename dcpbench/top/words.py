@@ -28,7 +28,7 @@ STYLES = {
 
 
 def status(state: State) -> str:
-    """What the run is doing, or how it ended."""
+    """Return the activity of the run, or how it ended."""
     silent = span(state.now.silent_s) if state.now else ""
     if state.status == st.SILENT and state.now:
         return f"no sign of life for {silent}; dcpbench ends such a job after {span(state.now.timeout_s)}"
@@ -46,7 +46,7 @@ def status(state: State) -> str:
 
 
 def counts(state: State) -> str:
-    """`12 of 34 points · 1 failed · 2 rejected · 22 left`."""
+    """Return `12 of 34 points · 1 failed · 2 rejected · 22 left`."""
     finished = state.ok + state.failed
     among = finished if state.total is None else state.total
     of = "" if state.total is None else f"{finished} of "
@@ -56,7 +56,7 @@ def counts(state: State) -> str:
 
 
 def rates(state: State) -> str:
-    """Points per minute, time spent and time left, as far as known."""
+    """Return points per minute, time spent and time left, as far as known."""
     rate = state.points_per_minute
     parts = [f"{short_number(rate)} points/min"] if rate else []
     parts += [f"{span(state.elapsed_s)} so far"] if state.elapsed_s is not None else []
@@ -65,7 +65,7 @@ def rates(state: State) -> str:
 
 
 def left(eta: Estimate) -> str:
-    """`about 9 min left (7 min to 12 min)`; with few points, from how many."""
+    """Return `about 9 min left (7 min to 12 min)`; with few points, their number."""
     if not eta.seconds:
         return "the last point takes longer than others did"
     text = f"about {span(eta.seconds)} left"
@@ -76,13 +76,13 @@ def left(eta: Estimate) -> str:
 
 
 def stage(now: Now) -> str:
-    """`measure for 8 s · 123/480 requests`."""
+    """Return `measure for 8 s · 123/480 requests`."""
     words = {"start": "starting a job", "end": "between jobs", "done": "between points"}
     return f"{words.get(now.stage, now.stage)} for {span(now.stage_s)}{f' · {now.note}' if now.note else ''}"
 
 
 def figures(point: Finished) -> str:
-    """`1,234 tok/s, ITL 3.4 ms`, or why there are none."""
+    """Return `1,234 tok/s, ITL 3.4 ms`, or the reason why there are no numbers."""
     if point.outcome != "ok":
         return f"{point.outcome.upper()}: {point.reason}" if point.reason else point.outcome.upper()
     parts = [f"{short_number(point.tok_s)} tok/s"] if point.tok_s is not None else []
@@ -92,7 +92,7 @@ def figures(point: Finished) -> str:
 
 
 def changes(before: State | None, after: State) -> Iterator[str]:
-    """What to print after `before`, which is None at first. Nothing where nothing but time has passed."""
+    """Yield the lines to print after the state `before`, None at first. Yield none if only time has passed."""
     if before is None:
         yield f"{after.kind or 'run'} in {after.folder}: {status(after)}"
         if after.device == "cpu":
@@ -113,13 +113,13 @@ def changes(before: State | None, after: State) -> Iterator[str]:
 
 
 def unread(state: State) -> str:
-    """Which files have lines that are in none of what is shown, and how many."""
+    """Return the number of unreadable lines by file."""
     lines = ", ".join(f"{name}: {count}" for name, count in state.unread.items())
     return f"lines that could not be read, and are left out: {lines}"
 
 
 def snapshot(state: State) -> Iterator[str]:
-    """One state in full, as `--once` prints it where there is no terminal."""
+    """Yield the lines of one complete state, for `--once` without a terminal."""
     yield from changes(None, state)
     if state.now and state.status != st.SILENT:
         yield stage(state.now)

@@ -1,1 +1,1 @@
-"""What can be run on a built engine: `decode` measures, `verify` compares."""
+"""Workloads of a built engine: `decode` and `serve` measure, `verify` compares."""

@@ -23,7 +23,9 @@ LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 
 
 def limit_of(engine: DecodeEngine) -> float:
-    """For the backend that the engine runs, whose rows may be fp8: what these stand for is exact."""
+    """Return the limit for the engine's backend. With fp8 rows, the reference uses the represented values, which are
+    exact.
+    """
     rounds = {what for batch in engine.batches.values() for what in batch.backend.rounds}
     shape = engine.model.shape
     deviation = shape.kv_width**0.5 * softmax_scale(shape)  # of scores of normal rows and queries
@@ -33,12 +35,12 @@ def limit_of(engine: DecodeEngine) -> float:
 def attention_error(
     engine: DecodeEngine, batch: Batch, requests: list[Request], seed: int, *, all_requests: bool = False
 ) -> float:
-    """‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all ranks.
+    """Return ‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all
+    ranks.
 
-    o is the merged output, latent or, where it is projected before it is merged, projected.
-
-    The reference finds a request's rows by the arithmetic of layout.py from its locations, not by the page tables that
-    the backend reads, and takes them from all ranks of the DCP group. Collective; `batch` is planned for `requests`.
+    o is the merged output, latent or, with projection before the merge, projected. The reference finds a request's rows
+    by the arithmetic of layout.py from its locations, not by the page tables that the backend reads, and takes them
+    from all ranks of the DCP group. Collective; `batch` is planned for `requests`.
     """
     model = engine.model
     w = model.weights.layer(LAYER).attention
@@ -63,7 +65,7 @@ def attention_error(
 
 
 def _queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
-    """Random q [B, H, Q] of all heads of the DCP group, the same on all of its ranks."""
+    """Return random q [B, H, Q] of all heads of the DCP group, the same on all of its ranks."""
     model = engine.model
     size = (batch.size, model.heads * model.groups.dcp.size, model.shape.kv_width)
     generator = torch.Generator(engine.device).manual_seed(seed)
@@ -71,7 +73,7 @@ def _queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
 
 
 def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
-    """The request's KV rows of all ranks, fp64 [S, Q], in any order. Collective over the DCP group."""
+    """Return the request's KV rows of all ranks, fp64 [S, Q], in any order. Collective over the DCP group."""
     model = engine.model
     dcp, rank, interleave = model.layout.dcp, model.groups.dcp.rank, model.interleave
     locs = request.allocation.locs(0, request.length)

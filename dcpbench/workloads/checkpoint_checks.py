@@ -42,8 +42,9 @@ MAX_MEDIAN, MAX_POSITION = 2, 4
 """Roundings by which the result of an operation may differ: at the median position, and at any position. Engines round
 some intermediate results that transformers never computes: absorbed queries, and each rank's part of a sum."""
 ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, MLP, EXPERT)
-"""Operations that round to e4m3 what they have computed themselves. An error of the last bit decides whether a number
-between two e4m3 numbers is rounded up or down."""
+"""Operations that round their own results to e4m3. An error of the last bit decides whether a number between two e4m3
+numbers is rounded up or down.
+"""
 MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2
 """Roundings to e4m3 by which the result of such an operation may differ: at the median position, and at any position."""
 MIN_POSITIONS = 8
@@ -61,7 +62,7 @@ class Limits:
     half_step: float
     fp8_weights: bool
     attention_rounds: frozenset[str]
-    """What the attention kernel rounds to e4m3, of QUERIES and WEIGHTS."""
+    """Tensors that the attention kernel rounds to e4m3, among QUERIES and WEIGHTS."""
 
     @classmethod
     def of_engine(cls, point: Point, roundings: Roundings, engine: DecodeEngine) -> Limits:
@@ -88,7 +89,7 @@ class Limits:
         return ROUNDING if self.fp8_weights and difference.stage in ROUNDED_INSIDE else 0.0
 
     def _kernel(self, difference: Difference) -> float:
-        """Return what the attention kernel's roundings to e4m3 change in the mean square."""
+        """Return the mean square change caused by the attention kernel's roundings to e4m3."""
         return rounding_error(self.attention_rounds, difference.scores) if difference.stage == ATTENTION else 0.0
 
 
@@ -107,7 +108,7 @@ class Finding:
 
     @property
     def ratio(self) -> float:
-        """Error over limit; infinite where the error is not finite."""
+        """Return error over limit; infinite if the error is not finite."""
         return self.error / self.limit if math.isfinite(self.error) else math.inf
 
     def __str__(self) -> str:
@@ -167,7 +168,7 @@ def find_errors(limits: Limits, compared: dict[int, Comparison]) -> list[Finding
 
 
 def find_expert_errors(limits: Limits, differences: Sequence[Difference]) -> list[Finding]:
-    """Return the errors of experts that each had a row of its own: of each layer the worst, and the median."""
+    """Return the errors of experts with one row each: for each layer the worst, and the median."""
     return [finding for d in differences for finding in (_worst(limits, d), *_median(limits, (d,)))]
 
 
@@ -185,7 +186,7 @@ def _median(limits: Limits, same: Sequence[Difference]) -> list[Finding]:
 
 
 def _scale_error(scales: Sequence[ScoreScale]) -> list[Finding]:
-    """Return by which share the softmax scale seems off in all layers; nothing if outputs do not depend on it."""
+    """Return the relative error of the softmax scale over all layers as a finding; none if outputs do not depend on it."""
     overlap, derivative, error = (
         sum(getattr(scale, name) for scale in scales) for name in ("overlap", "derivative", "error")
     )
@@ -224,7 +225,9 @@ def _tokens_check(
     allowed: float,
     decoded: Sequence[Decoded],
 ) -> Check:
-    """Count wrong tokens of all ranks; where transformers' best logits are closer than the error of two, each is right."""
+    """Count wrong tokens of all ranks; if transformers' best logits differ by less than two errors, each token is
+    right.
+    """
     judged = [
         is_greedy(traces[i].logits[position], token, 0.0) and is_greedy(expected[i][position], token, 2 * allowed)
         for one in decoded

@@ -1,8 +1,8 @@
-"""`--backend auto --exchange auto`: candidates run the attention of a point's own batch, and the fastest is taken.
+"""`--backend auto --exchange auto`: candidates run the attention of a point's own batch, and the fastest is used.
 
-A candidate is a backend with an exchange. What is timed is a pass over all layers of what they do: q written where the
-exchange wants it, gathered, attended to and merged, up to what o_proj takes; on GPUs from a captured graph. The time is
-the slowest rank's, so that all ranks choose alike.
+A candidate is a backend with an exchange. A pass over all layers of their work is timed: q written to the exchange's
+buffer, gathered, attended to and merged, up to the input of o_proj; on GPUs from a captured graph. The time is that of
+the slowest rank, so that all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ CHUNK_SECONDS = 0.1
 
 
 def candidates(point: Point) -> list[tuple[str, str]]:
-    """Every backend and exchange that a point leaves open, named ones alone."""
+    """Return every backend and exchange that a point leaves open; named ones are the only candidates."""
     backends = TIMED_BACKENDS if point.backend == AUTO else (point.backend,)
     exchanges = AUTO_EXCHANGES if point.exchange == AUTO else (point.exchange,)
     return list(itertools.product(backends, exchanges))
 
 
 def first(point: Point) -> tuple[str, str]:
-    """What an engine is built with before anything has been chosen: what runs everywhere."""
+    """Return the initial backend and exchange of an engine before the selection, which run everywhere."""
     return candidates(point)[0]
 
 
 def choose(engine: DecodeEngine, point: Point, plan: Callable[[], Batch], alive: Callable[[], None]) -> Choice | None:
-    """Leave the engine with the fastest candidate and say what was found; None where nothing was left open.
+    """Leave the engine with the fastest candidate and return the measured times; None if no option is `auto`.
 
-    `plan` gives the batch that each candidate runs.
-
-    Collective. One that cannot run here is noted with its reason. Raises that of the last one when none can.
+    `plan` returns the batch that each candidate runs. Collective. A candidate that cannot run here is recorded with its
+    reason. Raise the error of the last one if none can.
     """
     if AUTO not in (point.backend, point.exchange):
         return None
@@ -71,7 +70,7 @@ def choose(engine: DecodeEngine, point: Point, plan: Callable[[], Batch], alive:
 
 
 def _refusal(engine: DecodeEngine, backend: str, exchange: str, plan: Callable[[], Batch]) -> DcpbenchError | None:
-    """Why a candidate cannot run, on whichever rank: no rank may wait in what the others pass over."""
+    """Return the error with which a candidate fails on any rank: no rank may wait in a collective that the others skip."""
     refusal = None
     try:
         engine.use(backend, exchange)
@@ -82,7 +81,7 @@ def _refusal(engine: DecodeEngine, backend: str, exchange: str, plan: Callable[[
 
 
 def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> float:
-    """Median time of one layer, µs; the batch is planned."""
+    """Return the median time of one layer in µs; the batch is planned."""
     attend_all = _pass(engine, batch)
     if engine.device.type == "cuda":
         for _ in range(2):

@@ -45,20 +45,20 @@ TOKEN_STEP = 7919
 MOST_DRIFT = 0.01
 MOST_IDLE = 0.03
 MOST_GRAPH_ERROR = 1e-3
-"""Limits past which a point is marked; reports/explain.py says them in words."""
+"""Limits above which a point gets a warning; reports/explain.py explains them."""
 SLOW_PLAN, SLOW_PLAN_US, SLOW_CLOCK = 0.5, 100.0, 0.05
-"""By how much one rank's plan, as a share and in µs, or its clock, is behind the others' where it is a straggler."""
+"""Thresholds for a straggler: relative and absolute (µs) excess of its plan time, and relative deficit of its clock."""
 PLANS = 5
 """Plans timed for `host_plan_us`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What the separate pass found; empty on ranks other than 0 and with --no-profile."""
+    """Result of the separate profiled pass; empty on ranks other than 0 and with --no-profile."""
 
     phases: Phases | None = None
     sync_sites: list[SyncSite] | None = None
-    """Where the host waited, worst first; None without a GPU or a profiled pass."""
+    """Source lines at which the host waited, worst first; None without a GPU or a profiled pass."""
 
 
 def run(
@@ -72,7 +72,7 @@ def run(
 ) -> Record:
     """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete.
 
-    `rates`: what the machine can do, by which the step has a floor.
+    `rates` are the measured rates of the machine, from which the floor of the step is computed.
     """
     engine = session.engine
     device = engine.device
@@ -86,7 +86,7 @@ def run(
             batch.router_inputs = _router_inputs(session, batch, settings.seed)
         plans_us = _plan_times_us(engine, requests, rows)
         tell("check")
-        # of a rank without the others, what it merges is no attention
+        # a rank without the others merges no valid attention output
         error = None if session.emulation else attention_error(engine, batch, requests, settings.seed)
         chosen = _chosen_experts(engine, batch)
         emulated = emulated_calls(session, point, batch)
@@ -153,12 +153,12 @@ def run(
 
 
 def _share(point: Point, dp_rank: int) -> int:
-    """Requests of one replica: as even as they divide."""
+    """Return the requests of one replica, divided as evenly as possible."""
     return point.concurrency // point.dp + (dp_rank < point.concurrency % point.dp)
 
 
 def _admit(engine: DecodeEngine, session: Session, point: Point, seed: int, index: int) -> Request:
-    """This replica's request number `index`; its token and KV are those of the same request in any other layout."""
+    """Admit this replica's request number `index`; its token and KV are those of the same request in any other layout."""
     number = index * point.dp + engine.model.groups.dp.rank
     request = engine.admit(point.context + memory.HEADROOM_TOKENS)
     engine.fill(request, number, seed)
@@ -167,10 +167,11 @@ def _admit(engine: DecodeEngine, session: Session, point: Point, seed: int, inde
 
 
 def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
-    """Rows of all replicas, in the order in which their tokens are gathered; those past a replica's share are padding.
+    """Return rows of all replicas, in the order in which their tokens are gathered; rows past a replica's share are
+    padding.
 
-    Made once per batch size, where every row stands for a request: a smaller concurrency that is padded to the same
-    size leaves rows at the end unused.
+    They are made once per batch size, for every row of it: a smaller concurrency that is padded to the same size leaves
+    rows at the end unused.
     """
     dp = session.point.dp
     numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
@@ -178,9 +179,10 @@ def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
 
 
 def straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> Straggler | None:
-    """The rank that lies furthest behind the median of the others in one of what is known of each; None where none does.
+    """Return the rank with the largest relative deficit against the median of the others, in plan time or clock; None
+    without one.
 
-    `plans_us`: host time of a plan, by rank; `states`: what NVML said while steps were timed.
+    `plans_us`: host time of a plan, by rank; `states`: NVML's data while steps were timed.
     """
     clocks = [s.sm_clock_mhz_min if s is not None else None for s in states]
     found = [_behind("plan", plans_us, least=SLOW_PLAN, at_least=SLOW_PLAN_US)]
@@ -192,7 +194,9 @@ def straggler(plans_us: Sequence[float], states: Sequence[Gpu | None]) -> Stragg
 def _behind(
     phase: str, values: Sequence[float], *, least: float, at_least: float = 0.0, faster: bool = False
 ) -> Straggler | None:
-    """The last rank by these values, where it is `least` slower than the median of the others, and by `at_least`."""
+    """Return the slowest rank by these values, if it exceeds the median of the others by the share `least` and by
+    `at_least`.
+    """
     if len(values) == 1:
         return None
     rank = (min if faster else max)(range(len(values)), key=values.__getitem__)
@@ -206,7 +210,7 @@ def _behind(
 
 
 def _plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> list[float]:
-    """Of each rank."""
+    """Return the median plan time of each rank."""
     times = []
     for _ in range(PLANS):
         _synchronize(engine.device)
@@ -218,7 +222,7 @@ def _plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> 
 
 
 def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
-    """Difference between the captured step and the eager one under the present plan; 0 where both do the same."""
+    """Return the difference between the captured step and the eager one under the present plan; 0 if they are equal."""
     engine.run(batch)
     eager = _live_logits(batch)
     engine.step(batch)
@@ -227,14 +231,14 @@ def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
 
 
 def _live_logits(batch: Batch) -> torch.Tensor:
-    """The last step's logits in fp64, with 0 for rows past the vocabulary: their -inf has no difference."""
+    """Return the last step's logits in fp64, with 0 for rows past the vocabulary, because their -inf has no difference."""
     assert batch.logits is not None
     wide = batch.logits.double()
     return wide.masked_fill(wide.isneginf(), 0.0)
 
 
 def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
-    """ids_Tk of each layer with experts, over the rows of all replicas, in one eager step; on the host."""
+    """Return ids_Tk of each layer with experts, over the rows of all replicas, from one eager step; on the host."""
     model = engine.model
     model.chosen_experts = []
     engine.run(batch)
@@ -243,7 +247,7 @@ def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
 
 
 def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | None:
-    """What is modelled in a step of a rank that stands for a layout, counted in one eager step."""
+    """Return the modelled calls of a step of an emulated rank, counted in one eager step."""
     emulation = session.emulation
     if emulation is None:
         return None
@@ -268,12 +272,14 @@ def emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | N
 
 
 def _unsure(emulated: Emulated | None, device: torch.device, step_ms: float) -> tuple[float, float]:
-    """Shares by which a step may be shorter and longer than that of a rank alone; on the CPU nothing waits for the wire."""
+    """Return the shares by which a step may be shorter and longer than that of a rank alone; 0 on the CPU, without a
+    wire model.
+    """
     return formulas.forecast_error(emulated, step_ms * 1e3) if emulated and device.type == "cuda" else (0.0, 0.0)
 
 
 def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:
-    """What routers chose, as Honesty has it; every rank sees all tokens of the layout."""
+    """Return the statistics of the routed experts in the form of Honesty; every rank sees all tokens of the layout."""
     if not chosen:
         return {"experts_hit": 0.0}
     counts = torch.stack([torch.bincount(ids_Tk.flatten(), minlength=experts) for ids_Tk in chosen])
@@ -281,9 +287,11 @@ def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str,
 
 
 def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
-    """Experts hit, and rows of them, of each layer's busiest rank over the mean of its ranks; layers on average.
+    """Return the experts hit, and their rows, of each layer's busiest rank over the mean of its ranks, averaged over
+    layers.
 
-    rows_LE: rows of each expert, which are dealt out to `ranks` in runs; 1 rank where each expert is cut over all.
+    rows_LE: rows of each expert; experts are assigned to `ranks` in contiguous runs; 1 rank with tensor-parallel
+    experts.
     """
     ranked_LRe = rows_LE.unflatten(1, (ranks, -1))
     found = {
@@ -296,9 +304,10 @@ def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
 def step_floor(
     session: Session, point: Point, rows: int, chosen: list[torch.Tensor], rates: Rates | None
 ) -> Floor | None:
-    """The floor of a point's step, in a graph with so many rows a replica: what its requests need, without padding.
+    """Return the floor of a point's step, in a graph with `rows` rows per replica: the work of its requests, without
+    padding.
 
-    None without rates, or without one that it takes.
+    None without rates, or without a required one.
     """
     if rates is None:
         return None

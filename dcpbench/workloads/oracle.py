@@ -17,7 +17,7 @@ from dcpbench.engine.checkpoint import SCALE
 from dcpbench.errors import MissingPackageError, how_to_install
 from dcpbench.points.shapes import INDEX_FILE
 from dcpbench.workloads.rounding import dequantise_blocks, round_weight
-from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, ROUNDED_INPUTS, TeacherForcing, attend
+from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, attend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.workloads.rounding import Roundings
 
 MIN_TRANSFORMERS = "5.13"
-"""First version whose routers of V2 and V3 return the experts that they choose."""
+"""First transformers version with routers of V2 and V3 that return the selected experts."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,7 +102,7 @@ def _names(file: Path) -> list[str]:
 
 def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
     """Return fp8 weights, and with `fp8` those that the engine rounds to fp8, as fp32 numbers; others as they are."""
-    quantised = tuple(f".{name}.weight" for name in ROUNDED_INPUTS)
+    quantised = tuple(f".{name}.weight" for name in QUANTISED)
     found = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALE):
@@ -117,9 +117,10 @@ def _dequantise(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.
 
 
 def _config(folder: str) -> PreTrainedConfig:
-    """Return the checkpoint's config.json for a class of transformers: Kimi-K2 has none of its own, and is V3.
+    """Return the checkpoint's config.json for a class of transformers; Kimi-K2 has no class, and uses that of V3.
 
-    Null is left to the class, which has no null for most fields; no shared experts are experts of width 0.
+    Null values are left to the default of the class, which accepts null for few fields; no shared experts become
+    experts of width 0.
     """
     from transformers import DeepseekV2Config, DeepseekV3Config
 

@@ -1,4 +1,4 @@
-"""What every record of a point says of its device and its weights, whatever the workload."""
+"""Fields of a record that describe the device and the weights of a point, for all workloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def device_allocations(device: torch.device) -> int:
-    """cudaMalloc, cudaFree and their like so far, of all ranks."""
+    """Return the number of calls of cudaMalloc, cudaFree and the like so far, over all ranks."""
     if device.type != "cuda":
         return 0
     stats = torch.cuda.memory_stats(device)
@@ -24,7 +24,7 @@ def device_allocations(device: torch.device) -> int:
 
 
 def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields of several types
-    """What weights stand behind the numbers, and how they were `used`."""
+    """Return the description of the weights, with further fields in `used`."""
     return Honesty(
         weights=session.point.weights,
         layers=session.plan.layers,
@@ -35,19 +35,19 @@ def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields
 
 
 def marks(**holds: bool) -> list[str]:
-    """The marks that hold."""
+    """Return the names of the warnings that apply."""
     return [name for name, does in holds.items() if does]
 
 
 def device_marks(point: Point, device: torch.device) -> list[str]:
-    """Marks of a point that no GPU ran."""
+    """Return the warnings of a point that did not run on a GPU."""
     if device.type != "cpu":
         return []
     return ["cpu", "oversubscribed"] if point.world > (os.cpu_count() or 1) else ["cpu"]
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Bytes in use on the fullest GPU, with what NCCL, graphs and the context take; None on CPU."""
+    """Return the bytes in use on the fullest GPU, including NCCL, graphs and the context; None on CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -41,7 +41,7 @@ def run(
 ) -> Record:
     """Replay a point on rank 0, with step times for all of `points` that share its path. Collective.
 
-    Every rank returns the record. The step times lie below the run's folder afterwards, with their floors at `rates`.
+    Every rank returns the record. The step times are then stored below the run's folder, with their floors at `rates`.
     """
     path, session = engine_path(point), serving.session
     name = step_times_name(path)
@@ -50,7 +50,7 @@ def run(
         old = _measured_before(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")
-            serving.engine.capture()  # all else is compiled in the first step of a case, which is not counted
+            serving.engine.capture()  # all other kernels are compiled in the first step of a case, which is not counted
             old = step_times.measure(serving, sharing, environment, tell, rates)
             if is_first():
                 write_step_times(folder / name, old)
@@ -70,10 +70,10 @@ def run(
 def _measured_before(
     serving: Serving, points: Sequence[Point], environment: Environment, file: Path
 ) -> StepTimes | None:
-    """The file that an earlier job of this run left, where it is of this machine and code and has every case."""
+    """Return the step times of an earlier job of this run, if they are of this machine and code and have every case."""
     found = None
     if is_first() and file.is_file():
-        with contextlib.suppress(RecordsError):  # of another version, or cut short: measured anew
+        with contextlib.suppress(RecordsError):  # of another version, or incomplete: measured again
             old = read_step_times(file)
             same = (environment.host_hash, environment.git_commit)
             here = (old.environment.host_hash, old.environment.git_commit) == same

@@ -54,7 +54,7 @@ def _round_scaled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Roundings:
-    """Which numbers an engine rounds, and to what."""
+    """Tensors that an engine rounds, and their dtypes."""
 
     dtype: torch.dtype
     """Activations between operations, and weights that are not e4m3."""
@@ -71,7 +71,7 @@ class Roundings:
 
     @classmethod
     def of_point(cls, point: Point, dtype: torch.dtype, kv_scale: float) -> Roundings:
-        """Return the roundings of a point's engine, whose KV cache has this scale if it is fp8."""
+        """Return the roundings of a point's engine; `kv_scale` is the scale of an fp8 KV cache."""
         return cls(
             dtype=dtype,
             fp8_weights=point.weights_precision == FP8,
@@ -86,7 +86,7 @@ class Roundings:
         return x.to(self.dtype).float()
 
     def weight_input(self, x_TK: torch.Tensor, parts: int = 1) -> torch.Tensor:
-        """Round the input of a linear layer whose columns are split over `parts` ranks, if its weights are e4m3."""
+        """Round the input of a linear layer, with columns split over `parts` ranks, if its weights are e4m3."""
         if not self.fp8_weights:
             return x_TK
         width = x_TK.shape[-1] // parts

@@ -1,4 +1,4 @@
-"""Workload `serve`: requests that arrive, wait, are prefilled, decode beside others, and finish."""
+"""Workload `serve`: requests that arrive, wait, are prefilled, decode in a batch with others, and finish."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ SHORT_PROMPT = 16
 """Tokens of the prompts of a profiled pass, which looks at decode steps."""
 WARM_UP_OUTPUT = 4
 WARM_UP_REQUESTS = 8
-"""Of a replica, from the beginning of the load."""
+"""Number of warm-up requests per replica, from the beginning of the load."""
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Serving:
-    """What runs of one engine path share: captured graphs, prefill buffers, and how ranks agree."""
+    """State shared by the runs of one engine path: captured graphs, prefill buffers, and the agreement of ranks."""
 
     def __init__(self, session: Session, prefill: str) -> None:
-        """Collective."""
+        """Create the state; collective."""
         engine, layout = session.engine, session.point.layout
         replica_chunk = session.plan.chunk // layout.dp
         direct = session.point.exchange == "symm" and session.emulation is None
@@ -78,7 +78,7 @@ class Serving:
         concurrency: int | None,
         ends: Callable[[float], bool] = lambda _: False,
     ) -> Loop:
-        """A run from an empty cache."""
+        """Return a run from an empty cache."""
         scheduler = Scheduler(scheduler_config(point, self.session))
         self.engine.forget()
         assert point.load is not None
@@ -107,7 +107,7 @@ class Serving:
 
 
 def serving_for(session: Session, point: Point) -> Serving:
-    """What runs of a point share with earlier ones, made where there is nothing yet. Collective; see Serving."""
+    """Return the state that runs of a point share with earlier ones; create it if needed. Collective; see Serving."""
     load, old = point.load, session.serving
     assert load is not None
     if old is None or old.prefill != load.prefill:
@@ -118,7 +118,7 @@ def serving_for(session: Session, point: Point) -> Serving:
 
 
 def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
-    """The scheduler of a point on a built engine."""
+    """Return the scheduler configuration of a point on a built engine."""
     return SchedulerConfig.of(point, pages=session.plan.pages, max_context=session.plan.max_context)
 
 
@@ -134,7 +134,7 @@ def run(
 ) -> Record:
     """Serve one point's load on a built engine. Collective; every rank returns a record, rank 0's is complete.
 
-    An interruption ends the run: what has finished is kept, and the outcome says so.
+    An interruption ends the run: finished requests are kept, and the outcome records it.
     """
     session, device = serving.session, serving.session.engine.device
     requests = requests_of(point, settings, session.shape.vocab)
@@ -154,7 +154,7 @@ def run(
     allocated = device_allocations(device) - allocated
     late = sorted({name for names in gather_objects(compiled) for name in names})
     _add_tokens_of_other_replicas(loop.traffic)
-    cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
+    cut = bool(loop.agree(len(interrupted))[0])  # rank 0 decides, as its signal ended the loop
     found = shares(Sharding.of(point, session.shape), loop.timed, rates) if is_first() else Shares()
     metrics = _metrics(loop, point, settings, folder, found, interrupted=cut)
     cut_reason = (
@@ -196,7 +196,7 @@ def run(
 def _metrics(
     loop: Loop, point: Point, settings: Settings, folder: Path, found: Shares, *, interrupted: bool
 ) -> ServeMetrics:
-    """Metrics of a run that has ended; rank 0 leaves its samples in the folder."""
+    """Return the metrics of a run that has ended; rank 0 writes its samples to the folder."""
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
     if is_first():
@@ -216,7 +216,7 @@ def _metrics(
 
 
 def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
-    """Each replica knows what it sampled; afterwards all ranks know all."""
+    """Exchange the sampled tokens, so that all ranks have those of all replicas."""
     mine = {s.request.number: s.tokens for s in traffic.samples if s.tokens}
     for others in gather_objects(mine):
         for number, tokens in others.items():
@@ -224,12 +224,14 @@ def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
 
 
 def _is_the_read(site: SyncSite) -> bool:
-    """Whether a wait is that for the tokens of the step before."""
+    """Return True if a wait is for the tokens of the preceding step."""
     return site.file.endswith("engine/serve.py") and site.function.endswith("wait")
 
 
 def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
-    """Where the host waits in a turn of the loop, from a separate pass of decode steps; None where none fit."""
+    """Return the source lines where the host waits in an iteration, from a separate pass of decode steps; None if none
+    fits.
+    """
     output = 2 * PROFILED_STEPS + 2 * (point.concurrency * SHORT_PROMPT // serving.session.plan.chunk + 1)
     allocator = serving.session.engine.allocator
     fit = point.dp * ((allocator.pages - 1) // allocator.pages_for(SHORT_PROMPT + output))
@@ -247,8 +249,8 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
 
 
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
-    """Prompts, one after the other in each replica: a chunk of each power of two, short of a token, and one of several
-    chunks.
+    """Return the lengths of prompts, one after the other in each replica: a chunk of each power of two, minus a token,
+    and one of several chunks.
     """
     most = _longest(config)
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
@@ -257,7 +259,9 @@ def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
 
 
 def _full_steps(config: SchedulerConfig) -> list[int]:
-    """Prompts of whole pages that fill two steps when they come at once, however short a request must be."""
+    """Return the lengths of prompts of whole pages that fill two steps if they arrive at once, for any limit of the
+    request length.
+    """
     page = config.virtual_page
     most = _longest(config)
     longest, step = most // page * page, config.chunk // page * page
@@ -267,8 +271,10 @@ def _full_steps(config: SchedulerConfig) -> list[int]:
 
 
 def _cut_step(config: SchedulerConfig) -> list[int]:
-    """As few prompts as overfill a step when they come at once, so that the last one's first pages are stored before its
-    others come; none where all prompts are shorter than that. Two steps are enough of a longer one.
+    """Return the lengths of as few simultaneous prompts as overfill a step, so that the last one is split between two
+    steps.
+
+    The list is empty if no prompt exceeds a page. Longer prompts are limited to two steps.
     """
     page = config.virtual_page
     most = min(_longest(config), 2 * config.chunk)
@@ -282,25 +288,27 @@ def _cut_step(config: SchedulerConfig) -> list[int]:
 
 
 def _same_twice(config: SchedulerConfig, vocab: int) -> list[ServeRequest]:
-    """A prompt of which each replica's prefix cache has all but the end when it comes again."""
+    """Return two requests per replica with the same prompt, so that the second one hits the prefix cache except for its
+    end.
+    """
     (first,) = _requests([_longest(config)], 1, vocab)
     return [dataclasses.replace(first, number=number) for number in range(2 * config.replicas)]
 
 
 def _longest(config: SchedulerConfig) -> int:
-    """Tokens of a prompt that is answered with one."""
+    """Return the maximum number of tokens of a prompt that is answered with one token."""
     return max(min(config.max_context, (config.pages - 1) * config.virtual_page) - 1, 1)
 
 
 def _short(request: ServeRequest) -> ServeRequest:
-    """The same prompt, standing alone and answered in a few tokens."""
+    """Return a single-turn request with the same prompt and a short answer."""
     return ServeRequest(
         number=request.number, prompt=request.prompt, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT)
     )
 
 
 def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:
-    """Prompts that have nothing in common."""
+    """Return requests with unrelated prompts."""
     generator = np.random.Generator(np.random.PCG64(0))
     return [
         ServeRequest(number=i, prompt=generator.integers(0, vocab, n, dtype=np.int32), output_tokens=output)
@@ -309,7 +317,7 @@ def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequ
 
 
 def _note(loop: Loop) -> str:
-    """The last numbers, for the progress line."""
+    """Return the latest numbers, for the progress line."""
     samples = loop.traffic.samples
     tokens = sum(len(s.token_s) for s in samples)
     finished = sum(s.finished for s in samples)
@@ -318,7 +326,7 @@ def _note(loop: Loop) -> str:
 
 @contextlib.contextmanager
 def _interruptions() -> Iterator[list[int]]:
-    """Signals that came meanwhile; they end the run, not the process."""
+    """Collect signals within the block; they end the run, not the process."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in INTERRUPTIONS}
     try:

@@ -1,4 +1,6 @@
-"""How far the steps of a served load are from their floors, and how busy prompts keep the matrix units."""
+"""Compute the shares of the floors in the step times of a served load, and the utilisation of the matrix units by
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Of all steps of a kind together: sums over sums. None where no step was timed or a rate is missing."""
+    """Shares over all steps of a kind: ratios of sums. None if no step was timed or a rate is missing."""
 
     prefill_floor_share: float | None = None
-    """Floors of steps with chunks of prompts over their times; decodes beside them count."""
+    """Floors of steps with prompt chunks over their times, including their decode rows."""
     prefill_matmul_share: float | None = None
     """The time of their operations at the matrix rates over their times."""
     decode_floor_share: float | None = None
@@ -28,7 +30,7 @@ class Shares:
 
 
 def shares(sharding: Sharding, steps: Sequence[Timed], rates: Rates | None) -> Shares:
-    """What `steps` took, against what they could at the `rates` of their machine; experts are hit as expected."""
+    """Return the shares of `steps` at the `rates` of their machine; the number of experts hit is the expected one."""
     if rates is None or not steps:
         return Shares()
     limits = rates.limits

@@ -1,13 +1,13 @@
-"""The live loop of `serve`: decide and launch step k + 1, then read what step k sampled.
+"""Live loop of `serve`: decide and launch step k + 1, then read the tokens that step k sampled.
 
     agree ─▶ submit ─▶ decide k+1 ─▶ launch k+1 ─▶ wait for the tokens of k ─▶ stamp them ─▶ …
     device:  ────────── step k ──────────────────▶│────────── step k+1 ────────
 
-A step with chunks takes some launches a layer, which may take longer than step k runs: then the tokens of k are read as
-soon as they are there, between two layers of the launch.
+A step with chunks takes several launches per layer, which may take longer than step k runs: the tokens of k are then
+read as soon as they arrive, between two layers of the launch.
 
-Rank 0's clock decides how many turns and sessions have come and when the run ends; it tells the others, through sockets, while
-the device is busy. All else follows from the same integers on every rank.
+Rank 0's clock decides how many turns and sessions are due and when the run ends; it sends this to the others, through
+sockets, while the device is busy. All other decisions follow from the same integers on every rank.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ LONGEST_NAP_S = 0.05
 
 
 def settle_heap() -> None:
-    """Keep what lives already out of the garbage collector's sight, as long as the engine lives: to walk through it all
-    takes as long as a step.
+    """Exclude existing objects from garbage collection for the life of the engine.
+
+    A full collection takes as long as a step.
     """
     gc.collect()
     gc.freeze()
 
 
 class Agreement:
-    """What rank 0 says, on all ranks. Collective; goes through the host alone."""
+    """Broadcast of rank 0's numbers to all ranks. Collective; uses only the host."""
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -54,7 +55,7 @@ class Agreement:
             self.group = dist.group.WORLD if gloo else dist.new_group(backend="gloo")
 
     def __call__(self, *numbers: int) -> list[int]:
-        """Rank 0's `numbers`."""
+        """Return rank 0's `numbers`."""
         if self.alone:
             return list(numbers)
         said = torch.tensor(numbers, dtype=torch.int64)
@@ -72,7 +73,7 @@ class Gaps:
     last: Launched | None = None
 
     def see(self, read: Launched) -> None:
-        """Count a step whose tokens have been read: then its events have been reached."""
+        """Count a step with tokens that have been read, so that its events have been reached."""
         last, self.last = self.last, None
         if read.started is None or read.ended is None or read.step.prefills:
             return
@@ -83,27 +84,29 @@ class Gaps:
 
     @property
     def idle_fraction(self) -> float | None:
-        """Share of the time that was between the steps; None where no two were seen."""
+        """Return the share of the time between the steps; None if no two consecutive steps were seen."""
         whole = self.busy_ms + self.idle_ms
         return self.idle_ms / whole if whole else None
 
 
 class Timed(NamedTuple):
-    """How long a step took on the device, and what the replica with the most rows did in it."""
+    """Duration of a step on the device, and the work of the replica with the most rows."""
 
     ms: float
     """From its first kernel to its last one."""
     decodes: int
     context: int
-    """KV rows that each of these attends to on average."""
+    """Mean number of KV rows that each of these attends to."""
     chunks: tuple[tuple[int, int], ...]
     sampled: int
     tokens: int
-    """As StepRows have them."""
+    """Tokens as in StepRows."""
 
     @classmethod
     def of(cls, read: Launched) -> Timed | None:
-        """Of a step whose tokens have been read: then its events have been reached. None on the CPU."""
+        """Return the timing of a step with tokens that have been read, so that its events have been reached. None on
+        the CPU.
+        """
         if read.started is None or read.ended is None:
             return None
         replicas = read.step.replicas
@@ -119,13 +122,13 @@ class Timed(NamedTuple):
         )
 
     def rows(self) -> StepRows:
-        """Of which a floor can be told."""
+        """Return the rows from which a floor can be computed."""
         decodes = (self.context,) * self.decodes
         return StepRows(decodes=decodes, chunks=self.chunks, sampled=self.sampled, tokens=self.tokens)
 
 
 class Loop:
-    """One run of a load. `iterate` until it says False; all ranks do so equally often."""
+    """One run of a load. Call `iterate` until it returns False; all ranks call it the same number of times."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class Loop:
         *,
         ends: Callable[[float], bool] = lambda _: False,
     ) -> None:
-        """`ends(seconds since the start)` is asked on rank 0: whether the run is cut off now."""
+        """Create the loop; `ends(seconds since the start)` is called on rank 0 and returns True to cut off the run."""
         self.engine, self.scheduler, self.traffic, self.agree, self.ends = engine, scheduler, traffic, agree, ends
         self.counts, self.gaps = StepCounts(), Gaps()
         self.timed: list[Timed] = []
@@ -145,17 +148,17 @@ class Loop:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self.start
 
     def run(self, alive: Callable[[], None] = lambda: None) -> None:
-        """To the end; `alive` is called now and then."""
+        """Run to the end; `alive` is called from time to time."""
         settle_heap()
         while self.iterate():
             alive()
 
     def iterate(self) -> bool:
-        """One turn; False when there is nothing left to do."""
+        """Run one iteration; return False if there is no work left."""
         now = self.now_s
         turns, sessions, cut = self.agree(*self.traffic.due(now), int(self.ends(now)))
         if cut:
@@ -174,7 +177,7 @@ class Loop:
         return True
 
     def cut(self) -> None:
-        """End the run: read what is on its way, give up what has not finished."""
+        """End the run: read the steps in flight, and cancel unfinished requests."""
         self._read()
         self.traffic.stop()
 
@@ -183,7 +186,7 @@ class Loop:
             self._read()
 
     def _read(self) -> None:
-        """Wait for the step on its way, and note what it sampled."""
+        """Wait for the step in flight, and record its sampled tokens."""
         pending, self.pending = self.pending, None
         if pending is None:
             return

@@ -48,14 +48,14 @@ class Session:
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
     emulation: Emulation | None = None
-    """Of a rank that stands for a layout."""
+    """Emulation of a rank that represents a layout."""
     serving: Serving | None = None
-    """What runs of the workload `serve` share, on the present path."""
+    """State shared by runs of the workload `serve` on the current path."""
 
     def follow(self, point: Point) -> None:
-        """Go on with the backend, exchange and reduction of another point of this engine. Collective.
+        """Switch to the backend, exchange and reduction of another point of this engine. Collective.
 
-        What was made for earlier points stays, except their graphs: they may come back.
+        Objects made for earlier points are kept, except their graphs, because they may be needed again.
         """
         model = self.engine.model
         if point.all_reduce not in self.all_reduces:
@@ -65,7 +65,7 @@ class Session:
         self.point, self.serving = point, None
 
     def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
-        """What routers read with synthetic weights, a row for each number; see engine/synthetic.py."""
+        """Return the router inputs used with synthetic weights, a row for each number; see engine/synthetic.py."""
         model, device = self.engine.model, self.engine.device
         return router_inputs(
             numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=model.dtype, device=device
@@ -82,7 +82,7 @@ def build(
     seed: int,
     alive: Callable[[], None] = lambda: None,
 ) -> Session:
-    """Weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
+    """Build weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
@@ -128,7 +128,7 @@ def build_whole(
 
 
 def free_memory(device: torch.device) -> None:
-    """Return what a dropped session held to the device."""
+    """Return the memory of a dropped session to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()

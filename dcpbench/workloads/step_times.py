@@ -1,12 +1,12 @@
-"""Measures the step times of a built engine: cases of a grid, one step behind the other, as the live loop runs them.
+"""Measure the step times of a built engine: cases of a grid, one step after the other, as the live loop runs them.
 
-    agree ─▶ launch ─▶ read the step before ─▶ …        the same turns as serving_loop.py, without a scheduler
+    agree ─▶ launch ─▶ read the step before ─▶ …        the same iterations as serving_loop.py, without a scheduler
 
-A sample is the time from the end of the step before to its own on the device, so that what the device waits for between
-two steps is in it. To launch a step with chunks may take the host longer than the device needs for it: how long it does
-is measured one behind the other, and how long the step takes else, as usual, behind steps that decode and take about as
-long. Last, a few cases are measured behind chunks: where power limits clocks, they take longer there.
-Positions stand still: every sample of a case is the same work on random KV rows.
+A sample is the time from the end of the preceding step to its own end on the device, so that it includes device idle
+time between two steps. Launching a step with chunks may take the host longer than the device runs it: the host time is
+measured with such steps one after the other, and the step time, as usual, after decode steps of about the same
+duration. Last, a few cases are measured after chunks: where power limits clocks, they take longer there. Positions are
+constant: every sample of a case is the same work on random KV rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dcpbench.workloads.serving_loop import Agreement
 
 SLOW_MS, SLOW_LEAST, LEAST, MOST = 150, 2, 3, 8
-"""Samples of a case: LEAST, or SLOW_LEAST of a step longer than SLOW_MS, and MOST where they differ."""
+"""Numbers of samples of a case: LEAST, or SLOW_LEAST for a step longer than SLOW_MS, and MOST if they differ."""
 SPREAD = 0.02
 """Samples agree when their range is within this share of the median."""
 CASE_MS = 1000
@@ -52,11 +52,13 @@ CASE_MS = 1000
 LAUNCH_MS = 500
 """Launches of a step with chunks are timed as often as samples are taken, or until that has taken so long."""
 LAUNCHES = 5
-"""Steps that are launched on a device that has nothing to do, for launch_ms."""
+"""Number of steps launched on an idle device, for launch_ms."""
 HOT_MS, SETTLED_MS = 500, 150
-"""How long a case is measured behind chunks, and in which time a GPU has settled, three or four times its settle_s."""
+"""Duration of the measurement of a case after chunks, and the time in which a GPU has settled, three or four times its
+settle_s.
+"""
 HOTTEST_MS = 700
-"""Chunks that take longer are not the largest that cases are measured behind."""
+"""Maximum duration of the largest chunks after which cases are measured."""
 MOST_BETWEEN = 8
 """Decode steps before one with chunks."""
 FILL_TOKENS = 1 << 20
@@ -64,7 +66,7 @@ FILL_TOKENS = 1 << 20
 
 
 def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
-    """What the steps of these points can be like on a built engine."""
+    """Return the extent of the steps of these points on a built engine."""
     session, point = serving.session, points[0]
     plan, changes = session.plan, []
     if session.engine.device.type == "cuda":
@@ -73,7 +75,7 @@ def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
 
 
 def kernel_changes(sharding: Sharding) -> list[int]:
-    """Most rows of a replica up to which linear layers and experts run by the same kernels on a GPU."""
+    """Return the maximum rows of a replica up to which linear layers and experts use the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
     experts = moe.changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
     return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.scaled else [])
@@ -86,9 +88,11 @@ def measure(
     tell: Callable[..., None],
     rates: Rates | None = None,
 ) -> StepTimes:
-    """Step times for all of `points`, which share one engine path. Collective; every rank returns the same samples.
+    """Measure step times for all of `points`, which share one engine path. Collective; every rank returns the same
+    samples.
 
-    `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture). What the KV cache held is gone.
+    The `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture). The contents of
+    the KV cache are lost.
     """
     session, started = serving.session, time.perf_counter()
     sharding = Sharding.of(points[0], session.shape)
@@ -148,19 +152,19 @@ def measure(
 
 
 def floor_ms(sharding: Sharding, case: Case, rates: Rates | None) -> float | None:
-    """The floor of a case's step; None without rates, or without one that it takes."""
+    """Return the floor of a case's step; None without rates, or without a required one."""
     floors = rates and step_floors(sharding, case.rows(sharding.layout.dp), rates.limits)
     return sum(floors.values()) / 1e3 if floors else None
 
 
 def slowest(mine: list[list[float]]) -> list[list[float]]:
-    """Every rank's samples of each case, as those of its slowest rank. Collective."""
+    """Return the samples of the slowest rank for each case. Collective."""
     ranks = gather_objects(mine)
     return [[max(times) for times in zip(*case, strict=True)] for case in zip(*ranks, strict=True)]
 
 
 def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
-    """Whether a case needs no further step beside those on their way."""
+    """Return True if a case needs no further step in addition to those in flight."""
     if not samples:
         return False
     median, count = statistics.median(samples), len(samples) + on_its_way
@@ -171,14 +175,14 @@ def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
 
 
 def _launched_enough(host_ms: Sequence[float], behind: Sequence[float]) -> bool:
-    """Whether so many launches tell how long they take the host, where each of `behind` takes the device so long."""
+    """Return True if these launches suffice for the host time; each of `behind` is the device time of the step before."""
     least = SLOW_LEAST if behind and behind[-1] > SLOW_MS else LEAST
     return len(host_ms) >= least or sum(host_ms) >= LAUNCH_MS
 
 
 @dataclasses.dataclass
 class Times:
-    """Of one case on this rank; see Measured."""
+    """Times of one case on this rank; see Measured."""
 
     samples_ms: list[float] = dataclasses.field(default_factory=list)
     host_ms: list[float] = dataclasses.field(default_factory=list)
@@ -190,24 +194,24 @@ class _Unread:
     at_s: float
     """When the call that launched it returned; on the CPU it had run by then."""
     samples: list[float] | None
-    """Where its time goes; None where it is not wanted."""
+    """List to which its time is appended; None if it is not needed."""
 
 
 class Pipeline:
     """Turns of the live loop with steps made by hand."""
 
     def __init__(self, engine: ServeEngine, agree: Agreement, between: Step) -> None:
-        """`between`: what runs before each step with chunks whose time is taken."""
+        """Create the pipeline; `between` runs before each timed step with chunks."""
         self.engine, self.agree, self.between = engine, agree, between
         self.pending: _Unread | None = None
         self.last: _Unread | None = None
         self.decoding_ms: list[float] = []
-        """Of the steps between."""
+        """Times of the steps in between."""
 
     def run(self, steps: CaseSteps) -> Times:
-        """Times of a case, still without the last sample, which the next case or `drain` brings. Collective.
+        """Return the times of a case, without the last sample, which the next case or `drain` adds. Collective.
 
-        The first step is not counted: others than it ran before, and it writes tables.
+        The first step is not counted, because it follows other steps, and it writes tables.
         """
         times = Times()
         behind: list[float] = []
@@ -226,17 +230,17 @@ class Pipeline:
         return times
 
     def enough_between(self, took_ms: Sequence[float]) -> int:
-        """Decode steps that take as long as a step of the case, or as a device to settle: few, and one where that is not
-        known yet.
+        """Return the number of decode steps that take as long as a step of the case, or as a device to settle: few, and
+        one while that is unknown.
         """
         if not took_ms or not self.decoding_ms:
             return 1
         return min(math.ceil(min(took_ms[-1], SETTLED_MS) / max(self.decoding_ms[-1], 1e-3)), MOST_BETWEEN)
 
     def run_hot(self, steps: CaseSteps, chunks: Step, count: int, times: int) -> list[Times]:
-        """Times of each of so many steps of a case that follow `count` of `chunks`, again and again. Collective; see run.
+        """Return the times of `count` consecutive steps of a case after `chunks`, repeated. Collective; see run.
 
-        The later half counts.
+        Only the later half counts.
         """
         samples: list[list[float]] = [[] for _ in range(times)]
         self.turn(steps.first, None)
@@ -254,7 +258,7 @@ class Pipeline:
         return [Times(samples_ms=one[(rounds - 1) // 2 :]) for one in samples]
 
     def turn(self, step: Step, samples: list[float] | None) -> float:
-        """Launch a step, then read the one before it; how many ms the launch took."""
+        """Launch a step, then read the one before it; return the time of the launch in ms."""
         start = time.perf_counter()
         launched = self.engine.launch(step)
         now = time.perf_counter()
@@ -263,7 +267,7 @@ class Pipeline:
         return (now - start) * 1e3
 
     def drain(self) -> None:
-        """Read what is on its way."""
+        """Read the steps in flight."""
         self._read()
         self.pending = self.last = None
 
@@ -283,7 +287,7 @@ def _between_ms(before: _Unread, after: _Unread) -> float:
 
 
 def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: list[float]) -> float:
-    """How much longer a step takes from decision to read where the device waits for it; the slowest rank's."""
+    """Return how much longer a step takes from decision to read if the device waits for it; the slowest rank's."""
     pipeline.turn(steps.first, None)
     pipeline.drain()
     times = []
@@ -296,7 +300,9 @@ def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: 
 
 
 def _fill(serving: Serving) -> None:
-    """Random KV rows everywhere, and token ids: zeros would make a GPU clock higher, and one expert do all the work."""
+    """Fill the cache with random KV rows, and the table with token ids: zeros would make a GPU clock higher, and one
+    expert do all the work.
+    """
     session = serving.session
     engine = session.engine
     locs = engine.allocator.pages * engine.allocator.virtual_page

@@ -1,9 +1,9 @@
-"""`transformers` on an engine's own intermediate results: each operation of each layer is compared by itself.
+"""Compare each operation of each layer with `transformers`, separately, on an engine's own intermediate results.
 
-One forward pass over the text that the engine read and wrote. The model computes in fp32 and rounds where the engine
-rounds (rounding.py). Hooks compare the result of each operation with the engine's, and hand the engine's on, so that the
-next operation has the same input in both. Errors do not accumulate: limits are the same at any depth, and an error is
-found where it is made.
+One forward pass runs over the text that the engine read and wrote. The model computes in fp32 and rounds where the
+engine rounds (rounding.py). Hooks compare the result of each operation with the engine's, and pass the engine's on, so
+that the next operation has the same input in both. Errors do not accumulate: limits are the same at any depth, and an
+error is found at its origin.
 
     query      q of all heads before rope                from the layer's input: norm, projections
     KV latent  columns [0, R) of KV rows                 likewise
@@ -48,21 +48,22 @@ TIE = 4 * torch.finfo(torch.float32).eps
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far the engine's result of one operation lies from the model's."""
+    """Difference of the engine's result of one operation from the model's."""
 
     stage: str
     layer: int
     errors: torch.Tensor
-    """[P]: ‖engine − model‖ / ‖model‖ of each position; where its ‖model‖ is below the median of positions, that median."""
+    """[P]: ‖engine − model‖ / ‖model‖ of each position, with ‖model‖ at least its median over positions."""
     scores: float = 0.0
     """Root mean square of attention scores, of the attention stage."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreScale:
-    """How the engine's attention outputs of one layer project onto their derivative by the logarithm of the softmax scale.
+    """Projection of a layer's attention errors onto the derivative of the outputs by the logarithm of the softmax
+    scale.
 
-    Rounding errors have no direction, so a softmax scale that is off by a share is seen where each output looks right.
+    Rounding errors have no direction, so a wrong softmax scale is detected even if each output is within its limit.
     """
 
     overlap: float
@@ -88,10 +89,10 @@ class Comparison:
 
 
 class TeacherForcing:
-    """A model whose forward pass compares with a trace and goes on with its results. One for a model, and used again."""
+    """A model with a forward pass that compares with a trace and continues with its results. One per model, reusable."""
 
     def __init__(self, model: Any, roundings: Roundings) -> None:  # noqa: ANN401 - transformers' classes differ by version
-        """Attach hooks to a transformers model in fp32, whose parameters are rounded here."""
+        """Round the parameters of a transformers model in fp32, and attach hooks to it."""
         self.model, self.roundings, self.config = model, roundings, model.config
         self.interleaved = bool(getattr(self.config, "rope_interleave", False))
         self.trace: Trace | None = None
@@ -129,7 +130,7 @@ class TeacherForcing:
         self.differences.append(Difference(stage, layer, relative_errors(engine, model), scores))
 
     def _result(self, name: str, layer: int) -> torch.Tensor:
-        """Return what the engine had at all positions of a layer, [P, …], in fp32."""
+        """Return the engine's result at all positions of a layer, [P, …], in fp32."""
         assert self.trace is not None
         return self.trace.results[name][:, layer].float()
 
@@ -140,7 +141,9 @@ class TeacherForcing:
         return engine
 
     def _round_parameters(self) -> None:
-        """Round what the engine holds in its dtype: all but e4m3 weights, which are exact, and routing biases."""
+        """Round the parameters that the engine holds in its dtype: all but e4m3 weights, which are exact, and routing
+        biases.
+        """
         exact = ROUNDED_INPUTS if self.roundings.fp8_weights else ()
         for name, parameter in self.model.named_parameters():
             if not name.endswith(tuple(f".{e}.weight" for e in exact)) and not (exact and ".experts." in name):
@@ -176,7 +179,7 @@ class TeacherForcing:
             _after(module, self.roundings.activation)
 
     def _round_residual(self, x: torch.Tensor) -> torch.Tensor:
-        """Round in place, because the layer adds to the same tensor behind the norm."""
+        """Round in place, because the layer adds to the same tensor after the norm."""
         return x.copy_(self.roundings.activation(x))
 
     def _attach_attention(self, attention: Any, index: int) -> None:  # noqa: ANN401
@@ -192,7 +195,7 @@ class TeacherForcing:
         return self.roundings.kv_row(engine_PR).reshape(found.shape)
 
     def _force_rope_key(self, layer: int, found_PR: torch.Tensor) -> torch.Tensor:
-        """Compare rope keys, whose pairs transformers takes apart where config.json has them interleaved."""
+        """Compare rope keys; transformers separates their pairs if config.json has them interleaved."""
         engine_PR = self._result(engine_model.KV_ROW, layer)[:, self.config.kv_lora_rank :]
         if self.interleaved:
             engine_PR = torch.cat((engine_PR[:, 0::2], engine_PR[:, 1::2]), dim=-1)
@@ -249,7 +252,9 @@ class TeacherForcing:
 
 
 ROUNDED_INPUTS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers that DeepSeek publishes in fp8, whose inputs are rounded, too. The engine keeps kv_b_proj in its dtype."""
+"""Linear layers with e4m3 weights and inputs rounded to e4m3."""
+QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
+"""Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""
 
 
 def relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
@@ -352,5 +357,5 @@ def _differ(ids_Pk: torch.Tensor, engine_Pk: torch.Tensor) -> torch.Tensor:
 
 
 def attend(module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:  # noqa: ANN401
-    """Attention as transformers calls it, by what was attached to the module."""
+    """Run the attention that was attached to the module, with the signature that transformers calls."""
     return module.attend(module, *arguments, **options)

@@ -22,33 +22,34 @@ STAGGER = 3
 ROUTER, EXPERTS = "router", "experts"
 """Names in `Trace.results` of router logits [P, MoE layers, E] and of the chosen experts' ids [P, MoE layers, k]."""
 SPLIT = (QUERY, VALUES)
-"""Results of which a rank has those of its heads."""
+"""Results that are split by heads over the ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What an engine computed for one request, on the CPU."""
+    """Results that an engine computed for one request, on the CPU."""
 
     prompt: int
     """Number of tokens of the prompt."""
     tokens: list[int]
-    """The token at each of the P positions: the prompt, and its continuation but for the last token."""
+    """Token at each of the P positions: the prompt, and its continuation without the last token."""
     results: dict[str, torch.Tensor]
-    """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN where a layer has no result."""
+    """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN for layers without the result.
+    """
     logits: torch.Tensor
     """[P, vocab]"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What one rank decoded."""
+    """Tokens and traces that one rank decoded."""
 
     tokens: dict[int, list[int]]
     """New tokens of each of its replica's requests."""
     traces: dict[int, Trace]
     """Traces of these requests; only the first rank of each replica has them."""
     experts: torch.Tensor | None
-    """[MoE layers, E, D]: what expert e makes of row e of `expert_inputs`; only rank 0 has it, if the model has experts."""
+    """[MoE layers, E, D]: output of expert e for row e of `expert_inputs`; only on rank 0, if the model has experts."""
 
 
 class _Recording:
@@ -61,7 +62,7 @@ class _Recording:
         self.logits: list[torch.Tensor] = []
 
     def add(self, row: int, results: dict[str, torch.Tensor], logits: torch.Tensor, next_token: int) -> None:
-        """Add what row `row` of a step's batch has in results [layers, B, …] and logits [B, vocab]."""
+        """Add row `row` of a step's batch from results [layers, B, …] and logits [B, vocab]."""
         for name, result in results.items():
             self.results.setdefault(name, []).append(result[:, row])
         self.logits.append(logits[row])
@@ -69,7 +70,7 @@ class _Recording:
             self.tokens.append(next_token)
 
     def trace(self) -> Trace:
-        """Return all of it."""
+        """Return the complete trace."""
         results = {name: torch.stack(found) for name, found in self.results.items()}
         return Trace(self.prompt, self.tokens[: self.positions], results, torch.stack(self.logits))
 

@@ -27,6 +27,7 @@ import msgspec
 from dcpbench.errors import CapacityError, ModelError
 from dcpbench.launch import jobs
 from dcpbench.points.machine import Probe
+from dcpbench.records.disks import error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Interval, Latencies, Metrics, Percentiles, Record, ServeMetrics
 
@@ -235,7 +236,12 @@ def main() -> None:
         work(job)
     except Exception as e:
         failure = jobs.Failure(
-            rank=RANK, key="", kind=type(e).__name__, message=str(e), traceback=traceback.format_exc()
+            rank=RANK,
+            key="",
+            kind=type(e).__name__,
+            message=str(e),
+            traceback=traceback.format_exc(),
+            disk=error_number(e),
         )
         (folder / f"error-{RANK}.json").write_bytes(msgspec.json.encode(failure))
         raise

@@ -71,6 +71,8 @@ def test_the_options_are_these(dcpbench) -> None:
             "--tp",
             "--dp",
             "--dcp",
+            "--pp",
+            "--pcp",
             "--gpu",
             "--dtype",
             "-h",
@@ -105,6 +107,24 @@ def test_results_of_an_engine_go_in_and_a_table_comes_out(dcpbench, run: Path, t
     assert shown.returncode == 0, shown.stderr
     assert "vllm" in shown.stdout
     assert "Traceback" not in shown.stdout + shown.stderr
+
+
+def test_a_folder_with_an_unreadable_file_is_imported_without_it_and_ends_with_4(dcpbench, tmp_path: Path) -> None:
+    files.file(tmp_path, files.vllm(), name="good.json")
+    (tmp_path / "empty.json").touch()
+    done = dcpbench("import", tmp_path, "--from", "vllm", "-o", tmp_path / "run")
+    assert done.returncode == 4
+    assert done.stdout == f"Wrote {tmp_path / 'run' / 'records.jsonl'}\n"
+    assert "1 result of vllm bench serve." in done.stderr
+    assert f"Left out: {tmp_path / 'empty.json'} is empty" in " ".join(done.stderr.split())
+
+
+def test_a_missing_gpu_is_named_by_the_export(dcpbench, tmp_path: Path) -> None:
+    path = files.file(tmp_path, files.without_details(files.vllm()))
+    assert dcpbench("import", path, "--from", "vllm", "--tp", 8, "-o", tmp_path / "run").returncode == 0
+    done = dcpbench("export", tmp_path / "run", "--to", "inferencex")
+    assert done.returncode == 2
+    assert "import them again with --gpu NAME" in " ".join(done.stderr.split())
 
 
 def test_a_run_without_a_name_goes_where_runs_go(dcpbench, tmp_path: Path) -> None:

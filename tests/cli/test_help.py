@@ -352,15 +352,16 @@ def test_the_entry_point_without_a_command_shows_help() -> None:
 
 @pytest.mark.parametrize(
     ("command", "usage"),
-    [("report", "{RUN}..."), ("show", "{RUN}..."), ("top", "[RUN]"), ("import", "{FILE|FOLDER}...")],
+    [("report", "RUN"), ("show", "RUN"), ("top", "RUN"), ("import", "FILE|FOLDER")],
 )
 def test_the_usage_line_says_each_argument_once_and_in_capitals(
     command: str, usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Versions of Typer put different brackets around an argument, and only some add dots to a repeated one."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     line = next(line for line in capsys.readouterr().out.splitlines() if "Usage:" in line)
-    assert line.split("[OPTIONS] ")[1].strip() == usage
+    assert line.split("[OPTIONS] ")[1].strip().removesuffix("...").strip("[]{}") == usage
 
 
 @pytest.mark.parametrize("command", [["ab"], ["sweep"], ["syncs", "scan"], ["compare"]], ids=" ".join)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from dcpbench.engine.checkpoint import CheckpointSource
+from dcpbench.errors import ModelError
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point
@@ -13,6 +17,11 @@ from tests.distributed.checkpoints import VOCAB, deepseek_v3_of
 from tests.distributed.defective_rank import DEFECT
 from tests.distributed.defects import DEFECTS, FIVE, IN_GROUPS
 from tests.distributed.verifying import compare_alone, verify_by_job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
 
 pytestmark = pytest.mark.distributed
 
@@ -100,12 +109,28 @@ def test_no_experts_are_skipped_because_prompts_never_choose_them(shallow, monke
     assert found(asked, "experts_swapped") == ["layers"]
 
 
-def test_a_checkpoint_of_nan_is_wrong(tmp_path):
-    """Comparisons with NaN are never true, so neither is that of an error with its limit."""
-    from safetensors.torch import load_file, save_file
+def test_an_engine_that_computes_nan_is_wrong(shallow, monkeypatch):
+    """Comparisons with NaN are never true, so a check must not pass because no error exceeds its limit."""
+    monkeypatch.setattr(CheckpointSource, "get", with_nan_in_o_proj(CheckpointSource.get))
+    assert found(point(shallow, **IN_BF16)) == ["layers", "logits", "tokens"]
 
+
+def with_nan_in_o_proj(get: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Read tensors as `get` does, but for one number of an output projection, which becomes NaN after it is read."""
+
+    def read(source: CheckpointSource, name: str, *arguments: object, **options: object) -> torch.Tensor:
+        tensor = get(source, name, *arguments, **options)
+        if name == "model.layers.1.self_attn.o_proj.weight":
+            tensor[0, 0] = float("nan")
+        return tensor
+
+    return read
+
+
+def test_a_checkpoint_of_nan_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "v3", 2)
     tensors = load_file(Path(folder) / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
     save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
-    assert found(point(folder, **IN_BF16)) == ["layers", "logits", "tokens"]
+    with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.o_proj\.weight' holds NaN or infinity"):
+        found(point(folder, **IN_BF16))

@@ -12,7 +12,7 @@ from dcpbench.dashboard import finding, running
 from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.hangs import evidence, said
 from dcpbench.hangs import finding as hang_finding
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.launch import jobs
 from dcpbench.plan import grid, serve_spec, spec
 from dcpbench.points import machines, prompts
@@ -263,7 +263,7 @@ def explain(path: Path) -> None:
 
 def imported(engine: str) -> Callable[[Path], object]:
     """What reads results of an engine."""
-    return lambda path: import_files([path], engine, path.parent / "run", Told(), force=True)
+    return lambda path: import_files([path], engine, path.parent / "run", Overrides(), force=True)
 
 
 def a_trace() -> bytes:

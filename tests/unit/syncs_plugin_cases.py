@@ -125,6 +125,11 @@ def test_on_the_host() -> None:
     torch.ones(1).item()
 
 
+@pytest.mark.no_cuda_sync
+def test_operator_that_was_never_measured() -> None:
+    torch.poisson(torch.ones(1, device="cuda"))
+
+
 class TestNeighbours:
     @pytest.mark.no_cuda_sync
     def test_dry(self) -> None:

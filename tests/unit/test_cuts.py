@@ -112,12 +112,13 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "a time of vLLM": (
         f"file: mean_ttft_ms is {LONG[:40]}, which is no time in ms. Run it again.",
-        lambda: raised(RecordsError, lambda: vllm.number(Document("file", {"mean_ttft_ms": LONG}), "mean_ttft_ms")),
+        lambda: raised(RecordsError, lambda: vllm.read_time(Document("file", {"mean_ttft_ms": LONG}), "mean_ttft_ms")),
     ),
     "a rate of a tool": (
         f"file: request_rate is {LONG[:40]}; vllm bench serve writes a number above 0, or inf.",
         lambda: raised(
-            RecordsError, lambda: result.rate(Document("file", {"request_rate": LONG}), "vllm bench serve", ["inf"])
+            RecordsError,
+            lambda: result.read_rate(Document("file", {"request_rate": LONG}), "vllm bench serve", ["inf"]),
         ),
     ),
     "a mode of a comparison": (

@@ -22,6 +22,8 @@ from dcpbench.exports import (
     vllm,
 )
 from dcpbench.exports.measured import Measured, digest
+from dcpbench.imports import Overrides, import_files
+from dcpbench.records.file import read_records
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
@@ -298,6 +300,34 @@ class TestInferencex:
 
     def test_points_that_computed_something_wrong_stay_out(self) -> None:
         assert not inferencex.render([files.served(marks=["graph_differs"])]).files
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({}, "have neither a layout nor hardware (import them again with --tp N --gpu NAME)"),
+            ({"tp": 8}, "have no hardware (import them again with --gpu NAME)"),
+            ({"gpu": "h200"}, "have no layout, so nothing is known per GPU (import them again with --tp N)"),
+        ],
+        ids=["both", "gpu", "tp"],
+    )
+    def test_an_import_without_layout_or_hardware_names_the_missing_options(
+        self, options: dict[str, Any], reason: str, tmp_path: Path
+    ) -> None:
+        assert inferencex.render([self.imported(tmp_path, **options)]).left_out == {reason: 1}
+
+    def test_rates_of_an_import_are_per_gpu_of_all_stages(self, tmp_path: Path) -> None:
+        """375 + 8.75 tokens per second on tp 4 × pp 2 × pcp 2 GPUs."""
+        (row,) = only(inferencex.render([self.imported(tmp_path, tp=4, pp=2, pcp=2, gpu="h200")]))
+        assert (row["tp"], row["pp"], row["pcp_size"]) == (4, 2, 2)
+        assert row["output_tput_per_gpu"] == pytest.approx(8.75 / 16)
+        assert row["tput_per_gpu"] == pytest.approx(383.75 / 16)
+
+    def imported(self, tmp_path: Path, **options: Any) -> Measured:
+        """A result of vLLM with fixed lengths."""
+        result = files.without_details(files.vllm()) | {"isl": "100", "osl": "2"}
+        import_files([files.file(tmp_path, result)], "vllm", tmp_path / "run", Overrides(**options))
+        (record,) = read_records(tmp_path / "run")
+        return Measured("run", tmp_path / "run", record)
 
     def test_open_loops_and_uneven_lengths_have_no_row(self, tmp_path: Path) -> None:
         of = files.point(changed={"arrival": "gamma", "request_rate": 2.5})

@@ -90,8 +90,10 @@ class TestLayersHeld:
 
     def test_of_repeats_the_fewest_are_told(self) -> None:
         both = [self.holding(files.decoded(), held).record for held in (14, 12)]
-        assert words.cycled(both) == "12 of 61 layers held and cycled"
-        assert words.cycled([record_builder.failed(record_builder.point(TP))]) == ""
+        assert (
+            words.describe_layers_held(both) == "whole model and KV cache do not fit: 12 of 61 layers held and cycled"
+        )
+        assert words.describe_layers_held([record_builder.failed(record_builder.point(TP))]) == ""
 
 
 class TestTables:

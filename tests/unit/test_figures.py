@@ -8,7 +8,7 @@ import msgspec
 import pandas as pd
 import pytest
 
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.metrics import PERCENTILES
@@ -46,7 +46,7 @@ def beside(tmp_path: Path) -> frames.Frames:
     points = [serve.point(layout, n, load, model="deepseek-r1") for n in (8, 32) for layout in (TP, DCP)]
     ours = build.write(tmp_path / "ours", map(serve.served, points))
     rows = [files.inferencex(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
-    told = Told(model="deepseek-r1")
+    told = Overrides(model="deepseek-r1")
     import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", told, force=False)
     return frames.load([tmp_path / "theirs", ours])
 
@@ -66,7 +66,7 @@ def test_names_of_servers_that_differ_at_their_ends_differ_in_legends_and_in_wor
         files.sweep(tmp_path / "sweep", {**LONG, "max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
         more = {**LONG, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 4096, "max_num_seqs": seqs}
         files.sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
-    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
     found = frames.load([tmp_path / "run"]).served
     told = names(figures.draw_throughput(found, Style.of(found), "title"))
     assert len(set(told)) == len(told) == 4
@@ -79,7 +79,7 @@ def test_points_of_one_layout_at_its_only_load_do_not_hide_each_other(tmp_path: 
     """Three servers at 8 requests: one at the load, one at each side of it."""
     for seqs in (4, 8, 16):
         files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
-    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
     found = frames.load([tmp_path / "run"]).served
     (ax,) = figures.draw_throughput(found, Style.of(found), "title").axes
     at = [line.get_xdata()[0] for line in ax.get_lines() if line.get_marker() not in ("None", "_", "|")]  # type: ignore[index]

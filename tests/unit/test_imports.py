@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
-from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
+from dcpbench.imports import Overrides, field_names, import_files, metrics, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import _Side
 from dcpbench.launch.folders import locked
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def imported(tmp_path: Path, engine: str, *results: dict[str, Any], **told: Any) -> list[Record]:
     """The records that a file with these results makes."""
     path = files.file(tmp_path, *results)
-    import_files([path], engine, tmp_path / "run", Told(**told), force=True)
+    import_files([path], engine, tmp_path / "run", Overrides(**told), force=True)
     return read_records(tmp_path / "run")
 
 
@@ -107,13 +107,14 @@ class TestWithDetails:
         assert (found.submitted, found.finished) == (4, 3)
         assert found.output_tok_s == pytest.approx(10)
 
-    def test_chunks_of_several_tokens_are_marked_and_have_no_rate_per_user(self, tmp_path: Path) -> None:
-        """Four tokens in two chunks: one gap of 100 ms, which is that of no token."""
+    def test_the_rate_per_user_of_chunks_of_several_tokens_comes_from_tpot(self, tmp_path: Path) -> None:
+        """Four tokens in two chunks: one gap of 100 ms is that of 3 tokens. Median of TPOT 33.3 and 50 ms: 41.7 ms."""
         result = files.vllm(itls=[[0.1], [0.05], []])
         record, found = one(tmp_path, "vllm", result)
         assert "chunk_gaps" in record.marks
-        assert found.itl_ms.samples == 2, "the gaps there are"
-        assert found.tok_s_per_user is None
+        assert found.itl_ms.samples == 2, "the gaps of chunks"
+        assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
+        assert (found.tok_s_per_user_from, record.detail["tokens_per_chunk"]) == ("tpot", "2")
         assert found.tpot_ms.mean == pytest.approx((100 / 3 + 50) / 2), "TPOT knows how many tokens came"
         assert found.samples_file == "", "the moments of tokens are not known"
 
@@ -122,7 +123,8 @@ class TestWithDetails:
         result = files.sglang(itls=[[0.1 / 3] * 3, [0.05], []])
         record, found = one(tmp_path, "sglang", result)
         assert "chunk_gaps" in record.marks
-        assert found.tok_s_per_user is None
+        assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
+        assert found.tok_s_per_user_from == "tpot"
         (plain,) = imported(tmp_path, "sglang", files.sglang())
         assert "chunk_gaps" not in plain.marks
 
@@ -176,7 +178,7 @@ class TestWithoutDetails:
         spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
         record, found = one(tmp_path, "vllm", spec)
         assert record.marks == ["summary_only", "chunk_gaps"]
-        assert found.tok_s_per_user is None
+        assert found.tok_s_per_user == pytest.approx(1000 / 41.7)
         (again,) = imported(tmp_path, "sglang", files.without_details(files.sglang(accept_length=2.4)))
         assert "chunk_gaps" in again.marks
 
@@ -399,7 +401,7 @@ class TestLengths:
             sums = {"total_input_tokens": 3000, "total_output_tokens": 3 * mean}
             asked = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
             files.sweep(tmp_path / "sweep", {}, asked, runs=1, **sums)
-        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told())
+        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides())
         points = [record.point for record in read_records(tmp_path / "run")]
         lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
         assert lengths == {1: ("1000", "100"), 2: ("1000", "100"), 3: ("1000", "200")}
@@ -442,7 +444,7 @@ class TestSweeps:
 
     def said(self, tmp_path: Path, *paths: Path) -> list[str]:
         """What a reader is told of the tree `sweep`, imported by its folder or by files."""
-        return import_files(paths or [tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=True).notes
+        return import_files(paths or [tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(), force=True).notes
 
     def test_settings_of_the_server_are_variants_and_runs_are_repeats(self, tmp_path: Path) -> None:
         """Two settings of two runs each are two points, in the order of the numbers."""
@@ -576,19 +578,19 @@ class TestUnread:
             files.without_details(files.vllm(p75_itl_ms=40.0)),
         ]
         path = files.file(tmp_path, *results)
-        said = import_files([path], "vllm", tmp_path / "run", Told()).notes
+        said = import_files([path], "vllm", tmp_path / "run", Overrides()).notes
         assert "Not read, as no field of ours means the same: median_ttft (in 1 of 2), p75_itl_ms (in 1 of 2)." in said
 
     def test_a_goodput_without_its_objectives_is_named(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(request_goodput=1.25))
-        said = " ".join(import_files([path], "vllm", tmp_path / "run", Told()).notes)
+        said = " ".join(import_files([path], "vllm", tmp_path / "run", Overrides()).notes)
         assert "request_goodput (its objectives are not there) (in 1 of 1)" in said
 
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     def test_the_tools_own_fields_are_known(self, engine: str, tmp_path: Path) -> None:
         result = getattr(files, engine)()
         path = files.file(tmp_path, result, files.without_details(result))
-        said = " ".join(import_files([path], engine, tmp_path / "run", Told()).notes)
+        said = " ".join(import_files([path], engine, tmp_path / "run", Overrides()).notes)
         assert "Not read" not in said
 
 
@@ -598,7 +600,7 @@ class TestReport:
         for engine, result in (("vllm", files.vllm()), ("sglang", files.without_details(files.sglang()))):
             folder = tmp_path / f"of-{engine}"
             path = files.file(tmp_path, result, name=f"{engine}.json")
-            import_files([path], engine, folder, Told(tp=8, dcp=8), force=False)
+            import_files([path], engine, folder, Overrides(tp=8, dcp=8), force=False)
             runs.append(folder)
         read = frames.load(runs)
         assert set(read.served["origin"]) == {"dcpbench", "vllm", "sglang"}
@@ -614,7 +616,7 @@ class TestReport:
         from dcpbench.reports import write_report
 
         path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
-        import_files([path], "vllm", tmp_path / "run", Told())
+        import_files([path], "vllm", tmp_path / "run", Overrides())
         paths = write_report([tmp_path / "run"], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text()
         assert "layout unknown" in text
@@ -624,7 +626,7 @@ class TestReport:
     def test_a_report_of_imports_has_no_column_of_dashes(self, tmp_path: Path) -> None:
         """What no file says is in no table; beside points of ours, which say it, there is a dash."""
         row = {name: value for name, value in files.inferencex().items() if name != "p99_itl"}
-        import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Told(), force=False)
+        import_files([files.file(tmp_path, row)], "inferencex", tmp_path / "run", Overrides(), force=False)
         told = [table for section in sections.report(frames.load([tmp_path / "run"]), []) for table in section.tables]
         empty = [(t.title, name) for t in told for i, name in enumerate(t.columns) if {r[i] for r in t.rows} == {"—"}]
         assert [pair for pair in empty if pair[0] != "Runs"] == []
@@ -657,7 +659,7 @@ class TestCurves:
 
     def said(self, tmp_path: Path, path: Path, engine: str, **told: Any) -> str:
         """What a reader is told of files that become the run `run`."""
-        return " ".join(import_files([path], engine, tmp_path / "run", Told(**told), force=True).notes)
+        return " ".join(import_files([path], engine, tmp_path / "run", Overrides(**told), force=True).notes)
 
     def test_answers_that_ended_early_are_one_curve_of_the_lengths_in_the_folders_name(self, tmp_path: Path) -> None:
         """Real files of GLM-4.7 on 8 Gaudi 3: 1,024 in; answers of 674, 786, 731 and 718 tokens on average."""
@@ -706,7 +708,7 @@ class TestCurves:
     def test_names_say_degrees_and_lengths(
         self, name: str, degrees: dict[str, int], lengths: tuple[int | None, int | None]
     ) -> None:
-        found = said.of_name(name)
+        found = field_names.parse_name(name)
         assert (found.degrees, found.lengths) == (degrees, lengths)
 
     def test_hardware_and_precision_are_read_from_metadata(self, tmp_path: Path) -> None:
@@ -760,7 +762,7 @@ class TestCurves:
 
     def test_the_name_of_a_file_says_it_too(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(), name="dsr1_tp8-ep8.json")
-        notes = import_files([path], "vllm", tmp_path / "run", Told()).notes
+        notes = import_files([path], "vllm", tmp_path / "run", Overrides()).notes
         (record,) = read_records(tmp_path / "run")
         assert (record.point.tp, record.point.ep) == (8, "8")
         assert any("ep 8 (1 of 1)" in note for note in notes)
@@ -825,7 +827,7 @@ class TestOlderFiles:
 class TestInferenceX:
     def test_a_real_sweep_is_a_line_for_each_layout(self, tmp_path: Path) -> None:
         """Six rows of a TPU, of which one has tp 1; 411.13 output tokens/s for each of 8 chips at 64 clients."""
-        import_files([REAL / "inferencex-tpu-sweep.json"], "inferencex", tmp_path / "run", Told())
+        import_files([REAL / "inferencex-tpu-sweep.json"], "inferencex", tmp_path / "run", Overrides())
         assert curves(tmp_path / "run") == {
             "Qwen/Qwen3.5-397B-A17B-FP8 | 8,192 in · 1,024 out | tp8": [4, 8, 16, 32, 64],
             "Qwen/Qwen3.5-397B-A17B-FP8 | 8,192 in · 1,024 out | tp1": [64],
@@ -862,7 +864,7 @@ class TestInferenceX:
         }
         assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "8"), (8, "8")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
-        assert rates == [None, None], "a chunk brings several tokens"
+        assert rates == [50.0, 50.0], "1000 / median TPOT, as a chunk holds several tokens"
 
     def test_rows_of_the_site_have_their_numbers_in_metrics(self, tmp_path: Path) -> None:
         row = files.inferencex()
@@ -872,11 +874,12 @@ class TestInferenceX:
         (plain,) = imported(tmp_path, "inferencex", files.inferencex())
         assert (record.point, record.serve, record.environment) == (plain.point, plain.serve, plain.environment)
 
-    def test_rows_that_no_layout_says_are_left_out_and_named(self, tmp_path: Path) -> None:
-        path = files.file(tmp_path, files.inferencex(), files.inferencex(disagg=True), files.inferencex(pp=2))
-        said = " ".join(import_files([path], "inferencex", tmp_path / "run", Told()).notes)
+    def test_rows_that_a_point_cannot_hold_are_left_out_and_named(self, tmp_path: Path) -> None:
+        agents = files.inferencex(scenario_type="agentic-coding")
+        path = files.file(tmp_path, files.inferencex(), files.inferencex(disagg=True), agents)
+        said = " ".join(import_files([path], "inferencex", tmp_path / "run", Overrides()).notes)
         assert "Left out, prefill and decode on GPUs of their own" in said
-        assert "Left out, pipeline or prefill context parallel" in said
+        assert f"Left out, replays of agents, which have no lengths: {path}, line 3." in said
         assert len(read_records(tmp_path / "run")) == 1
 
     @pytest.mark.parametrize(
@@ -898,7 +901,7 @@ class TestInferenceX:
         ours = record_builder.write(tmp_path / "ours", [build.served(point), build.served(other)])
         lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
         path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
-        import_files([path], "inferencex", tmp_path / "run", Told())
+        import_files([path], "inferencex", tmp_path / "run", Overrides())
         served = frames.load([ours, tmp_path / "run"]).served
         panels = served.groupby("rest")["origin"].agg(set)
         assert {"dcpbench", "inferencex"} in panels.tolist(), "how many requests ours had is no other panel"
@@ -911,9 +914,9 @@ class TestInferenceX:
 class TestFolder:
     def test_records_that_are_there_stay(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm())
-        import_files([path], "vllm", tmp_path / "run", Told())
+        import_files([path], "vllm", tmp_path / "run", Overrides())
         with pytest.raises(OutputError, match="--force"):
-            import_files([path], "vllm", tmp_path / "run", Told())
+            import_files([path], "vllm", tmp_path / "run", Overrides())
         assert len(read_records(tmp_path / "run")) == 1
 
     def test_a_folder_that_a_run_writes_into_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -956,7 +959,7 @@ def test_what_goes_out_as_vllms_file_comes_back_with_the_same_metrics(
     load = {} if closed else {"arrival": "gamma", "request_rate": 2.5}
     m = files.measured(tmp_path_factory.mktemp("run"), times, files.point(changed={"requests": len(times), **load}))
     (data,) = to_vllm.render([m]).files.values()
-    back, _ = metrics.serve_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
+    back, _ = metrics.compute_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
     was = m.record.serve
     assert was
     ours = msgspec.to_builtins(was)
@@ -999,4 +1002,4 @@ def test_fields_of_both_engines_are_read_by_one_reader_each() -> None:
 def test_lengths_are_off_where_they_are_more_than_a_twentieth_from_those_asked_for(
     tokens: int, nominal: int | None, requests: int, off: bool
 ) -> None:
-    assert _Side(said=None, nominal=nominal, tokens=tokens, requests=requests).is_off() is off
+    assert _Side(fixed=None, nominal=nominal, tokens=tokens, requests=requests).is_off() is off

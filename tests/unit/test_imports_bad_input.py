@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import DcpbenchError, RecordsError, UsageError
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from tests.unit import engine_files_builder as files
 
@@ -25,7 +25,7 @@ def said(tmp_path: Path, content: str | bytes, engine: str = "vllm") -> str:
     path = tmp_path / "bad.json"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(RecordsError) as caught:
-        import_files([path], engine, tmp_path / "run", Told())
+        import_files([path], engine, tmp_path / "run", Overrides())
     assert not (tmp_path / "run" / "records.jsonl").exists()
     text = str(caught.value)
     assert text.startswith(str(path)), "it names the file"
@@ -75,9 +75,9 @@ class TestNoJson:
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="cannot be read"):
-            import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Told())
+            import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Overrides())
         with pytest.raises(RecordsError, match=r"holds no \*\.json or \*\.jsonl"):
-            import_files([tmp_path], "vllm", tmp_path / "run", Told())
+            import_files([tmp_path], "vllm", tmp_path / "run", Overrides())
 
 
 class TestOtherFiles:
@@ -106,7 +106,7 @@ class TestOtherFiles:
             folder.mkdir(exist_ok=True)
             (folder / "a.json").write_text(content)
             with pytest.raises(RecordsError) as caught:
-                import_files([folder], "vllm", tmp_path / "run", Told())
+                import_files([folder], "vllm", tmp_path / "run", Overrides())
             assert sentence in str(caught.value)
             assert not (tmp_path / "run").exists()
 
@@ -134,7 +134,7 @@ class TestValues:
         name = next(key for key in row if key.startswith("median_") and isinstance(row[key], float))
         path = files.file(tmp_path, {**row, name: 10**400})
         with pytest.raises(RecordsError, match=f"{name}_ms is inf, which is no time"):
-            import_files([path], "inferencex", tmp_path / "run", Told())
+            import_files([path], "inferencex", tmp_path / "run", Overrides())
 
     def test_lists_of_different_lengths(self, tmp_path: Path) -> None:
         assert "differ in length" in said(tmp_path, line(VLLM, ttfts=[0.5, 0.5]))
@@ -195,7 +195,7 @@ class TestValues:
         for depth in range(1000, 500, -1):
             path.write_text(text.replace('"HERE"', "[" * depth + "]" * depth))
             try:
-                import_files([path], "vllm", tmp_path / "run", Told(), force=True)
+                import_files([path], "vllm", tmp_path / "run", Overrides(), force=True)
             except RecordsError as e:
                 read += "nested too deeply" not in str(e)
             else:
@@ -210,7 +210,7 @@ class TestValues:
 
     def test_names_of_fields_are_said_short_and_printable(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}}))
-        told = import_files([path], "vllm", tmp_path / "run", Told()).notes[-1]
+        told = import_files([path], "vllm", tmp_path / "run", Overrides()).notes[-1]
         assert "and 46 more" in told
         assert "\x1b" not in told
         assert len(told) < 1000
@@ -223,7 +223,7 @@ class TestValues:
 
     def test_hostile_names_stay_words(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(model_id="../../<script>\x1b[31m"))
-        import_files([path], "vllm", tmp_path / "run", Told())
+        import_files([path], "vllm", tmp_path / "run", Overrides())
         (record,) = read_records(tmp_path / "run")
         assert record.point.model == "../../<script>\x1b[31m"
         assert record.serve
@@ -234,12 +234,12 @@ class TestValues:
         bad = tmp_path / "bad.json"
         bad.write_text("{")
         with pytest.raises(RecordsError, match=r"bad\.json"):
-            import_files([good, bad], "vllm", tmp_path / "run", Told())
+            import_files([good, bad], "vllm", tmp_path / "run", Overrides())
         assert not (tmp_path / "run").exists()
 
     def test_an_unknown_engine_is_answered_with_the_nearest(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="did you mean vllm"):
-            import_files([tmp_path], "vlm", tmp_path / "run", Told())
+            import_files([tmp_path], "vlm", tmp_path / "run", Overrides())
 
     def test_half_a_character_is_no_name(self, tmp_path: Path) -> None:
         """JSON can spell half of a surrogate pair, which UTF-8 cannot hold."""
@@ -268,10 +268,31 @@ def test_any_value_in_any_field_gives_a_record_or_a_sentence(
     result = (VLLM if engine == "vllm" else SGLANG) | {name: value}
     path = files.file(tmp_path, result)
     try:
-        import_files([path], engine, tmp_path / "run", Told(model="m"), force=True)
+        import_files([path], engine, tmp_path / "run", Overrides(model="m"), force=True)
     except DcpbenchError as e:
         told = str(e)
     else:
         told = str(path)
         assert len(read_records(tmp_path / "run")) == 1
     assert str(path) in told
+
+
+SERVER_FIELDS = ("model_path", "tp_size", "pp_size", "dp_size", "dcp_size", "ep_size", "enable_dp_attention", "version")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(SERVER_FIELDS), value=JSON, kind=st.sampled_from(["prefill", "decode"]))
+def test_any_value_of_a_server_behind_a_router_gives_a_record_or_a_sentence(
+    name: str, value: Any, kind: str, tmp_path: Path
+) -> None:
+    server = {"model_path": "m", "tp_size": 4}
+    result = SGLANG | {"server_info": {"prefill": [server], "decode": [server]} | {kind: [server | {name: value}]}}
+    path = files.file(tmp_path, result)
+    try:
+        import_files([path], "sglang", tmp_path / "run", Overrides(), force=True)
+    except DcpbenchError as e:
+        sentence = str(e)
+    else:
+        sentence = str(path)
+        assert len(read_records(tmp_path / "run")) == 1
+    assert str(path) in sentence

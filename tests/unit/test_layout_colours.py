@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.shapes import load_shape
 from dcpbench.reports import figures, frames, plots
@@ -50,7 +50,7 @@ def imported(folder: Path) -> frames.Frames:
     said = ({"tp": 4}, {"tp": 4, "hw": "b200"}, {"tp": 4, "dp_attention": "true"}, {"tp": 8})
     rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in said]
     folder.mkdir()
-    import_files([files.file(folder, *rows)], "inferencex", folder / "run", Told())
+    import_files([files.file(folder, *rows)], "inferencex", folder / "run", Overrides())
     return frames.load([folder / "run"])
 
 

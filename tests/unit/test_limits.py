@@ -13,7 +13,7 @@ from dcpbench.compare.judging import Options
 from dcpbench.compare.outputs import Out, check
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.hangs import beats
-from dcpbench.imports import Told, _check_told, result
+from dcpbench.imports import Overrides, check_overrides, result
 from dcpbench.plan import options
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import planned
@@ -97,7 +97,7 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "--model": (lambda n: options.name_of("model", "m" * n), [1, 1_000], [0, 1_001]),
     "--input-tokens": (lambda n: load_words._tokens("--input-tokens", "", str(n)), [1, 10**9], [0, 10**9 + 1]),
     "sigma": (lambda x: load_words._sigma("--input-tokens", "", str(x)), [0.001, 3], [0, 3.001, "x"]),
-    "--input-len": (lambda n: _check_told(Told(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),
+    "--input-len": (lambda n: check_overrides(Overrides(input_len=n)), [1, 1_000_000_000], [0, 1_000_000_001]),
     "prompt": (lambda n: row(prompt=[n]), [0, 2**31 - 1], [-1, 2**31, True]),
     "input_tokens": (lambda n: row(input_tokens=n), [1, 10**9], [0, 10**9 + 1, 1.5, True]),
     "arrival_s": (lambda x: row(arrival_s=x), [-1e15, 0, 1e15], [-1.1e15, 1.1e15, True, "1", math.nan]),
@@ -113,7 +113,7 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "tp of a record": (ranks, [1, 65_536], [65_537]),
     "ranks of a job": (members, [0, 65_535], [65_536]),
     "text of a result": (lambda n: result._check("m" * n, "it"), [0, 1_000], [1_001]),
-    "number of a result": (lambda x: result._check(x, "it", most=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
+    "number of a result": (lambda x: result._check(x, "it", limit=1e6), [0, 1e6], [-1, 1e6 + 1, math.nan]),
 }
 TAKEN = [(name, value) for name, (_, taken, _) in LIMITS.items() for value in taken]
 REFUSED = [(name, value) for name, (_, _, refused) in LIMITS.items() for value in refused]

@@ -58,6 +58,9 @@ OTHER: dict[str, Any] = {
     "disaggregate": "3",
     "transfer_gb_s": 50.0,
     "transfer_ms": 2.5,
+    "pp": 2,
+    "pcp": 2,
+    "prefill_gpus": 16,
     "repeat": 1,
 }
 """Another value of each field of a point but its load."""
@@ -91,8 +94,8 @@ DEPLOYED = tuple(axis.name for axis in point_axes(Role.DEPLOYED))
 SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}
 """Of points whose KV crosses; others say nothing of it."""
 HOW_EXCHANGED = tuple(axis.name for axis in point_axes(Role.EXCHANGE))
-IMPORTED = "settings"
-"""Of another engine's server: points of ours have none, and no command of ours can set it."""
+IMPORTED = ("settings", "pp", "pcp", "prefill_gpus")
+"""Fields of an imported server: our own points have none of them, and no command sets them."""
 
 
 def changed(point: Point, name: str) -> Point:
@@ -317,13 +320,13 @@ class TestWords:
 class TestSharing:
     """What was built or measured for one point serves another only where both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, *DEPLOYED, IMPORTED))
+    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, *DEPLOYED, *IMPORTED))
     def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
         assert not (budget.same_engine(point, other) and budget.same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, IMPORTED), "prefill"])
+    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, *IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
         assert engine_path(point) != engine_path(changed(point, name))
@@ -368,7 +371,7 @@ class TestTables:
 
 
 class TestCommands:
-    @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat", IMPORTED))
+    @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat", *IMPORTED))
     def test_the_command_of_a_point_says_every_field(self, name: str) -> None:
         point = build.point(DCP)
         assert self.command(point) != self.command(changed(point, name))

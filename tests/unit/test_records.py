@@ -328,9 +328,16 @@ class TestDamage:
 
 class TestPoint:
     def test_a_key_names_every_field(self) -> None:
-        """Settings of an import where it has some: others have the keys that they had before there were any."""
+        """Fields that were added later are in the key only if they are not at their default."""
         later = {"settings": "max_num_seqs=4", "ep": "1", "weights_dtype": "fp8", "kv_dtype": "fp8", "emulate": "H200"}
-        later |= {"disaggregate": "1:2", "transfer_gb_s": 50.0, "transfer_ms": 2.0}
+        later |= {
+            "disaggregate": "1:2",
+            "transfer_gb_s": 50.0,
+            "transfer_ms": 2.0,
+            "pp": 2,
+            "pcp": 2,
+            "prefill_gpus": 16,
+        }
         full = msgspec.structs.replace(POINT, **later)
         before = set(POINT.__struct_fields__) - set(later)
         for point, names in ((full, POINT.__struct_fields__), (POINT, before)):

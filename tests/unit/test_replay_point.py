@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points import memory
+from dcpbench.points import latency_bands, memory
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
@@ -119,7 +119,10 @@ class TestRecord:
         assert emulated.ttft_p50_ms_low < found.ttft_ms.p50 < emulated.ttft_p50_ms_high
         assert emulated.itl_p50_ms_low < found.itl_ms.p50 < emulated.itl_p50_ms_high
         assert emulated.output_tok_s_high == pytest.approx(found.output_tok_s / 0.99, rel=1e-3)
-        assert emulated.itl_p50_ms_high == pytest.approx(1.02 * found.itl_ms.p50, rel=1e-3)
+        arrival = record.point.load.arrival
+        band = latency_bands.find_band(latency_bands.EMULATED, "itl", arrival, latency_bands.load_published())
+        assert band.factor > 1.02, "what published forecasts missed is more than the longer steps"
+        assert (emulated.itl_p50_ms_low, emulated.itl_p50_ms_high) == pytest.approx(band.around(found.itl_ms.p50))
         assert emulated.ttft_p50_ms_high > 1.1 * found.ttft_ms.p50
 
     def test_ends_that_are_not_in_the_order_of_steps_are_still_least_and_most(self) -> None:

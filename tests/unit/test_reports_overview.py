@@ -11,7 +11,7 @@ import msgspec
 import pandas as pd
 import pytest
 
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_spec, planned
 from dcpbench.points.layout import Layout
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 TP, DCP2, DCP, DP = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
-HELD = "On 4 × H200 (19 of 61 layers held and cycled), "
+HELD = "On 4 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), "
 AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
 IMPORTED = "These figures are what the imported files measured: "
 
@@ -178,14 +178,20 @@ class TestWhichLayoutToTake:
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = said(tmp_path, *four, *eight)
         assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
-        assert "; on 8 × H200 (19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
+        assert (
+            "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests"
+            in text
+        )
 
     @pytest.mark.parametrize(
         ("held", "words"),
         [
-            ((19, 19), "19 of 61 layers held and cycled"),
-            ((7, 4), "7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled"),
-            ((61, 60), "60 of Kimi-K2's 61 layers held and cycled"),
+            ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and cycled"),
+            (
+                (7, 4),
+                "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled",
+            ),
+            ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and cycled"),
         ],
     )
     def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
@@ -205,7 +211,7 @@ class TestWhichLayoutToTake:
     def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
         assert said(tmp_path, *records, itl=60).startswith(
-            "On 4 × H200 (replayed, not served live; 19 of 61 layers held and cycled), take tp4"
+            "On 4 × H200 (replayed, not served live; whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp4"
         )
 
 
@@ -354,7 +360,7 @@ class TestImports:
     """What other tools' files measured."""
 
     def sentence(self, folder: Path, *results: dict[str, Any], **told: Any) -> str:
-        import_files([files.file(folder, *results)], "inferencex", folder / "run", Told(**told), force=False)
+        import_files([files.file(folder, *results)], "inferencex", folder / "run", Overrides(**told), force=False)
         return overview.sentence(frames.load([folder / "run"]))
 
     def test_of_one_layout_they_do_not_say_which_to_take(self, tmp_path: Path) -> None:
@@ -364,7 +370,9 @@ class TestImports:
         assert text.endswith("nothing here says which to take.")
 
     def test_points_of_ours_beside_them_are_told_apart(self, tmp_path: Path) -> None:
-        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Told(), force=False)
+        import_files(
+            [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
+        )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
         text = overview.sentence(frames.load([tmp_path / "theirs", ours]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
@@ -372,7 +380,9 @@ class TestImports:
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
 
     def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
-        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Told(), force=False)
+        import_files(
+            [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
+        )
         ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
         assert overview.title(frames.load([tmp_path / "theirs"])).endswith(" · imported from InferenceX")
         assert overview.title(frames.load([tmp_path / "theirs", ours])).endswith(" · some imported from InferenceX")
@@ -380,11 +390,11 @@ class TestImports:
 
     def test_repeats_are_results_too(self, tmp_path: Path) -> None:
         files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
-        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=False)
+        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(), force=False)
         assert f"{IMPORTED}3 results of vllm bench serve" in overview.sentence(frames.load([tmp_path / "run"]))
 
     def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
-        import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Told(gpu="CPU"), force=False)
+        import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Overrides(gpu="CPU"), force=False)
         text = overview.sentence(frames.load([tmp_path / "run"]))
         assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
         assert text.endswith("They ran on a CPU, which says nothing about speed.")
@@ -393,7 +403,7 @@ class TestImports:
         """The same result as of another layout, of a server of which two launches are not known."""
         for name, dcp in (("tp", 1), ("dcp", 8)):
             path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
-            import_files([path], "vllm", tmp_path / name, Told(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
+            import_files([path], "vllm", tmp_path / name, Overrides(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
         read = frames.load([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
         text = overview.sentence(read)
         assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")

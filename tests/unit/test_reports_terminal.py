@@ -187,7 +187,7 @@ def test_the_scatter_within_a_launch_is_named_apart_from_that_between_launches(t
     """25 ms throughout leave nothing open, which is little and not nothing: 0.0 % would look like certainty."""
     record = build.ok(build.point(Layout(4)), median_ms=25, noise=0.0)
     text = shown(terminal_table([build.write(tmp_path / "run", [record])]), 300)
-    assert "scatter" in text[1]
+    assert "scatter" in text[2]
     assert [line for line in text if line.startswith("tp4 ") and "<0.1%" in line]
     assert [line for line in text if line.startswith("scatter: ") and "Another launch differs by more" in line]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,6 +36,12 @@ def sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
 
 
 class TestFormats:
+    def test_times_in_seconds_are_not_read_as_milliseconds(self, read) -> None:
+        """Qwen traces have Mooncake's fields, and times in seconds."""
+        line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 12, "output_length": 5}
+        with pytest.raises(UsageError, match=r"line 1: 'chat_id', a field of Qwen traces.*'arrival_s' in s"):
+            read(json.dumps(line))
+
     def test_mooncake_counts_ms_from_anywhere(self, read) -> None:
         """27,482 ms is when the trace begins; other tools' fields are left alone."""
         trace = read(

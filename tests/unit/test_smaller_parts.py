@@ -26,15 +26,16 @@ from dcpbench.hangs import dumps, finding, said
 from dcpbench.hangs.beats import INSIDE, RAISED, Met
 from dcpbench.hangs.dumps import Frame
 from dcpbench.hangs.evidence import Rank
-from dcpbench.imports import documents, vllm
+from dcpbench.imports import documents, selection, vllm
 from dcpbench.imports.documents import Document
+from dcpbench.imports.field_names import parse_name as read_name
 from dcpbench.imports.result import Result
-from dcpbench.imports.said import of_name as read_name
 from dcpbench.launch import hung, nodes, processes, progress, ranks
 from dcpbench.launch.jobs import Progress
 from dcpbench.launch.launcher import _End
 from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.bounds import MAX_NUMBER
+from dcpbench.points.budget import WholeModel
 from dcpbench.points.machines import described, text
 from dcpbench.recommend import advise
 from dcpbench.recommend.forecast import anchored
@@ -215,10 +216,10 @@ def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> No
     object.__setattr__(document, "fields", {"t": value})
     object.__setattr__(document, "where", "file.json")
     if not wrong:
-        assert vllm.number(document, "t") == value
+        assert vllm.read_time(document, "t") == value
         return
     with pytest.raises(RecordsError) as error:
-        vllm.number(document, "t")
+        vllm.read_time(document, "t")
     assert str(error.value) == f"file.json: t is {str(value)[:40]}, which is no time in ms. Run it again."
 
 
@@ -234,29 +235,42 @@ class TestAdvice:
     @pytest.mark.parametrize(
         ("weights", "kv", "buffers", "said"),
         [
-            (200, 1, 3, "its weights take 200.0 GiB of each GPU, which has 100.0 for weights and KV"),
-            (100, 7, 0, "its weights take 100.0 GiB and its KV 7.0 GiB of each GPU, which has 100.0 for both"),
+            (200, 1, 3, "its weights take 200.0 GiB of each GPU, 100.0 GiB more than the 100.0 GiB for weights and KV"),
+            (
+                100,
+                7,
+                0,
+                "its weights take 100.0 GiB and its KV 7.0 GiB of each GPU, 7.0 GiB more than the 100.0 GiB for both",
+            ),
             (
                 98,
                 1,
                 3,
-                "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, which has 97.0 for both beside 3.0 for the buffers of a step",
+                (
+                    "its weights take 98.0 GiB and its KV 1.0 GiB of each GPU, 2.0 GiB more than the 97.0 GiB for both beside 3.0 GiB "
+                    "for the buffers of a step"
+                ),
             ),
         ],
     )
-    def test_what_does_not_fit_is_the_weights_or_what_comes_beside_them(
+    def test_the_shortage_is_that_of_the_whole_model(
         self, weights: int, kv: int, buffers: int, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of 100 GiB, some of which the buffers of a step take."""
+        """A GPU has 100 GiB, some of which the buffers of a step take."""
         gib = 1 << 30
-        plan = SimpleNamespace(layers_held=3, layers=61, full_weight_bytes=weights * gib, kv_bytes=kv * gib)
-        monkeypatch.setattr(advise, "plan_engine", lambda *_: plan)
-        monkeypatch.setattr(advise, "room_of", lambda *_: ((100 - buffers) * gib, buffers * gib))
+        whole = WholeModel(
+            weight_bytes=weights * gib,
+            kv_bytes=kv * gib,
+            available_bytes=(100 - buffers) * gib,
+            buffer_bytes=buffers * gib,
+        )
+        monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
         ask = advised.ask("H200")
-        assert advise._no_room(ask, advised.point()) == said
-        assert advise._no_room(dataclasses.replace(ask, cycled=True), advised.point()) == ""
-        plan.layers_held = 61
-        assert advise._no_room(ask, advised.point()) == ""
+        assert advise.find_no_room(ask, advised.point()) == advise.NoRoom(whole_model=True, reason=said)
+        assert advise.find_no_room(dataclasses.replace(ask, cycled=True), advised.point()) is None
+        fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
+        monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
+        assert advise.find_no_room(ask, advised.point()) is None
 
 
 def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
@@ -626,22 +640,22 @@ def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_onc
     ],
 )
 def test_the_first_five_are_named(names: list[str], shown: str) -> None:
-    assert imports._few(names) == shown
+    assert selection.name_first(names) == shown
 
 
 @pytest.mark.parametrize(
     ("name", "engine", "layout"),
     [
-        ("tp4", "vllm", {"tp": 4, "dp": 1, "dcp": 1}),
-        ("tp8_dcp4", "vllm", {"tp": 8, "dp": 1, "dcp": 4}),
+        ("tp4", "vllm", {"tp": 4, "dp": 1, "dcp": 1, "pp": 1, "pcp": 1}),
+        ("tp8_dcp4", "vllm", {"tp": 8, "dp": 1, "dcp": 4, "pp": 1, "pcp": 1}),
         ("tp4_dcp3", "vllm", {}),
-        ("tp4_dp2", "vllm", {"tp": 8, "dp": 2, "dcp": 1}),
+        ("tp4_dp2", "vllm", {"tp": 8, "dp": 2, "dcp": 1, "pp": 1, "pcp": 1}),
         ("tp4_dp2", "sglang", {}),
-        ("tp4_dp1", "sglang", {"tp": 4, "dp": 1, "dcp": 1}),
+        ("tp4_dp1", "sglang", {"tp": 4, "dp": 1, "dcp": 1, "pp": 1, "pcp": 1}),
     ],
 )
 def test_a_layout_of_a_name_is_one_that_can_be(name: str, engine: str, layout: dict[str, int]) -> None:
-    assert imports._named_layout(read_name(name), engine) == layout
+    assert imports.read_named_layout(read_name(name), engine) == layout
 
 
 class TestEnd:
@@ -863,7 +877,7 @@ def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], p
 
 def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said_by = "".join(map(chr, range(0x4E00, 0x4E00 + 150)))
-    assert documents._wrong(ValueError(said_by)) == f"is no JSON ({said_by[:100]})."
+    assert documents._describe(ValueError(said_by)) == f"is no JSON ({said_by[:100]})."
 
     def refuse(_: str) -> None:
         raise ValueError(said_by)

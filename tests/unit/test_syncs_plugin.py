@@ -143,6 +143,15 @@ class TestDryRun:
         names = [line.rpartition("::")[2] for line in listed]
         assert names == ["test_on_the_host", "test_dry"]
 
+    def test_a_test_with_operators_that_were_never_measured_is_named(self, dry: Ran) -> None:
+        """It passes, and whether the operator waits is unknown."""
+        assert dry.outcomes("test_operator_that_was_never_measured") == ["passed"]
+        _, _, after = dry.stdout.partition(
+            "These tests use operators of which it was never measured whether they wait."
+        )
+        listed = [line.partition("::")[2] for line in after.splitlines() if line.startswith("  ")]
+        assert listed == ["test_operator_that_was_never_measured: aten::poisson"]
+
     def test_the_next_test_is_not_in_the_dry_run(self, dry: Ran) -> None:
         assert dry.outcomes("TestNeighbours.test_dry", "TestNeighbours.test_behind_it") == ["passed", "passed"]
 

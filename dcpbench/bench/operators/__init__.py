@@ -1,1 +1,1 @@
-"""What each bench runs on its ranks."""
+"""Operators that each bench runs on its ranks."""

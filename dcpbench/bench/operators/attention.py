@@ -1,8 +1,8 @@
 """Bench attention: paged MLA decode over one rank's KV rows, backend by backend.
 
-A pass goes through several pools, as a step goes through layers, so that no row read is still in the L2 cache. Pages
-lie in random order; rows that no request owns are NaN. The work of a call is what MLA needs on paper: every KV row, q
-and o once, two products with every head.
+A pass loops over several pools, as a step loops over layers, so that rows are not read from the L2 cache. Pages are in
+random order; unused rows are NaN. The work of a call is the theoretical work of MLA: every KV row, q and o once, two
+products with every head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCALE = (NOPE + ROPE) ** -0.5
 LIMIT = 1e-2
 """Relative error past which an output is wrong: rounding to bf16, with room for once more."""
 DEVIATION = (KV_WIDTH / (NOPE + ROPE)) ** 0.5
-"""Of scores of rows and queries of normal numbers."""
+"""Standard deviation of the scores of rows and queries of normal numbers."""
 KV_SCALE = {"bf16": 1.0, FP8: 0.25}
 """Another than 1 for fp8, or a kernel that forgets it would be right."""
 SPREAD = 7 / 8
@@ -40,7 +40,7 @@ SPREAD = 7 / 8
 
 
 def lengths_of(case: Case, seed: int) -> list[int]:
-    """Rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
+    """Return the rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
     requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
     if case.sizes["lengths"] == "even" or requests == 1:
         return [context] * requests
@@ -50,7 +50,7 @@ def lengths_of(case: Case, seed: int) -> list[int]:
 
 
 def shards_of(lengths: list[int], page: int, seed: int) -> Shards:
-    """Pages in random order; page 0 is nobody's."""
+    """Return pages in random order; page 0 is unused."""
     counts = [-(-n // page) for n in lengths]
     ids = np.random.default_rng(seed).permutation(sum(counts)).astype(np.int32) + 1
     return Shards(pages=np.split(ids, np.cumsum(counts)[:-1]), lengths=lengths)
@@ -58,7 +58,7 @@ def shards_of(lengths: list[int], page: int, seed: int) -> Shards:
 
 @dataclasses.dataclass
 class Pools:
-    """KV rows of requests, in as many pools as keep the L2 cache cold."""
+    """KV rows of requests, in enough pools to keep the L2 cache cold."""
 
     shards: Shards
     data: torch.Tensor
@@ -66,10 +66,10 @@ class Pools:
 
 
 class Attention:
-    """Builds cases; pools are kept from one case to the next where only heads or backend change."""
+    """Build cases; pools are reused if only heads or backend change between cases."""
 
     def __init__(self, device: torch.device, seed: int, mean: float = 0.0) -> None:
-        """`mean`: of values, whose deviation is 1."""
+        """Create the workload; `mean` is that of values with a standard deviation of 1."""
         self.device, self.seed, self.mean = device, seed, mean
         # Triton's interpreter has no products of bf16.
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -77,7 +77,7 @@ class Attention:
         self._pools: Pools | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
+        """Return calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
         key = (*(case.sizes[n] for n in ("kv", "requests", "context", "page", "lengths")), case.calls)
         if key != self._key or self._pools is None:
             self._pools = None  # frees the old pools before new ones are made
@@ -155,7 +155,7 @@ class Attention:
 def _truth(
     spec: AttentionSpec, q_HQ: torch.Tensor, pools: Pools, layer: int, b: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o_HR, lse_H) of request b in fp64, over what is stored."""
+    """Return (o_HR, lse_H) of request b in fp64, over the stored values."""
     pages = torch.from_numpy(pools.shards.pages[b]).long().to(spec.device)
     rows_KQ = pools.data[layer][pages].flatten(0, 1)[: pools.shards.lengths[b]]
     return mla_decode(q_HQ.double(), rows_KQ.double() * spec.kv_scale, LATENT, SCALE)

@@ -1,4 +1,4 @@
-"""Measures calls that may wait for the GPU: eagerly, on the host behind queued work, and from a CUDA graph."""
+"""Measure calls that may wait for the GPU: eagerly, on the host behind queued work, and from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -31,22 +31,26 @@ if TYPE_CHECKING:
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
 REFUSALS = (RuntimeError, SystemError)
-"""What torch raises for a wait within a capture or where it is an error. Once the live detector has been used, a
-condition on a tensor loses its exception on the way through torch's callbacks, and is a SystemError (2.11)."""
+"""Exceptions that torch raises for a wait within a capture or in the debug mode `error`. After the live detector was
+used, a condition on a tensor loses its exception on the way through torch's callbacks, and raises SystemError (2.11).
+"""
 HOST_CALLS = 16
-"""Calls of a pass whose host time is taken; behind a backlog each, 61 would take long and tell no more."""
+"""Calls of a pass for which host time is taken; with a backlog each, 61 would take long and give no further
+information.
+"""
 COLD = 4
-"""Times the L2 cache that a pass goes through at the least; one that does not is marked `l2_warm`."""
+"""Minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`."""
 FRESH_CALLS = 16
-"""Calls of a pass of inputs that were just written in an engine, too, where none are asked for; a multiple of every
-number of buffers that an exchange takes turns with."""
+"""Default calls of a pass for inputs that an engine has just written; a multiple of every number of buffers that an
+exchange alternates.
+"""
 MOST_SETS = 256
 CPU_SETS = 2
 SPIN_CYCLES = 20_000_000
 """Some 10 ms of waiting on a GPU, to find out how long a cycle is."""
 
 _tried: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture was refused; torch's allocator still asks them which allocations are theirs."""
+"""Graphs for which capture was refused; torch's allocator still queries them for their allocations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,31 +60,31 @@ class Calls:
     calls: Sequence[Run]
     """One for each layer or step; together they are a pass."""
     check: Callable[[Run], str]
-    """Runs a pass and compares with the reference: empty, or what differs."""
+    """Runs a pass and compares with the reference; returns the difference, or an empty string."""
     to_capture: Sequence[Run] | None = None
-    """What a CUDA graph would hold in place of `calls`, where that is something else."""
+    """Calls that a CUDA graph holds instead of `calls`, if they differ."""
     check_graph: Callable[[Run], str] | None = None
     """`check` for a pass of `to_capture`."""
     written_bytes: int = 0
-    """Memory that a pass goes through, so that what it began with has left the L2 cache: written, or read."""
+    """Bytes that a pass writes or reads, to determine whether its first data has left the L2 cache."""
     error: Callable[[], float] | None = None
-    """‖x − ref‖ / ‖ref‖ of what the last pass left, where results are not equal bit by bit."""
+    """‖x − ref‖ / ‖ref‖ of the results of the last pass, if they are not bitwise equal."""
     work: Work | None = None
-    """The least that one call must do; None where no limit is approached."""
+    """Minimum work of one call; None without a limit to compare with."""
     overwritten: Callable[[], Overwritten] | None = None
-    """What the last pass that was checked overwrote, where a variant is known to."""
+    """Data that the last checked pass overwrote, for variants that are known to do so."""
 
     def run(self) -> None:
-        """One pass, eagerly."""
+        """Run one pass, eagerly."""
         run_all(self.calls)
 
     def run_captured(self) -> None:
-        """One pass of what a graph would hold, eagerly."""
+        """Run one pass of the calls that a graph would hold, eagerly."""
         run_all(self.calls if self.to_capture is None else self.to_capture)
 
 
 def run_all(calls: Sequence[Run]) -> None:
-    """One call after the other."""
+    """Run one call after the other."""
     for call in calls:
         call()
 
@@ -94,9 +98,9 @@ def compared(
     written_bytes: int = 0,
     before: Run = lambda: None,
 ) -> Calls:
-    """Calls that return tensors, of which the last pass's are held against the truth: `error` of them, up to `limit`.
+    """Return calls that return tensors, with a check of the last pass by `error` and `limit`.
 
-    Whatever an earlier pass returned is filled with NaN before a pass that is checked; then `before` is run.
+    Tensors of an earlier pass are filled with NaN before a checked pass; then `before` is run.
     """
     results: list[Tensors] = [() for _ in calls]
 
@@ -132,30 +136,30 @@ def spoil(*tensors: torch.Tensor) -> None:
 
 
 def verdict(error: float, limit: float) -> str:
-    """What is said of a relative error; empty where it is within the limit."""
+    """Return the description of a relative error; empty if it is within the limit."""
     return "" if error <= limit else f"its relative error is {error:.2g}"
 
 
 class Workload(Protocol):
-    """What every bench has: tensors on a device, and a way to make a case of them."""
+    """Interface of every bench: tensors on a device, and a method that builds a case from them."""
 
     def __init__(self, device: torch.device, seed: int) -> None: ...
 
     def build(self, case: Case) -> Calls:
-        """A case, ready to run."""
+        """Return a case, ready to run."""
 
 
 class HostClock:
-    """Host time inside calls, each behind work that keeps the GPU busy: launching is short, waiting is not.
+    """Measure host time inside calls, each after work that keeps the GPU busy: a launch is short, a wait is not.
 
-    The one place that reads a host clock around asynchronous work: what the host does is what is measured here.
+    This is the only place that reads a host clock around asynchronous work, because it measures the host.
     """
 
     def __init__(self, calls: Sequence[Run], backlog_us: float) -> None:
         self.calls, self.cycles = calls, round(backlog_us * _cycles_per_us())
 
     def chunk(self, passes: int) -> tuple[list[float], float]:
-        """(host time inside the calls of each pass in ms, elapsed seconds); see measure.time_chunks."""
+        """Return (host time inside the calls of each pass in ms, elapsed seconds); see measure.time_chunks."""
         begin = time.perf_counter()
         return [self._pass() for _ in range(passes)], time.perf_counter() - begin
 
@@ -171,9 +175,9 @@ class HostClock:
 
 
 def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
-    """Time of a call, where `run` is a pass of so many, passes back to back, by CUDA events.
+    """Return the time of a call by CUDA events; `run` is a pass of `calls` calls, repeated back to back.
 
-    Run eagerly, the host's waiting and launching is in it; a graph's replay has none of either.
+    Eagerly, the time includes waits and launches of the host; a graph's replay has neither.
     """
     (time,), gpu = gpu_times([(run, calls)], device, settings)
     return time, gpu
@@ -182,7 +186,7 @@ def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings
 def gpu_times(
     passes: Sequence[tuple[Run, int]], device: torch.device, settings: BenchSettings
 ) -> tuple[list[Timing], Gpu | None]:
-    """The same of several that take turns, and the state that all of them met."""
+    """Return the times of several passes measured in turns, and the GPU state common to all."""
     with GpuSampler(device) as sampler:
         chunks = [Timer(run, device).chunk for run, _ in passes]
         found = time_in_turns(chunks, _rule(settings), chunk_seconds=CHUNK_SECONDS)
@@ -190,13 +194,13 @@ def gpu_times(
 
 
 def host_time(calls: Calls, settings: BenchSettings) -> Timing:
-    """Host time inside a call while the GPU is `backlog_us` behind."""
+    """Return the host time inside a call while the GPU is `backlog_us` behind."""
     clock = HostClock(calls.calls[:HOST_CALLS], settings.backlog_us)
     return _timing(time_chunks(clock.chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls))
 
 
 def try_capture(calls: Calls) -> Graph:
-    """Whether a pass can be captured at all, and if not, what torch says. Nothing should be timed afterwards."""
+    """Try to capture a pass; return the result, with torch's message if it fails. No timing should follow."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     _tried.append(graph)
     torch.cuda.synchronize()
@@ -216,9 +220,9 @@ def try_capture(calls: Calls) -> Graph:
 
 
 def waits(run: Run) -> bool:
-    """Whether torch itself would wait for a stream in `run`.
+    """Return True if torch itself would wait for a stream in `run`.
 
-    Asked before anything else is counted: the live detector's callbacks stay for good and would slow later timings.
+    Called before all other counts: the live detector's callbacks are permanent and would slow later timings.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -233,10 +237,10 @@ def waits(run: Run) -> bool:
 
 
 def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) -> Syncs:
-    """Synchronisations of one pass, per call; what building it takes is left out.
+    """Count the synchronisations of one pass, per call, without those of building it.
 
-    On a GPU nothing may be timed afterwards, as the detector's callbacks stay. On the CPU the case is built again, on
-    a device that only stands for a GPU.
+    On a GPU no timing may follow, because the detector's callbacks stay. On the CPU the case is built again, on a
+    device that imitates a GPU.
     """
     if device.type == "cuda":
         from dcpbench.syncs.live import watch
@@ -301,15 +305,15 @@ def _cycles_per_us() -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the advice below it."""
+    """Return the first line of an error message, without the advice below it."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def cold_sets(set_bytes: int, device: torch.device) -> int:
-    """Sets of tensors that a pass must go through so that none of a set is still in the L2 cache when it comes again.
+    """Return the number of tensor sets of a pass such that a set has left the L2 cache before it is used again.
 
-    Without the set itself they fill it COLD times over; a set that does so alone is enough. At most MOST_SETS.
+    The other sets fill the cache COLD times over; a single set that does so is enough. At most MOST_SETS.
     """
     if device.type == "cpu":
         return CPU_SETS
@@ -318,7 +322,7 @@ def cold_sets(set_bytes: int, device: torch.device) -> int:
 
 
 def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """‖x − truth‖ / ‖truth‖ in fp64; 0 where both are 0, infinite where x holds NaN or infinity."""
+    """Return ‖x − truth‖ / ‖truth‖ in fp64; 0 if both are 0, infinite if x holds NaN or infinity."""
     size = float(truth.double().norm())
     error = float((x.double() - truth.double()).norm())
     if not math.isfinite(error):

@@ -1,4 +1,4 @@
-"""Bench collectives: what a decode step sends over NVLink, collective by collective, on messages of B × 7168 numbers.
+"""Bench collectives: the NVLink traffic of a decode step, collective by collective, on messages of B × 7168 numbers.
 
     all-gather       every rank has 1/N of the message, all get the whole
     reduce-scatter   every rank has a message, each gets 1/N of their sum
@@ -6,7 +6,7 @@
     all-reduce       every rank has a message, all get the sum
     all-reduce-symm  the same over symmetric memory, in place of NCCL
 
-    …-registered     one of the first four whose input and output lie in memory that NCCL has registered
+    …-registered     one of the first four with input and output in memory that is registered with NCCL
 
 The size of a message is the same for all: [B, width] in bf16. Received bytes are those of the best known algorithm, so
 that received bytes / time is the bus bandwidth of nccl-tests: (N−1)/N of the message, twice that for all-reduce.
@@ -43,8 +43,9 @@ NCCL: dict[str, Callable[[Group, torch.Tensor], torch.Tensor]] = {
     "all-to-all": lambda group, x: group.all_to_all(x.view(group.size, -1)),
     "all-reduce": lambda group, x: group.all_reduce(x),
 }
-"""Collectives of a message; of the others only their names begin with one of these. The sum of all-reduce is in place
-as in a step: repeated, it grows beyond what bf16 holds, which costs no time."""
+"""NCCL collectives of a message; names of other variants begin with one of these. The sum of all-reduce is in place as
+in a step: repeated, it grows beyond the range of bf16, which costs no time.
+"""
 
 
 INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -60,7 +61,7 @@ SUFFIX = "-registered"
 
 
 def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """What a rank gets of all ranks' messages, in fp64."""
+    """Return the expected result of a rank from all ranks' messages, in fp64."""
     flat_NM = torch.stack([m.flatten().double() for m in messages])
     parts_NNP = flat_NM.unflatten(1, (len(messages), -1))
     if variant.startswith("all-gather"):
@@ -72,7 +73,7 @@ def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Ten
 
 
 class Borrower:
-    """Holds registered memory as long as it lives."""
+    """Owner of registered memory for its own lifetime."""
 
 
 class Collectives:
@@ -83,7 +84,7 @@ class Collectives:
         self._borrower: Borrower | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes requests, width and ranks."""
+        """Return calls of a case with sizes requests, width and ranks."""
         shape = int(case.sizes["requests"]), int(case.sizes["width"])
         messages = [self._message(shape, rank) for rank in range(self.group.size)]
         wanted = expected(case.variant, messages, self.group.rank)
@@ -109,7 +110,7 @@ class Collectives:
         def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
             return max(relative_error(got.flatten(), wanted) for (got,) in results)
 
-        def fill() -> None:  # after the poison: what works in place has its result there
+        def fill() -> None:  # after the poison, because in-place collectives have their result here
             for x in inputs:
                 x.copy_(mine)
 
@@ -123,14 +124,14 @@ class Collectives:
         )
 
     def _registered(self, message: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """So many messages, and as much memory for their results, in registered memory that is lent to this bench."""
+        """Return `count` messages, and as much memory for their results, in registered memory lent to this bench."""
 
         def carve(carver: Carver) -> list[torch.Tensor]:
             return [carver.take(message.numel(), dtype=message.dtype) for _ in range(2 * count)]
 
         size = Carver()
         carve(size)
-        lent = self._borrower = Borrower()  # what the last case had is free
+        lent = self._borrower = Borrower()  # the memory of the last case is free
         own = borrow(lent, self.group, size.used, self.device, "a variant with -registered", "the one without")
         parts = carve(Carver(own))
         return [part.view_as(message) for part in parts[:count]], parts[count:]

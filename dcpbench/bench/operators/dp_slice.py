@@ -1,4 +1,4 @@
-"""Bench dp-slice: a rank takes its own tokens' routed experts out of a batch gathered over attention-DP ranks.
+"""Bench dp-slice: a rank selects its own tokens' routed experts from a batch gathered over attention-DP ranks.
 
     cuda-slice   start and length are numbers on the GPU: each end of the slice is read to the host
     host-slice   start and length from the counts with which the host made the batch (`dp_rows`)
@@ -45,11 +45,12 @@ class Batch:
 
 
 def dp_rows(tokens_of_ranks: Sequence[int] | None, rank: int, graph_batch: int | None = None) -> tuple[int, int]:
-    """(first row, number of rows) of `rank`, as Python integers: a slice with them waits for no GPU.
+    """Return (first row, number of rows) of `rank`, as Python integers, so that a slice with them does not wait for the
+    GPU.
 
     Without `graph_batch` the ranks' rows follow each other, and the first is Σ tokens_of_ranks[:rank]. Under CUDA
-    graphs each rank has `graph_batch` rows, padding last, and the first is rank × graph_batch. Raises UsageError for
-    counts that are missing, that do not hold this rank, or that do not fit.
+    graphs each rank has `graph_batch` rows, padding last, and the first is rank × graph_batch. Raise UsageError for
+    counts that are missing, that do not include this rank, or that do not fit.
     """
     if tokens_of_ranks is None:
         counts = f"[{graph_batch}] * dp" if graph_batch is not None else "[n_0, n_1, …]"
@@ -77,14 +78,14 @@ def dp_rows(tokens_of_ranks: Sequence[int] | None, rank: int, graph_batch: int |
 
 
 def cuda_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:
-    """(start, end) with at least one of them on the GPU."""
+    """Return (start, end) with at least one of them on the GPU."""
     length = batch.counts_on_device[rank]
     start = rank * graph_batch if graph_batch is not None else torch.cumsum(batch.counts_on_device, 0)[rank] - length
     return start, start + length
 
 
 def host_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:
-    """(start, end) as Python integers."""
+    """Return (start, end) as Python integers."""
     start, length = dp_rows(batch.counts, rank, graph_batch)
     return start, start + length
 
@@ -106,10 +107,10 @@ class DpSlice:
         self.device, self.seed = device, seed
 
     def build(self, case: Case) -> Calls:
-        """Calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
+        """Return calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
         tokens, dp = int(case.sizes["tokens"]), int(case.sizes["dp"])
         batch, rank = self._batch(uneven_counts(tokens, dp), tokens), dp - 1
-        # During capture no batch is there yet: every rank is taken to have all the rows of the graph.
+        # No batch exists during capture: every rank is assumed to have all the rows of the graph.
         in_graph = dataclasses.replace(
             batch,
             counts=[tokens] * dp,
@@ -141,7 +142,7 @@ class DpSlice:
         )
 
     def _check_all(self, locate: Callable[[Batch, int, int | None], Slice], tokens: int, dp: int) -> str:
-        """Every rank, in both layouts, of uneven, absent and lonely tokens."""
+        """Check every rank, in both layouts, with uneven counts, ranks without tokens and ranks with one token."""
         lonely = [0] * (dp - 1) + [tokens]
         for counts in (uneven_counts(tokens, dp), [0] * dp, lonely, lonely[::-1]):
             batch = self._batch(counts, tokens)
@@ -155,7 +156,7 @@ class DpSlice:
         return ""
 
     def _batch(self, counts: list[int], graph_batch: int) -> Batch:
-        """A batch whose every number is another, so that no two rows are alike."""
+        """Return a batch of distinct numbers, so that no two rows are equal."""
         numbers = torch.arange(sum(counts) * LAYERS * COLUMNS, dtype=torch.int32).view(-1, LAYERS, COLUMNS)
         padded = torch.full((len(counts), graph_batch, LAYERS, COLUMNS), PADDING, dtype=torch.int32)
         for rank, part in enumerate(numbers.split(counts)):
@@ -169,17 +170,19 @@ class DpSlice:
 
 
 def uneven_counts(tokens: int, dp: int) -> list[int]:
-    """Tokens of each rank: quarters of `tokens`, none on every fourth, and all on the last."""
+    """Return the tokens of each rank: quarters of `tokens`, none on every fourth, and all on the last."""
     return [tokens * SHARES[rank % len(SHARES)] // 4 for rank in range(dp - 1)] + [tokens]
 
 
 def _expected(batch: Batch, rank: int) -> torch.Tensor:
-    """The reference: cut the whole batch into the parts that it was made of."""
+    """Return the reference: the whole batch, cut into its original parts."""
     return batch.packed.cpu().split(batch.counts)[rank][:, :, :TOPK]
 
 
 def _difference(out: torch.Tensor, expected: torch.Tensor, where: str) -> str:
-    """Whether `out` begins with the expected rows and was left alone behind them."""
+    """Return the difference if `out` does not begin with the expected rows or was written behind them; else an empty
+    string.
+    """
     got = out.cpu()
     if not torch.equal(got[: len(expected)], expected):
         return f"{where}: its rows are not the expected {len(expected)}"

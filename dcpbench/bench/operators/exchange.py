@@ -1,13 +1,13 @@
-"""Bench exchange: what a decode attention layer sends between the ranks of a DCP group, exchange by exchange.
+"""Bench exchange: communication of a decode attention layer between the ranks of a DCP group, exchange by exchange.
 
 A call is the exchange's share of a layer: q in place → gather_q → partial results in place → merge. In an engine the
-steps before it have just written both, so they lie in the L2 cache, and here too: nothing is done to keep it cold.
+preceding operations have just written both, so they lie in the L2 cache; the bench keeps the cache warm, too.
 
     ag_rs        as the engine runs it: partial outputs are reduced in fp32
     ag_rs-bf16   the same, reduced in bf16
-    others       as exchange/ makes them
+    others       as in exchange/
 
-The least that a rank must receive, per request: q (N−1)/N·H·Q·2, o (N−1)/N·H·R·2, lse (N−1)/N·H·4 bytes, behind one
+The minimum that a rank must receive, per request: q (N−1)/N·H·Q·2, o (N−1)/N·H·R·2, lse (N−1)/N·H·4 bytes, after one
 barrier for q and one for the partial results.
 """
 
@@ -38,12 +38,12 @@ DTYPE = torch.bfloat16
 LIMIT = 1e-2
 """Relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16."""
 EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2
-"""Requests without rows, where there are so many."""
+"""Requests without rows, if there are enough requests."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Filled(ExchangeSpec):
-    """Hands out tensors that hold numbers already, where an exchange asks for new ones."""
+    """Spec that returns pre-filled tensors where an exchange requests new ones."""
 
     q_BhQ: torch.Tensor  # noqa: N815 - tensor suffixes are part of a name
     o_BHR: torch.Tensor  # noqa: N815 - as above
@@ -68,7 +68,7 @@ class Inputs:
 
     @classmethod
     def of(cls, case: Case, device: torch.device, seed: int) -> Inputs:
-        """Random, with requests that some rank or every rank has no rows of; their o is NaN."""
+        """Return random inputs, including requests without rows on some or all ranks; their o is NaN."""
         batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
         random = torch.Generator(device).manual_seed(seed)
 
@@ -84,12 +84,12 @@ class Inputs:
         return cls(q_BHQ=numbers(batch, heads, KV_WIDTH).to(DTYPE), o_NBHR=o_NBHR, lse_NBH=lse_NBH)
 
     def merged(self, heads: slice) -> torch.Tensor:
-        """[h, B, R] of some heads, in fp64."""
+        """Return [h, B, R] of some heads, in fp64."""
         return merge(self.o_NBHR[:, :, heads].double(), self.lse_NBH[:, :, heads].double()).transpose(0, 1)
 
 
 def made(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
-    """The exchange of a variant."""
+    """Return the exchange of a variant."""
     name, _, wire = variant.partition("-")
     return make_exchange(name, group, dataclasses.replace(spec, wire=DTYPE) if wire else spec)
 
@@ -101,7 +101,7 @@ class ExchangeBench:
         self.device, self.seed, self.group = device, seed, everyone()
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes heads, requests, ranks, value and q. Collective."""
+        """Return calls of a case with sizes heads, requests, ranks, value and q. Collective."""
         group, batch, heads = self.group, int(case.sizes["requests"]), int(case.sizes["heads"])
         inputs = Inputs.of(case, self.device, self.seed)
         own = slice(heads // group.size * group.rank, heads // group.size * (group.rank + 1))
@@ -141,9 +141,9 @@ class ExchangeBench:
         def check(run: Callable[[], None]) -> str:
             for q_BHQ, got_hBR in last:
                 spoil(got_hBR)
-                if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # else nothing is gathered
+                if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # equal if no q is gathered
                     spoil(q_BHQ)
-            gather_objects(None)  # peers may write the gathered q: none begins before all have spoilt theirs
+            gather_objects(None)  # peers may write the gathered q: no rank begins before all have poisoned theirs
             run()
             if not all(torch.equal(q_BHQ, inputs.q_BHQ) for q_BHQ, _ in last):
                 return "gathered q is not all ranks' q"
@@ -156,7 +156,9 @@ class ExchangeBench:
 
 
 def work_of(case: Case) -> Work:
-    """See the module; `wire_bytes` is what the variant receives instead, by the formula of its own file."""
+    """Return the work of a case, see the module; `wire_bytes` are the received bytes by the formula of the variant's
+    own file.
+    """
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
     q = Work() if replicate else query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)

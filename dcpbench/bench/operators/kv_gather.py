@@ -1,18 +1,18 @@
-"""Bench kv-gather: the KV prefix of several requests, interleaved on the ranks of a DCP group, comes into token order.
+"""Bench kv-gather: gather the KV prefix of several requests, interleaved on the ranks of a DCP group, into token order.
 
     nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
     direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
 
-What travels, the received parts (nccl) or the own part (direct), lies in a buffer:
+The transferred data, the received parts (nccl) or the own part (direct), lies in a buffer:
 
-    pool       a reserve of symmetric memory, taken at start
-    outgrown   the reserve is too small: symmetric memory, allocated at run time in every eager call and given back
-    registered           a reserve registered with NCCL, taken at start, with the own part in it, too (nccl alone)
-    registered-outgrown  that is too small: allocated, registered and given back in every eager call
-    plain      no reserve: torch's caching allocator for nccl; for direct as `outgrown`, as peers can read nothing else
+    pool       a reserve of symmetric memory, allocated at start
+    outgrown   the reserve is too small: symmetric memory, allocated at run time in every eager call and freed again
+    registered           a reserve registered with NCCL, allocated at start, including the own part (nccl only)
+    registered-outgrown  the registered reserve is too small: allocated, registered and freed in every eager call
+    plain      no reserve: torch's caching allocator for nccl; for direct as `outgrown`, because peers need such memory
 
-A captured call has its buffer from before. So the eager time of `outgrown` beside its time in a graph says what the
-allocation costs, and beside `pool` what a larger reserve would save.
+A captured call has allocated its buffer before. The eager time of `outgrown` minus its time in a graph is therefore the
+cost of the allocation, and minus that of `pool` the saving of a larger reserve.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 PAGE = 64
 SPARE_ROWS = 8
-"""Rows behind the gathered ones, which must stay as they are."""
+"""Rows after the gathered ones, which must stay unchanged."""
 POISON = 0x7FEB
 """bf16 bits of a NaN that no row holds."""
 ALLOCATING_CALLS = 4
@@ -74,7 +74,7 @@ class Inputs:
     """[layers, tokens and spare rows, 576]"""
 
     def check(self, layers: int, run: Callable[[], None]) -> str:
-        """Poison what so many layers are gathered into, run a pass, compare every bit."""
+        """Poison the results of `layers` layers, run a pass, compare every bit."""
         got_LTQ = self.results[:layers].view(torch.int16)
         got_LTQ.fill_(POISON)
         run()
@@ -100,7 +100,7 @@ class KvGather:
         self._inputs: Inputs | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes requests, tokens (of all of them), ranks, buffer and pool_bytes."""
+        """Return calls of a case with sizes requests, tokens (of all of them), ranks, buffer and pool_bytes."""
         key = (case.sizes["requests"], case.sizes["tokens"], case.calls)
         if key != self._key or self._inputs is None:
             self._inputs = None  # frees the old tensors before the new ones are made
@@ -129,7 +129,7 @@ class KvGather:
         )
 
     def _buffers(self, case: Case, task: Task) -> tuple[Lend, Buffer]:
-        """(how an eager call comes by its buffer, the buffer of captured calls)."""
+        """Return (context manager that provides the buffer of an eager call, buffer of captured calls)."""
         nbytes, kind = task.buffer_bytes(case.variant), case.sizes["buffer"]
         if kind == "pool":
             reserve, pool_bytes = self._reserve, int(case.sizes["pool_bytes"])
@@ -149,7 +149,7 @@ class KvGather:
         return lambda: self._allocated(nbytes), symmetric(self.group, nbytes, self.device)
 
     def _window(self, nbytes: int) -> Registered:
-        """The one registered buffer that is kept, of this size."""
+        """Return the kept registered buffer of this size."""
         if self._registered is None or len(self._registered.own) != nbytes:
             if self._registered is not None:
                 self._registered.close()
@@ -162,14 +162,14 @@ class KvGather:
 
     @contextlib.contextmanager
     def _registering(self, nbytes: int) -> Iterator[Registered]:
-        """A registered buffer for one call; closing it waits for the work on it."""
+        """Yield a registered buffer for one call; closing it waits for the work on it."""
         window = self._new_window(nbytes)
         yield window
         window.close()
 
     @contextlib.contextmanager
     def _allocated(self, nbytes: int) -> Iterator[Peers]:
-        """Symmetric memory, given back when the work on it is done: no allocator would wait for that."""
+        """Yield symmetric memory, and free it after waiting for the work on it, which no allocator would do."""
         yield symmetric(self.group, nbytes, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -204,7 +204,9 @@ class KvGather:
 
 
 def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[torch.Tensor, int]:
-    """(rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's own pools."""
+    """Return (rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's own
+    pools.
+    """
     lengths = prefix.lengths
     pages = sum(-(-length // (PAGE * group.size)) for length in lengths)
     allocator = DcpAllocator(pages + 1, PAGE, group.size)
@@ -228,7 +230,7 @@ def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[tor
 
 
 def own_tokens(prefix: Prefix, rank: int) -> torch.Tensor:
-    """int64: a rank's tokens, in the numbering of all requests' tokens."""
+    """Return a rank's tokens, int64, in the numbering of all requests' tokens."""
     requests = zip(prefix.starts, prefix.lengths, strict=False)
     shares = [torch.arange(start + min(rank, length), start + length, prefix.dcp) for start, length in requests]
     return torch.cat(shares)

@@ -1,12 +1,12 @@
-"""Bench kv-write: a layer's new KV rows go to the pool of a rank that owns one token of N; -1 stands for the others.
+"""Bench kv-write: a layer's new KV rows go to the pool of a rank that owns one token of N; -1 marks the others.
 
-    check-all       look whether all rows are valid, filter if not: the code before the published fix
-    filter          filter always: the published fix, said to avoid synchronisation
+    check-all       check whether all rows are valid, filter if not: the code before the published fix
+    filter          always filter: the published fix, which is described as avoiding synchronisation
     masked-kernel   the mask inside a kernel
 
-Every layer has a pool and rows of its own, which a pass therefore reads and writes in device memory. A pool is poisoned
-with NaN, and the rows of tokens that this rank does not own are NaN of other bits: whatever is written where it should
-not be, or read where it should not be, shows.
+Every layer has its own pool and rows, which a pass therefore reads and writes in device memory. A pool is poisoned with
+NaN, and the rows of tokens that this rank does not own are NaN of other bits, so that every misplaced write or read is
+detected.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from dcpbench.bench.record import Case
 
 SPARE_ROWS = 64
-"""Rows of a pool that no token goes to, in every layer."""
+"""Unused rows of a pool, in every layer."""
 POISON = {torch.bfloat16: 0x7FEB, torch.uint8: 0xFF}
-"""Bits of a NaN that fills pools, by what they hold: bf16 and float8_e4m3fn as bytes."""
+"""Bits of the NaN that fills pools, by dtype of the pool: bf16 and float8_e4m3fn as bytes."""
 FOREIGN = 0x7FC0
 """bf16 bits of another NaN, for rows that are not this rank's; in float8_e4m3fn it becomes 0x7F."""
 STORAGE = {"bf16": torch.bfloat16, "fp8": torch.uint8}
-"""What a pool holds; fp8 is stored as bytes, because index_put knows no float8."""
+"""Dtype of a pool; fp8 is stored as bytes, because index_put does not support float8."""
 
 
 def check_all(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
-    """Before the fix: reads a value of the mask on the host, then filters with it where it has to."""
+    """Write with the code before the fix: read a value of the mask on the host, then filter with it if necessary."""
     valid = loc_B >= 0
     if not valid.all():
         loc_B, new_BQ = loc_B[valid], new_BQ[valid]
@@ -49,15 +49,15 @@ def check_all(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, sc
 
 
 def filter_always(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
-    """The published fix: filters without looking, and each boolean index has to know how many rows remain."""
+    """Write with the published fix: always filter; each boolean index needs the number of remaining rows."""
     valid = loc_B >= 0
     kv_KQ[loc_B[valid]] = _stored(new_BQ[valid], kv_KQ.dtype, scale)
 
 
 def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float, share: int = 1) -> None:
-    """The mask in a kernel: nothing is counted. Without a GPU it runs in Triton's interpreter.
+    """Write rows with the mask in a kernel, without a count. Without a GPU it runs in Triton's interpreter.
 
-    The kernel before is another layer's write, so that all that this one reads has long been there: `settled`.
+    The preceding kernel writes another layer, so all inputs of this one have been written long before: `settled`.
     """
     write_rows(kv_KQ, new_BQ, loc_B, scale=scale, share=share, settled=True)
 
@@ -83,7 +83,7 @@ class Inputs:
 
     @functools.cached_property
     def wanted(self) -> torch.Tensor:
-        """A layer of the pool as the reference, one row at a time on the host, leaves it."""
+        """Return a layer of the pool as written by the reference, one row at a time on the host."""
         wanted = torch.empty_like(self.pool[0], device="cpu")
         poison(wanted)
         write_rows_reference(wanted, self.new[0].cpu(), self.loc.cpu(), self.scale)
@@ -101,7 +101,7 @@ class Inputs:
 
 
 class KvWrite:
-    """Builds cases; inputs are kept from one case to the next where only the variant changes."""
+    """Build cases; inputs are reused if only the variant changes between cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
@@ -109,7 +109,9 @@ class KvWrite:
         self._inputs: Inputs | None = None
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes tokens, dcp, owned, dtype and maybe scale, one for each of `case.calls` layers."""
+        """Return calls of a case with sizes tokens, dcp, owned, dtype and optionally scale, one for each of
+        `case.calls` layers.
+        """
         key = (*case.sizes.items(), case.calls)
         if key != self._key or self._inputs is None:
             self._inputs = None  # frees the old pool before the new one is made
@@ -134,7 +136,7 @@ class KvWrite:
         tokens, owned, dcp = (int(case.sizes[name]) for name in ("tokens", "owned", "dcp"))
         dtype = STORAGE[str(case.sizes["dtype"])]
         generator = torch.Generator().manual_seed(self.seed)
-        # Rank 0 of dcp, or one that owns nothing.
+        # Rank 0 of dcp, or a rank without owned tokens.
         mine = (torch.arange(tokens) % dcp == 0) & (owned > 0)
         loc = torch.where(mine, torch.randperm(tokens + SPARE_ROWS, generator=generator)[:tokens], -1)
         new = torch.randn(tokens, KV_WIDTH, generator=generator).to(torch.bfloat16)
@@ -152,13 +154,13 @@ class KvWrite:
 
 
 def poison(kv: torch.Tensor) -> None:
-    """Fill a pool with a NaN that nothing else here has."""
+    """Fill a pool with a NaN that occurs nowhere else here."""
     bits = kv.view(torch.int16) if kv.dtype == torch.bfloat16 else kv
     bits.fill_(POISON[kv.dtype])
 
 
 def _stored(new_BQ: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Rows as the pool holds them; without a scale by the plain cast of the published code."""
+    """Return rows in the pool's format; without a scale by the plain cast of the published code."""
     if dtype == torch.uint8 and scale == 1.0:
         return new_BQ.to(torch.float8_e4m3fn).view(dtype)
     return as_stored(new_BQ, dtype, scale)

@@ -1,4 +1,4 @@
-"""What this machine can do: the limits that a bench's times are held against, measured in the same run.
+"""Measure the limits of this machine, in the same run as the times that are compared with them.
 
     read      device memory: block sums of a tensor many times the L2 cache
     copy      device memory: a copy of one; its bytes count twice, read and written
@@ -9,7 +9,7 @@
     smallest  NCCL's collectives of a few bytes
 
 With several ranks each is the slowest rank's. A limit that this machine does not have is left out with its reason.
-Steps of a model are held against the same limits, `rates`.
+Steps of a model are compared with the same limits, `rates`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ SIDE = 8192
 REPEATS = 32
 """Barriers or smallest collectives in one graph."""
 ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")
-"""What every rank has, and what it has with others."""
+"""Limits of each rank alone, and those between ranks."""
 FP8_ALONE = ("matmul_fp8",)
-"""What every rank has where weights or KV are fp8."""
+"""Limits of each rank alone, if weights or KV are fp8."""
 WARM_UP, SAMPLES = 5, 30
 REST_S = 0.1
 
 
 def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], list[str]]:
-    """The limits called `wanted`, and the reasons of those that cannot be had. Collective."""
+    """Return the limits named in `wanted`, and the reasons for missing ones. Collective."""
     found: list[Limit] = []
     without = []
     for name in wanted:
@@ -64,9 +64,9 @@ def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], l
 
 
 def rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rates:
-    """What the steps of a job are held against. Collective; takes some 2 s and no memory afterwards.
+    """Return the rates with which the steps of a job are compared. Collective; takes some 2 s and keeps no memory.
 
-    `fp8`: with the rate of products whose operands are fp8.
+    `fp8`: include the rate of products with fp8 operands.
     """
     wanted = ALONE + (FP8_ALONE if fp8 else ()) + (() if ranks == 1 else BETWEEN)
     found, without = measure(wanted, device)
@@ -84,9 +84,9 @@ def rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rates:
 
 
 def best(name: str, unit: str, amount: float, steps: Sequence[Run], device: torch.device) -> Limit:
-    """The best of some ways to do the same: `amount` a step, or seconds for one of `amount` where the unit is `s`.
+    """Return the best of several equivalent steps: `amount` per second, or the seconds per amount if the unit is `s`.
 
-    A short burst after a rest: what the chip can do before its power cap slows a matrix product down.
+    A short burst after a rest, before the power cap of the chip slows a matrix product down.
     """
     found = []
     for step in steps:
@@ -164,7 +164,7 @@ def _repeated(call: Run) -> Callable[[], None]:
 
 
 def _symmetric(numbers: int, group: Group, device: torch.device):  # noqa: ANN202 - torch's class has no public name
-    """(fp32 numbers that peers can read, their symmetric memory). Raises CapacityError where they cannot."""
+    """Return (fp32 numbers that peers can read, their symmetric memory). Raise CapacityError if peers cannot read them."""
     from torch.distributed import _symmetric_memory as symmetric
 
     if group.handle is None:

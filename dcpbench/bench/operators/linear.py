@@ -1,11 +1,11 @@
 """Bench linear: a linear layer of one rank, over the rows of a decode step or of prompts.
 
-    triton      our own over fp8 weights (kernels/linear.py), as an engine calls it: rows are quantised in its time
-    torch       torch's linear over bf16 weights, which is what an engine runs for them
+    triton      our own over fp8 weights (kernels/linear.py), as an engine calls it: its time includes quantising rows
+    torch       torch's linear over bf16 weights, which an engine uses for them
     deepgemm    DeepGEMM's `fp8_gemm_nt` over rows that are quantised already
     flashinfer  FlashInfer's `fp8_blockscale_gemm_sm90`, which quantises rows itself
 
-What a call must read are the weights and the rows, in bf16 whoever quantises them.
+The minimum memory traffic of a call is the weights and the rows, counted in bf16 for all variants.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ CHECKED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a case."""
+    """Sizes of a case."""
 
     layer: str
-    """Such as `qkv_a`."""
+    """Name of the layer, such as `qkv_a`."""
     inputs: int
     outputs: int
     rows: int
     weights: str = "bf16"
-    """Or `fp8`."""
+    """`bf16` or `fp8`."""
 
 
 def triton(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """kernels/linear.py. Raises UsageError for bf16, which has no kernel of ours."""
+    """Return a call of kernels/linear.py. Raise UsageError for bf16, which has no kernel of ours."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("triton multiplies fp8 weights; use --variant torch with --weights bf16.")
     return lambda: (kernels.linear(x_TK, weight_NK),)
 
 
 def by_torch(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """`torch.nn.functional.linear`. Raises UsageError for fp8."""
+    """Return a call of `torch.nn.functional.linear`. Raise UsageError for fp8."""
     if isinstance(weight_NK, Scaled):
         raise UsageError("torch has no product for block scales; use --variant triton,deepgemm with --weights fp8.")
     return lambda: (torch.nn.functional.linear(x_TK, weight_NK),)
 
 
 def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """DeepGEMM's product. Raises MissingPackageError without it, UsageError for bf16."""
+    """Return a call of DeepGEMM's product. Raise MissingPackageError without it, UsageError for bf16."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("deepgemm multiplies fp8 weights here; use --variant torch with --weights bf16.")
     try:
@@ -84,7 +84,7 @@ def deepgemm(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[
 
 
 def flashinfer(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
-    """FlashInfer's product. Raises MissingPackageError without it, UsageError for bf16."""
+    """Return a call of FlashInfer's product. Raise MissingPackageError without it, UsageError for bf16."""
     if not isinstance(weight_NK, Scaled):
         raise UsageError("flashinfer multiplies fp8 weights here; use --variant torch with --weights bf16.")
     try:
@@ -113,7 +113,7 @@ class Linear:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with the sizes of `Sizes`."""
+        """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         random = torch.Generator(self.device).manual_seed(self.seed)
         product = Product(sizes.inputs, sizes.outputs)
@@ -138,5 +138,5 @@ class Linear:
 
 
 def wide(weight_NK: torch.Tensor | Scaled) -> torch.Tensor:
-    """What a weight stands for, in fp64."""
+    """Return the represented weight in fp64."""
     return (dequantise_weight(weight_NK) if isinstance(weight_NK, Scaled) else weight_NK).double()

@@ -4,9 +4,9 @@
     correct      ag_rs: a rank's share of the merged output, exp(lse_rank − lse*)·o, heads first, fp32
     pack         a2a: partial outputs and lse as one message for each rank
     combine      a2a: the messages of all ranks merged, fp32
-    value-proj   W_UV on what is delivered: fp32 latent columns of a rank's heads to value columns
+    value-proj   W_UV on the merged output: fp32 latent columns of a rank's heads to value columns
 
-A pass goes through as many sets of tensors as keep the L2 cache cold; in an engine their inputs would still lie there.
+A pass loops over enough sets of tensors to keep the L2 cache cold; in an engine their inputs would still be in it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 DTYPE = torch.bfloat16
 LIMIT = 5e-3
-"""Relative error past which a result is wrong: rounding it to bf16; inputs are what they are."""
+"""Maximum relative error of a correct result: the rounding to bf16; inputs are exact."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a case."""
+    """Sizes of a case."""
 
     heads: int
     requests: int
@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def own(self) -> int:
-        """Heads of one rank."""
+        """Return the heads of one rank."""
         return self.heads // self.dcp
 
 
@@ -56,12 +56,12 @@ class Ready:
 
     call: Callable[[], tuple[torch.Tensor, ...]]
     truth: Callable[[], tuple[torch.Tensor, ...]]
-    """What `call` gives, in fp64."""
+    """Expected result of `call`, in fp64."""
     work: Work
 
 
 def head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """q [N, B, h, Q] to [B, H, Q], bf16."""
+    """Return the kernel for q [N, B, h, Q] to [B, H, Q], bf16."""
     q_NBhQ = numbers(s.dcp, s.requests, s.own, KV_WIDTH).to(DTYPE)
     return Ready(
         call=lambda: (in_head_order(q_NBhQ),),
@@ -71,7 +71,7 @@ def head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def packed(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """o [B, H, R] in bf16 and lse [B, H] to N messages."""
+    """Return the kernel for o [B, H, R] in bf16 and lse [B, H] to N messages."""
     o_BHR, lse_BH = numbers(s.requests, s.heads, LATENT).to(DTYPE), numbers(s.requests, s.heads)
     message = Message(s.requests, s.own, LATENT, DTYPE)
     return Ready(
@@ -82,7 +82,7 @@ def packed(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def combined(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """N messages of o in bf16 and lse to [h, B, R] in fp32."""
+    """Return the kernel for N messages of o in bf16 and lse to [h, B, R] in fp32."""
     message = Message(s.requests, s.own, LATENT, DTYPE)
     wire_NW = numbers(s.dcp, message.words)
     o_NBhR, lse_NBh = message.views(wire_NW)
@@ -101,7 +101,7 @@ def combined(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def correct(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """o [B, H, R] in bf16 and lse [N, B, H] to [H, B, R] in fp32."""
+    """Return the kernel for o [B, H, R] in bf16 and lse [N, B, H] to [H, B, R] in fp32."""
     o_BHR = numbers(s.requests, s.heads, LATENT).to(DTYPE)
     lse_NBH = 3 * numbers(s.dcp, s.requests, s.heads)
     rank = s.dcp - 1
@@ -113,7 +113,7 @@ def correct(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
 
 
 def value_proj(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
-    """o [h, B, R] in fp32 and W_UV [h, R, V] in bf16 to [B, h, V] in bf16."""
+    """Return the kernel for o [h, B, R] in fp32 and W_UV [h, R, V] in bf16 to [B, h, V] in bf16."""
     o_hBR = numbers(s.own, s.requests, LATENT)
     w_uv = (numbers(s.own, LATENT, VALUE) / LATENT**0.5).to(DTYPE)
     out_bytes = s.requests * s.own * VALUE * DTYPE.itemsize
@@ -134,7 +134,7 @@ VARIANTS: dict[str, Callable[[Sizes, Callable[..., torch.Tensor]], Ready]] = {
 
 
 def _by_rank(x_BH: torch.Tensor, own: int) -> torch.Tensor:
-    """[N, B, h, …] of [B, H, …]."""
+    """Return [N, B, h, …] from [B, H, …]."""
     return x_BH.unflatten(1, (-1, own)).transpose(0, 1)
 
 
@@ -145,7 +145,7 @@ class Merge:
         self.device, self.seed = device, seed
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with sizes heads, requests and dcp."""
+        """Return calls of a case with sizes heads, requests and dcp."""
         sizes = Sizes(**{name: int(value) for name, value in case.sizes.items()})
         random = torch.Generator(self.device).manual_seed(self.seed)
 

@@ -1,13 +1,14 @@
 """Bench moe: one of the two products of a rank's experts, over the tokens of a decode step or of prompts.
 
-    triton      our own; gate-up ends in silu(gate) · up, and for decode batches picks its rows on the way in
-    torch       torch's grouped product over rows that lie sorted already; gate-up without silu
-    deepgemm    DeepGEMM's masked product over rows that lie in a slab for each expert already; likewise
+    triton      our own; gate-up includes silu(gate) · up, and for decode batches gathers its rows while reading
+    torch       torch's grouped product over sorted rows; gate-up without silu
+    deepgemm    DeepGEMM's masked product over rows stored in a slab per expert; gate-up without silu
 
-So the others have less to do. What a call must read are the weights of experts that have a row, and the rows.
+So the others have less work. The minimum memory traffic of a call is the weights of experts that have a row, and the
+rows.
 
-With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result behind, which is what down
-takes; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
+With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result after the product, as the
+input of down; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ if TYPE_CHECKING:
 LIMIT = 8e-3
 """Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
 CHECKED = 8
-"""Experts whose rows are compared with fp64: the fullest, and others spread over all."""
+"""Number of experts with rows compared with fp64: the fullest, and others spread over all."""
 SLAB_ROWS = 64
-"""DeepGEMM's slabs are multiples of so many rows."""
+"""Number of which the row count of DeepGEMM's slabs is a multiple."""
 SPREAD = 90.0
-"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five of them."""
+"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five standard deviations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a case."""
+    """Sizes of a case."""
 
     product: str
     """`gate-up` or `down`."""
     experts: int
-    """All of them here, cut by width."""
+    """Number of experts, all on this rank, divided by width."""
     top_k: int
     hidden: int
     width: int
@@ -61,17 +62,18 @@ class Sizes:
     weights: str = "bf16"
     """Or `fp8`."""
     rows: str
-    """`uniform`: experts are drawn alike; `skewed`: expert i with a chance ∝ 1 / (i + 1); `few`: one in four, the
-    others have no row."""
+    """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
+    drawn, the others have no row.
+    """
 
     @property
     def gated(self) -> bool:
-        """Whether gate and up are multiplied, and hidden states come in."""
+        """Return True for the first product, gate-up, with hidden states as input."""
         return self.product == "gate-up"
 
     @property
     def weight(self) -> tuple[int, int, int]:
-        """[E, out, in]."""
+        """Return the weight's shape [E, out, in]."""
         if self.gated:
             return self.experts, 2 * self.width, self.hidden
         return self.experts, self.hidden, self.width
@@ -79,11 +81,11 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Tensors of one call, and what comes of them."""
+    """Tensors of one call, and their expected results."""
 
     sizes: Sizes
     x: torch.Tensor
-    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are what e4m3 holds exactly."""
+    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are exactly representable in e4m3."""
     weight: torch.Tensor | Scaled
     ids: torch.Tensor
     """int32 [T, top_k]"""
@@ -92,14 +94,14 @@ class Inputs:
 
     @functools.cached_property
     def sorted_rows(self) -> torch.Tensor:
-        """The rows in the order of experts, [T·k, in]."""
+        """Return the rows in the order of experts, [T·k, in]."""
         if not self.sizes.gated:
             return self.x
         order = torch.sort(self.ids.flatten(), stable=True).indices
         return self.x[order // self.sizes.top_k]
 
     def truth(self, expert: int, *, fused: bool) -> tuple[slice, torch.Tensor]:
-        """(sorted rows of an expert, what comes of them in fp64)."""
+        """Return (range of an expert's sorted rows, their expected result in fp64)."""
         begin = sum(self.counts[:expert])
         rows = slice(begin, begin + self.counts[expert])
         y = self.sorted_rows[rows].double() @ self._wide(expert).T
@@ -111,14 +113,14 @@ class Inputs:
         return rows, y
 
     def _wide(self, expert: int) -> torch.Tensor:
-        """An expert's weight as fp64 [out, in]."""
+        """Return an expert's weight as fp64 [out, in]."""
         if isinstance(self.weight, Scaled):
             one = Scaled(self.weight.data[expert], self.weight.scale[expert])
             return block_scaled.dequantise_weight(one).double()
         return self.weight[expert].double()
 
     def work(self) -> Work:
-        """Weights of experts that have a row, and each row read and each result written once."""
+        """Return the work: weights of experts that have a row, and each row read and each result written once."""
         _, height, depth = self.sizes.weight
         return expert_work(
             Product(depth, height),
@@ -137,13 +139,15 @@ class Ready:
 
     call: Callable[[], tuple[torch.Tensor, ...]]
     rows: Callable[..., torch.Tensor]
-    """What `call` returns as sorted rows."""
+    """Function that converts the result of `call` to sorted rows."""
     fused: bool = False
-    """Whether gate-up ends in silu(gate) · up."""
+    """True if gate-up includes silu(gate) · up."""
 
 
 def triton(inputs: Inputs) -> Ready:
-    """kernels/moe, as an engine calls it; what both products share is made before: the plan, or rows in order."""
+    """Return kernels/moe as an engine calls it; the shared input of both products is made before: the plan, or sorted
+    rows.
+    """
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
         return by_scales(inputs, inputs.weight)
@@ -165,7 +169,7 @@ def triton(inputs: Inputs) -> Ready:
 
 
 def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
-    """The same over fp8 weights; gate-up with the quantisation of its tokens."""
+    """Return the calls over fp8 weights; gate-up includes the quantisation of its tokens."""
     plan = scaled.plan(inputs.ids, 0, inputs.sizes.experts)
     top_k = inputs.sizes.top_k
     if inputs.sizes.gated:
@@ -182,7 +186,7 @@ def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
 
 
 def by_torch(inputs: Inputs) -> Ready:
-    """`torch._grouped_mm`. Raises UsageError for fp8."""
+    """Return a call of `torch._grouped_mm`. Raise UsageError for fp8."""
     if isinstance(inputs.weight, Scaled):
         raise UsageError(
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
@@ -194,7 +198,9 @@ def by_torch(inputs: Inputs) -> Ready:
 
 
 def deepgemm(inputs: Inputs) -> Ready:
-    """DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or that for fp8. Raises MissingPackageError without it."""
+    """Return a call of DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or of its fp8 version. Raise MissingPackageError
+    without it.
+    """
     try:
         import deep_gemm
     except ImportError as e:
@@ -233,7 +239,7 @@ VARIANTS: dict[str, Callable[[Inputs], Ready]] = {"triton": triton, "torch": by_
 
 
 class Moe:
-    """Builds cases. The weights are kept for the cases that follow: whole models of them take seconds to draw."""
+    """Build cases. The weights are kept for the following cases, because drawing a whole model takes seconds."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
@@ -241,7 +247,7 @@ class Moe:
         self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled]] = ((), [])
 
     def build(self, case: Case) -> Calls:
-        """Calls of a case with the sizes of `Sizes`."""
+        """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         if sizes.weights == "fp8" and (sizes.width % SCALE_BLOCK or sizes.hidden % SCALE_BLOCK):
             raise UsageError(
@@ -298,7 +304,9 @@ class Moe:
 
 
 def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor | Scaled:
-    """Normal numbers [..., N, K] that keep the size of what they multiply; fp8 expert by expert, as they take less memory."""
+    """Return normal numbers [..., N, K] scaled to preserve the norm of their input; fp8 expert by expert, to save
+    memory.
+    """
     device, deviation = random.device, shape[-1] ** -0.5
     if weights == "fp8":
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
@@ -313,7 +321,9 @@ def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torc
 
 
 def exact(x_TK: torch.Tensor) -> torch.Tensor:
-    """Numbers near those given whose groups have scales that are powers of two, so that nothing is lost in e4m3."""
+    """Return numbers near the given ones with group scales that are powers of two, so that e4m3 represents them
+    exactly.
+    """
     x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     x[:, ::SCALE_BLOCK] = LARGEST
     return (x * 2.0**-6).to(x_TK.dtype)

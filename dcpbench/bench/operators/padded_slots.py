@@ -1,10 +1,10 @@
-"""Bench padded-slots: a decode step whose graph has more rows than there are requests, with and without a padding slot.
+"""Bench padded-slots: a decode step with more graph rows than requests, with and without a padding slot.
 
     slot-0-live       slots 0 … n-1 are requests': unused rows of the graph, on slot 0, are rows of a live request
-    slot-0-padding    slot 0 is nobody's: they land in the padding page
+    slot-0-padding    slot 0 is reserved: unused rows use the padding page
 
-Truth is the same step with the unused rows filled by requests of their own, so that nothing is padded: tensors have
-the same shapes, and what differs is what padding did.
+The reference is the same step with the unused rows filled by requests of their own, so that there is no padding:
+tensors have the same shapes, and every difference is caused by padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIVE, PADDING = "slot-0-live", "slot-0-padding"
 KNOWN = "known"
 """The engine has the ids of the prompt, and a KV row of its first token that it has computed itself."""
 VICTIM = 0
-"""The request that has slot 0 where that is a request's."""
+"""Index of the request in slot 0, if that slot is not reserved."""
 ALONE = Layout(1)
 HELD_MOE = 4
 """Distinct MoE layers in memory, which the others reuse in turn; far more than the L2 cache."""
@@ -45,12 +45,12 @@ ROUNDING = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 """‖x − ref‖ / ‖ref‖ of logits that other rows' routing may explain, by changing in which order sums are taken."""
 
 Stored = list[tuple["torch.Tensor", "torch.Tensor"]]
-"""Of each request, KV rows [layers, tokens, Q] and token ids [tokens]."""
+"""KV rows [layers, tokens, Q] and token ids [tokens] of each request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a device is measured with."""
+    """Device and settings of the measurement."""
 
     model: str
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class Scene:
         self.logits.copy_(self.batch.logits[: len(self.live), : self.logits.shape[1]])
 
     def stored(self, context: int) -> Stored:
-        """Copies of what each live request has stored before the step, which writes KV row context - 1."""
+        """Return copies of the data that each live request has stored before the step, which writes KV row context - 1."""
         rows, requests = self.engine.model.kv.all_rows(), self.engine.requests
         return [
             (
@@ -96,18 +96,18 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Harm:
-    """What became of each live request in a step."""
+    """Changes to each live request in a step."""
 
     rows: list[list[tuple[int, int]]]
-    """(layer, token) of KV rows that were stored before the step and are others now."""
+    """(layer, token) of KV rows that were stored before the step and have changed."""
     ids: list[list[int]]
-    """Tokens of the prompt whose ids are others now."""
+    """Tokens of the prompt with changed ids."""
     errors: list[float]
     """‖x − ref‖ / ‖ref‖ of the logits."""
 
     @classmethod
     def between(cls, before: Stored, after: Stored, errors: list[float]) -> Harm:
-        """From what was stored before and after the step."""
+        """Return the changes between the data stored before and after the step."""
         pairs = list(zip(before, after, strict=True))
         return cls(
             rows=[[(layer, token) for layer, token in _places((a != b).any(dim=-1))] for (a, _), (b, _) in pairs],
@@ -132,7 +132,7 @@ class PaddedSlots:
         self.weights = load_weights(source, self.shape, ALONE, 0, Layers(whole.dense, min(HELD_MOE, whole.moe)))
 
     def build(self, case: Case) -> Calls:
-        """Calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""
+        """Return calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""
         requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
         known, spare = case.sizes["ids"] == KNOWN, padded_batch(requests) - requests
         scene = self._scene(requests, 0, context, padding=case.variant == PADDING)
@@ -185,7 +185,7 @@ class PaddedSlots:
         return Scene(engine, live, others, batch, logits)
 
     def _prepare(self, scene: Scene, context: int, *, known: bool, guest: int = 0) -> None:
-        """KV and token ids of all requests as they were before the step; `guest` is the token of each guest."""
+        """Restore KV and token ids of all requests to their state before the step; `guest` is the token of each guest."""
         engine, both = scene.engine, [*scene.live, *scene.guests]
         engine.requests.tokens.zero_()
         for number, request in enumerate(scene.live):
@@ -206,12 +206,12 @@ class PaddedSlots:
             scene.engine.requests.set_tokens(request.slot, 0, self._prompt(number, context))
 
     def _prompt(self, number: int, context: int) -> list[int]:
-        """Token ids of a request, none of them 0."""
+        """Return the token ids of a request, none of them 0."""
         return [1 + (7919 * (number + 1) + 104729 * i) % (self.shape.vocab - 1) for i in range(context)]
 
 
 def unexpected(harm: Harm, case: Case, layers: int, rounding: float) -> str:
-    """Whether padding did anything but what is said of it: nothing, or harm to one request in known places."""
+    """Return an unexpected effect of padding: expected are no effect, or changes to one request in known places."""
     others = slice(0 if case.variant == PADDING else VICTIM + 1, None)
     if any(harm.rows[others]) or any(harm.ids[others]) or any(e > rounding for e in harm.errors[others]):
         return "padding rows changed a request that is not in slot 0"

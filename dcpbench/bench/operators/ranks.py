@@ -1,4 +1,4 @@
-"""Ranks: how they find each other, and how they agree on what one of them has run into."""
+"""Rendezvous of ranks, and agreement on the errors of any of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
-"""Set on one machine where the environment does not say otherwise; records keep what was in force. Our collectives are in
-the order of one stream, so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them.
-Between machines hosts take part in them, and steps with chunks have both kinds on their way at once."""
+"""Environment variables set on one machine unless they are set already; records keep the values in force. Our
+collectives are ordered by one stream, so NCCL need not order captured and eager ones, which costs some microseconds per
+collective. Between machines hosts take part in collectives, and steps with chunks have both kinds in flight at once.
+"""
 COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
-"""Longer than our own watchdogs, which have the better story to tell about a hang."""
+"""Time-out longer than our own watchdogs, which describe a hang better."""
 
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 LOOPBACK = "127.0.0.1"
@@ -38,13 +39,14 @@ Value = TypeVar("Value")
 
 
 class RankError(Exception):
-    """Some rank could not do what all had to do; the message is its reason."""
+    """An error on some rank in a step of all ranks; the message is its reason."""
 
 
 def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None) -> None:
-    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says.
+    """Start torch.distributed with the settings common to all our runs; ranks meet at the store of jobs.Job.store
+    (`at`).
 
-    Where it says nothing, they find each other by the file `path`.
+    Without one, they meet through the file `path`.
     """
     if device.type == "cuda" and at is None:
         for name, value in NCCL_DEFAULTS.items():
@@ -57,9 +59,9 @@ def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str
 
 
 def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Store:
-    """Served by rank 0 at one address: torch's own would listen on all, and let anyone read and write.
+    """Return the store served by rank 0 at one address: torch's own would listen on all, without access control.
 
-    On one machine the system gives the port: one that was free a moment ago may be taken by now.
+    On one machine the system selects the port, because a port that was free a moment ago may be in use.
     """
     host, port = at or (LOOPBACK, 0)
     make = functools.partial(TCPStore, host, world_size=ranks, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
@@ -77,22 +79,22 @@ def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Sto
 
 
 def everyone() -> Group:
-    """The group of all ranks; of one where there are no others."""
+    """Return the group of all ranks; a group of one if there are no others."""
     if not dist.is_initialized():
         return Group(size=1, rank=0, handle=None)
     return Group(size=dist.get_world_size(), rank=dist.get_rank(), handle=dist.group.WORLD)
 
 
 def together(step: Callable[[], Value]) -> Value:
-    """What `step` gives on this rank. Raises RankError on all ranks where it raised on one of them.
+    """Return the result of `step` on this rank. Raise RankError on all ranks if it raised on one of them.
 
-    After it all ranks take the same branch, so that none waits in a collective for one that has given up.
+    All ranks take the same branch afterwards, so that none waits in a collective for one that has given up.
     """
     value: Value | None = None
     reason = ""
     try:
         value = step()
-    except Exception as e:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
+    except Exception as e:  # noqa: BLE001 - the other ranks must learn of every error
         reason = first_line(e) if isinstance(e, DcpbenchError) else f"{type(e).__name__}: {first_line(e)}"
     told = one_of(reason)
     if told:
@@ -101,7 +103,9 @@ def together(step: Callable[[], Value]) -> Value:
 
 
 def one_of(text: str) -> str:
-    """The first rank's text that is not empty, with its rank where there are several; the same on all ranks."""
+    """Return the first rank's text that is not empty, prefixed with its rank if there are several; the same on all
+    ranks.
+    """
     texts = gather_objects(text)
     rank, found = next(((rank, text) for rank, text in enumerate(texts) if text), (0, ""))
     return f"rank {rank}: {found}" if found and len(texts) > 1 and not all(t == found for t in texts) else found

@@ -1,1 +1,1 @@
-"""What a bench found, as tables, pictures and sentences."""
+"""Results of a bench as tables, pictures and sentences."""

@@ -1,4 +1,4 @@
-"""What a bench's times come to, and what its numbers say, in sentences that are made from them."""
+"""Derive values from a bench's times, and generate sentences from its numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     Groups = dict[str, list[Result]]
 
 PUBLISHED_FIXES = {"filter": "check-all", "host-slice": "cuda-slice"}
-"""Variant that was published as a fix -> what it fixes. Of each it was said that it avoids synchronisation, which is
-held against what is counted."""
+"""Variant published as a fix -> variant that it fixes. Each was described as avoiding synchronisation, which is checked
+against the counts.
+"""
 MARKS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
@@ -36,12 +37,14 @@ BASELINES = {
 }
 """Variants that the others of a bench are compared with."""
 ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
-"""Who can be compared with a baseline, where not all variants of its bench do the same."""
+"""Variants that can be compared with a baseline, if not all variants of its bench compute the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
 
 
 def findings(record: BenchRecord) -> list[str]:
-    """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
+    """Return sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are
+    numbers.
+    """
     ok = [r for r in record.results if r.outcome == "ok"]
     of = grouped(ok)
     notes = [f"WRONG: {r.case.name()}: {r.difference}." for r in ok if r.correct is False]
@@ -63,7 +66,7 @@ def findings(record: BenchRecord) -> list[str]:
 
 
 def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
-    """Results by a name, their variant's if nothing else is asked for, in the order in which names first come."""
+    """Return results by a name, by default their variant's, in order of first occurrence."""
     groups: Groups = {}
     for r in results:
         groups.setdefault(name_of(r), []).append(r)
@@ -71,18 +74,18 @@ def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda
 
 
 def gpu_time(r: Result) -> Timing | None:
-    """A call's time without the host where that is known: from a CUDA graph, else eagerly."""
+    """Return a call's time without the host if available: from a CUDA graph, else eagerly."""
     return r.graph.time if r.graph and r.graph.time else r.time
 
 
 def share(r: Result) -> float | None:
-    """The least time that a call can take on this machine, as a share of the time that it took."""
+    """Return the minimum time of a call on this machine as a share of its measured time."""
     time = gpu_time(r)
     return r.floor_us / time.median_us if time and r.floor_us else None
 
 
 def speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | None:
-    """How many times as fast as `baseline` at the same sizes."""
+    """Return the speed-up over `baseline` at the same sizes."""
     if r.case.variant not in ALIKE.get(baseline, (r.case.variant,)):
         return None
     mine = gpu_time(r)
@@ -92,13 +95,13 @@ def speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | Non
 
 
 def baselines(record: BenchRecord) -> list[str]:
-    """Baselines that have times, where there is anything to compare with them."""
+    """Return the baselines with times, if other variants can be compared with them."""
     timed = {r.case.variant for r in record.results if gpu_time(r)}
     return [name for name in BASELINES.get(record.bench, ()) if timed - {name} and name in timed]
 
 
 def limit_notes(record: BenchRecord) -> list[str]:
-    """A line with this machine's limits, and one for each that could not be measured."""
+    """Return a line with this machine's limits, and one for each limit that could not be measured."""
     ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
     measured = ", ".join(f"{limit.name} {amount(limit)}" for limit in record.limits)
     lines = [f"Measured on this machine in the same run{ranks}: {measured}."] if measured else []
@@ -106,23 +109,23 @@ def limit_notes(record: BenchRecord) -> list[str]:
 
 
 def amount(limit: Limit) -> str:
-    """`4.38 TB/s`, `790 TFLOP/s`, `3.1 µs`."""
+    """Return a limit as `4.38 TB/s`, `790 TFLOP/s` or `3.1 µs`."""
     return with_unit(limit.median, UNITS[limit.unit])
 
 
 def corrupts(r: Result) -> bool:
-    """Whether padding rows changed anything that a live request had stored."""
+    """Return True if padding rows changed stored data of a live request."""
     return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
 
 
 def mark_notes(results: Sequence[Result]) -> list[str]:
-    """A sentence for each mark that some result has."""
+    """Return a sentence for each warning of any result."""
     counts = {name: sum(name in r.marks for r in results) for name in MARKS}
     return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
 
 
 def times(count: float) -> str:
-    """`once`, `twice`, `3 times`; `1.5 times` where not every call of a pass did the same."""
+    """Return `once`, `twice`, `3 times`; `1.5 times` if the calls of a pass differ."""
     words: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
     return words.get(count, f"{count:g} times")
 
@@ -139,7 +142,7 @@ def _syncs(variant: str, results: Sequence[Result]) -> str:
 
 
 def _where(variant: str, results: Sequence[Result]) -> str:
-    """The lines that wait, of the result that has the most."""
+    """Return the source lines that wait, of the result with the most."""
     counted = [r.syncs for r in results if r.syncs and r.syncs.sites]
     if not counted:
         return ""
@@ -152,7 +155,7 @@ def _where(variant: str, results: Sequence[Result]) -> str:
 
 
 def _overwritten(variant: str, results: Sequence[Result]) -> str:
-    """What padding rows did, in how many cases, or what it costs that they did nothing."""
+    """Return a sentence on the effect of padding rows and its frequency, or on the cost of preventing it."""
     found = [r.overwritten for r in results if r.overwritten]
     if not found:
         return ""
@@ -182,7 +185,7 @@ def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Resu
 
 
 def _rates(record: BenchRecord) -> list[str]:
-    """Of results that are correct; a fast wrong one is no finding."""
+    """Return sentences on correct results only, as a fast wrong one is no finding."""
     right = [r for r in record.results if r.outcome == "ok" and r.correct]
     of = grouped(right)
     usual = baselines(record)
@@ -197,7 +200,7 @@ def _rates(record: BenchRecord) -> list[str]:
 
 
 def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
-    """Such as: symm is 3.40× as fast as ag_rs at requests 1, 3.30× at requests 8."""
+    """Return a sentence such as: symm is 3.40× as fast as ag_rs at requests 1, 3.30× at requests 8."""
     ratios = [(r, ratio) for r in mine if (ratio := speed_up(r, baseline, results))]
     if not ratios:
         return ""
@@ -213,9 +216,9 @@ def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequenc
 
 
 def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
-    """Such as: triton reaches 41 % at … to 78 % at … of what this machine allows.
+    """Return a sentence such as: triton reaches 41 % at … to 78 % at … of what this machine allows.
 
-    From CUDA graphs alone: what waits for the host is not held against the GPU.
+    Only times in CUDA graphs are used, so that host delays are not attributed to the GPU.
     """
     shares = [(r, part) for r in mine if r.graph and r.graph.time and (part := share(r))]
     if not shares:
@@ -228,7 +231,7 @@ def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> s
 
 
 def _outgrown(r: Result) -> str:
-    """What it costs that a buffer has to be allocated while the request waits."""
+    """Return a sentence on the cost of allocating a buffer during a request."""
     if r.case.sizes.get("buffer") != "outgrown" or not (r.time and r.graph and r.graph.time):
         return ""
     sizes = ", ".join(f"{name} {int(r.case.sizes[name]):,}" for name in ("requests", "tokens"))
@@ -241,7 +244,7 @@ def _outgrown(r: Result) -> str:
 
 
 def _at(r: Result, among: Sequence[Result]) -> str:
-    """` at heads 128, requests 1`: the sizes in which results differ."""
+    """Return the sizes in which results differ: ` at heads 128, requests 1`."""
     sizes = [
         f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
         for name, value in r.case.sizes.items()

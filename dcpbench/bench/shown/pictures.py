@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     Draw = Callable[[Axes, str, list[Result]], None]
 
 KINDS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
-"""What is drawn of each variant over tokens, each with a line style of its own, and its label."""
+"""Curves of each variant over tokens, each with its own line style, and their labels."""
 X = "tokens"
 ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
-"""Sizes along a line over bytes or in its name, `requests` where nothing else is; the others make panels."""
+"""Sizes that vary along a line over bytes or name it, `requests` by default; other sizes make panels."""
 MOST_TICKS = 8
 WHAT = {
     "exchange": "bytes that a rank must receive",
@@ -55,15 +55,15 @@ WHAT = {
 TOKENS_PANEL, BYTES_PANEL, ROOFLINE = (3.9, 3.1), (7.2, 4.4), (7.2, 4.3)
 """Inches of a panel."""
 ASIDE = 0.06
-"""Backends stand side by side by this share of their intensity, which is the same for all."""
+"""Horizontal offset between backends, as a share of their common intensity."""
 WITHOUT = ("padded-slots",)
-"""Benches that are told in numbers: two times that should be equal are no picture."""
+"""Benches shown without a picture: two times that should be equal need none."""
 
 
 def write_picture(record: BenchRecord, path: Path) -> None:
-    """Write a PNG: times on a GPU; synchronisations alone on the CPU, where a time would be no performance.
+    """Write a PNG: times on a GPU; only synchronisations on the CPU, where times have no meaning for performance.
 
-    There, benches whose variants never wait have none: nothing of theirs is timed.
+    On the CPU, benches with variants that never wait get no picture, as they have no times.
     """
     draw = _roofline if record.bench == "attention" else _over_bytes if record.bench in WHAT else _over_tokens
     if record.bench in WITHOUT or not (record.performance or draw is _over_tokens):
@@ -73,7 +73,7 @@ def write_picture(record: BenchRecord, path: Path) -> None:
 
 
 def _panels(groups: Groups, size: tuple[float, float], draw: Draw) -> Figure:
-    """A figure with a panel for each group."""
+    """Return a figure with a panel for each group."""
     columns = columns_for(len(groups))
     rows = -(-len(groups) // columns)
     figure = Figure((size[0] * columns, size[1] * rows + 0.9), layout="constrained")
@@ -88,7 +88,7 @@ def _title(figure: Figure, record: BenchRecord, what: str, width: int = 90) -> N
 
 
 def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line2D:  # noqa: ANN401 - as matplotlib's
-    """Medians with their intervals."""
+    """Draw medians with their intervals."""
     times = [t for _, t in points]
     spread = [[t.median_us - t.low_us for t in times], [t.high_us - t.median_us for t in times]]
     drawn = ax.errorbar(
@@ -98,7 +98,7 @@ def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line
 
 
 def _over_tokens(record: BenchRecord) -> Figure:
-    """Times, or on the CPU how often each variant waits."""
+    """Draw times, or on the CPU the number of waits of each variant."""
     ok = [r for r in record.results if r.outcome == "ok"]
     variants, groups, timed = list(grouped(ok)), grouped(ok, _but_tokens), record.performance
 
@@ -125,7 +125,7 @@ def _over_tokens(record: BenchRecord) -> Figure:
 
 
 def _but_tokens(r: Result) -> str:
-    """`dcp 8, bf16`: everything but the variant and the tokens; a rank that owns none of them says so."""
+    """Return the sizes except the tokens, such as `dcp 8, bf16`, with a note for a rank without owned tokens."""
     sizes = {name: value for name, value in r.case.sizes.items() if name not in (X, "owned")}
     words = [str(value) if isinstance(value, str) else f"{name} {value}" for name, value in sizes.items()]
     return ", ".join([*words, *(["no row owned"] if r.case.sizes.get("owned") == 0 else [])])
@@ -143,7 +143,7 @@ def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) ->
 
 
 def _most_syncs(results: Sequence[Result], variants: Sequence[str]) -> dict[str, float]:
-    """Synchronisations per call of each variant that has been counted, the most of all tokens."""
+    """Return the maximum synchronisations per call of each counted variant over all tokens."""
     counted = [(r.case.variant, r.syncs.per_call) for r in results if r.syncs]
     return {v: max(c for name, c in counted if name == v) for v in variants if any(name == v for name, _ in counted)}
 
@@ -155,7 +155,7 @@ def _timing(r: Result, kind: str) -> Timing | None:
 
 
 def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:
-    """Colours for variants, line styles for what was timed."""
+    """Return legend entries: colours for variants, line styles for kinds of times."""
     return [
         *(Line2D([], [], color=colour(i), marker=marker(i), markersize=5, label=v) for i, v in enumerate(variants)),
         *(
@@ -167,7 +167,7 @@ def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]
 
 
 def _over_bytes(record: BenchRecord) -> Figure:
-    """Time per call against bytes, both logarithmic, and the least time this machine allows."""
+    """Draw time per call against bytes, both logarithmic, and the minimum time of this machine."""
     timed = [r for r in record.results if r.outcome == "ok" and _time(r) and _bytes(r)]
     names, along = list(dict.fromkeys(map(_name, timed))), ALONG.get(record.bench, ("requests",))
     handles: dict[str, Line2D] = {}
@@ -210,7 +210,7 @@ def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> di
 
 
 def spaced(values: Iterable[int]) -> list[int]:
-    """Those that have room for a label on a logarithmic axis, from the largest down."""
+    """Return the values with enough space for a label on a logarithmic axis, chosen from the largest down."""
     falling = sorted(set(values), reverse=True)
     step = (falling[0] / falling[-1]) ** (1 / MOST_TICKS)
     kept = falling[:1]
@@ -225,7 +225,7 @@ def _bytes(r: Result) -> int:
 
 
 def _time(r: Result) -> Timing | None:
-    """Where buffers are compared, of an eager call: a graph has its buffer from before."""
+    """Return the eager time if buffers are compared, because a graph has its buffer from before; else the GPU time."""
     return r.time if "buffer" in r.case.sizes else gpu_time(r)
 
 
@@ -234,7 +234,7 @@ def _name(r: Result) -> str:
 
 
 def _roofline(record: BenchRecord) -> Figure:
-    """Operations per second against operations per byte, a point for each result that was timed."""
+    """Draw operations per second against operations per byte, a point for each timed result."""
     timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and gpu_time(r)]
     limits = {limit.name: limit.median for limit in record.limits}
     read = limits.get("read", 0.0)
@@ -256,7 +256,7 @@ def _roofline(record: BenchRecord) -> Figure:
 
 
 def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
-    """Colour by backend, marker by heads; returns the legend."""
+    """Draw points, with colour by backend and marker by heads; return the legend."""
     variants = list(grouped(timed))
     heads = sorted({int(r.case.sizes["heads"]) for r in timed})
     for r in timed:
@@ -278,7 +278,9 @@ def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
 
 
 def _axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> None:
-    """Both logarithmic; a tick for each number of heads, whose intensities differ by little. Of roofs 0 where there are none."""
+    """Set up logarithmic axes, with a tick for each number of heads, as their intensities differ little. Roofs are 0 if
+    unknown.
+    """
     of_heads: dict[int, list[float]] = {}
     for r in timed:
         of_heads.setdefault(int(r.case.sizes["heads"]), []).append(_intensity(r))
@@ -298,7 +300,7 @@ def _axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> No
 
 
 def _roofs(ax: Axes, read: float, matmul: float) -> Line2D:
-    """min(matrix product, read · intensity) across the axes, each with its limit beside it."""
+    """Draw min(matrix product, read · intensity) across the axes, with a label for each limit."""
     left, right = ax.get_xlim()
     ridge = matmul / read
     ends = [left, ridge, right]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NARROW = "{what} are left out: this terminal has fewer than {columns} columns. --json and -o have them."
 NUMBERS = (int, float)
 WIDE, MEDIUM = 140, 100
-"""Columns of a terminal in which intervals and marks find room beside the rest; in which rates and errors do."""
+"""Minimum terminal widths in columns for intervals and warnings, and for rates and errors."""
 DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
 LEGEND = {
@@ -38,9 +38,9 @@ LEGEND = {
     "slot KB": "slot, page: memory of the request tables' row 0 and of the KV pool's page 0 where they are set aside.",
     "syncs": "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
 }
-"""What columns mean, by a column that is there."""
+"""Explanations of the columns, by the name of a column."""
 FRESH = ("exchange", "collectives")
-"""Benches whose inputs were just written in an engine, too."""
+"""Benches with inputs that an engine would also have just written."""
 L2 = {
     True: "L2 cache: inputs lie in it, where an engine's step before them leaves them.",
     False: "L2 cache: cold, where a case is not marked l2_warm.",
@@ -48,7 +48,7 @@ L2 = {
 
 
 def table(record: BenchRecord, width: int = WIDE) -> Table:
-    """One row for each case; times only of a GPU, and without their intervals where the terminal is narrow."""
+    """Return one row for each case, with times of a GPU only, and without their intervals in a narrow terminal."""
     wide = width >= WIDE
     sizes, same = _sizes(record.results)
     title = ", ".join([f"bench {record.bench}", *same])
@@ -73,7 +73,7 @@ def table(record: BenchRecord, width: int = WIDE) -> Table:
 
 
 def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
-    """What the columns mean, and the machine's limits."""
+    """Return the explanations of the columns, and the machine's limits."""
     detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
     columns = _columns(record, width)
     lines = [MEDIANS, L2[record.bench in FRESH]] if record.performance else []
@@ -92,7 +92,7 @@ def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
 
 
 def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
-    """Names of sizes that results differ in, which are columns, and the others in words, which are said once."""
+    """Return the names of sizes that differ between results, which become columns, and the constant ones as text."""
     names = dict.fromkeys(name for r in results for name in r.case.sizes)
     values = {name: {r.case.sizes.get(name, "") for r in results} for name in names}
     differ = [name for name in names if len(values[name]) > 1 or len(results) == 1]
@@ -100,7 +100,7 @@ def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
 
 
 def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
-    """What is shown of each result between its sizes and its verdict, as far as any result has it."""
+    """Return the columns between sizes and verdict, as far as any result has a value."""
     results = record.results
     refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
     host, wide = any(r.host for r in results), width >= WIDE
@@ -139,7 +139,7 @@ def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
 
 
 def _verdict(r: Result, told: Container[str]) -> Text:
-    """In words; a reason that was told of a case above is not said again."""
+    """Return the verdict as text; a reason already shown for an earlier case is not repeated."""
     if r.outcome != "ok":
         return Text.assemble(("failed", "red"), ", as above" if r.reason in told else f": {r.reason}")
     if r.correct and corrupts(r):

@@ -1,4 +1,4 @@
-"""How well the model of the wire holds: a table, and a picture of measured times with the fitted curves."""
+"""Show the quality of the wire model: a table, and a picture of measured times with the fitted curves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 COLUMNS = ("call", "ranks", "received", "launch", "a rank more", "rate", "error p50", "p90", "a doubling of ranks")
 STEPS = 60
-"""Of a curve."""
+"""Number of points of a curve."""
 
 
 def row(q: Quality) -> list[str]:
-    """In the order of COLUMNS. Errors are those of a prediction without the size, or without the most ranks."""
+    """Return the cells in the order of COLUMNS. Errors are those of a prediction without the size, or without the most
+    ranks.
+    """
     fitted, call = q.call.fitted, q.call
     rate = fitted.bytes_s
     more = percent(call.ranks_error) if len(call.ranks) > 1 else f"{percent(call.ranks_error)}, assumed"
@@ -40,7 +42,7 @@ def row(q: Quality) -> list[str]:
 
 
 def table(found: Iterable[Quality]) -> Table:
-    """Each call with what was fitted, and by how much it is off where it must do without a measurement."""
+    """Return a table of each call with its fit, and the error of predictions without the respective measurement."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -55,13 +57,15 @@ def table(found: Iterable[Quality]) -> Table:
 
 
 def markdown(found: Iterable[Quality]) -> str:
-    """The same as a table in Markdown."""
+    """Return the table in Markdown."""
     rows = [COLUMNS, tuple("---" for _ in COLUMNS), *map(row, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
 def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
-    """A PNG: a panel for each call, measured times as marks and the model as a line, a colour for each number of ranks."""
+    """Write a PNG: a panel for each call, measured times as marks and the model as a line, a colour for each number of
+    ranks.
+    """
     from matplotlib.figure import Figure
 
     from dcpbench.show.figures import COLOURS, MARKERS, columns_for, drawing, save

@@ -1,4 +1,4 @@
-"""Paged MLA decode attention over one rank's KV rows, with log-sum-exp, behind one small protocol."""
+"""Paged MLA decode attention over one rank's KV rows, with log-sum-exp; all backends implement one small protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """What one rank attends to in one step, as host-side integers: no tensor has to be read back to plan."""
+    """KV rows that one rank attends to in one step, as host-side integers, so that planning needs no device read."""
 
     pages: list[np.ndarray]
     """Per request, the page ids of its rows in this rank's pool, in token order, int32; at least ceil(length/page)."""
@@ -29,24 +29,27 @@ class Shards:
 
 
 QUERIES, WEIGHTS = "queries", "weights"
-"""What a kernel over KV rows in e4m3 may round to e4m3, too: q, and the rows' weights behind the softmax."""
+"""Tensors that a kernel over e4m3 KV rows may round to e4m3 as well: q, and the softmax weights of the rows."""
 
 
 class Backend(Protocol):
     """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
 
     rounds: tuple[str, ...]
-    """Which of QUERIES and WEIGHTS it rounds to e4m3."""
+    """Tensors among QUERIES and WEIGHTS that the backend rounds to e4m3."""
 
     @property
     def tables(self) -> PageTables | None:
-        """What `run` reads of a step, on the device: a step may fill it itself (kernels/kv_indices) and need no plan.
+        """Return the device tables that `run` reads in a step; a step may fill them itself (kernels/kv_indices) without
+        a plan.
 
-        None where `plan` alone can.
+        None if only `plan` can fill them.
         """
 
     def divide(self) -> None:
-        """Outside the graph, without waiting: divide the work of `tables`, which a step has filled. Nothing without."""
+        """Divide the work of `tables`, which a step has filled; outside the graph, without waiting. No-op without
+        tables.
+        """
 
     def plan(self, shards: Shards) -> None:
         """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
@@ -54,8 +57,8 @@ class Backend(Protocol):
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Attend to one layer's rows `kv` [pages, page_size, Q] in the spec's KV dtype; all tensors are contiguous.
 
-        Writes o_BHR in q's dtype and lse_BH in fp32, natural logarithm: where they lie is the exchange's choice.
-        lse = -inf and any finite o where a request has no rows here.
+        Writes o_BHR in q's dtype and lse_BH in fp32, natural logarithm, to buffers chosen by the exchange. For a
+        request without rows on this rank, lse = -inf and o is any finite number.
         """
 
 
@@ -73,29 +76,30 @@ class AttentionSpec:
     """Most pages of one request in one rank's pool."""
     scale: float
     dtype: torch.dtype
-    """Of q and o."""
+    """Dtype of q and o."""
     device: torch.device
     kv_dtype: torch.dtype | None = None
-    """Of KV rows where it is another: e4m3."""
+    """Dtype of KV rows if it differs: e4m3."""
     kv_scale: float = 1.0
-    """By which e4m3 numbers are multiplied."""
+    """Factor by which stored e4m3 numbers are multiplied."""
 
     @property
     def fp8(self) -> bool:
-        """Whether KV rows are e4m3."""
+        """Return True if KV rows are e4m3."""
         return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
 
 
 def rounding_error(rounds: Collection[str], deviation: float) -> float:
-    """Relative error of o that these leave, in the mean square, over rows and queries of normal numbers.
+    """Return the relative mean square error of o caused by these roundings, for rows and queries of normal numbers.
 
-    Errors of weights average like their values and give that much; those of a query give it times the `deviation` of scores.
+    Errors of weights average like their values and contribute the rounding error itself; those of a query contribute it
+    times the `deviation` of scores.
     """
     return ROUNDING * ((QUERIES in rounds) * deviation**2 + (WEIGHTS in rounds)) ** 0.5
 
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:
-    """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
     if name == "reference":
         from dcpbench.kernels.attention.reference import ReferenceBackend
 

@@ -28,7 +28,7 @@ PAGE = 64
 
 @triton.jit
 def _take_kernel(o, lse, lengths, o_out, lse_out, heads, BLOCK_H: tl.constexpr, R: tl.constexpr):
-    """Copies BLOCK_H heads of a request; the log-sum-exp of one without rows is -inf here and +inf there."""
+    """Copy BLOCK_H heads of a request; the log-sum-exp of a request without rows is +inf in FlashMLA and -inf here."""
     b = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = h < heads
@@ -46,7 +46,7 @@ def _round_kernel(q, out, count, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
 
 
 def rounded(q: torch.Tensor) -> torch.Tensor:
-    """Queries as e4m3, ±448 at most; contiguous."""
+    """Return queries as e4m3, limited to ±448; contiguous."""
     out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     block = 2048
     grid = (triton.cdiv(q.numel(), block),)
@@ -57,17 +57,17 @@ def rounded(q: torch.Tensor) -> torch.Tensor:
 def take(
     o_BHR: torch.Tensor, lse_BH: torch.Tensor, lengths_B: torch.Tensor, o_out: torch.Tensor, lse_out: torch.Tensor
 ) -> None:
-    """Put FlashMLA's contiguous results where they are wanted, with lse = -inf for requests without rows."""
+    """Copy FlashMLA's contiguous results to their destination, with lse = -inf for requests without rows."""
     batch, heads, latent = o_out.shape
     grid = (batch, triton.cdiv(heads, 4))
     _take_kernel[grid](o_BHR, lse_BH, lengths_B, o_out, lse_out, heads, BLOCK_H=4, R=latent)
 
 
 class FlashMlaBackend:
-    """Splits requests by a plan that a kernel makes on the device from the lengths, once a step, into fixed buffers.
+    """Run FlashMLA with a plan that a kernel makes on the device from the lengths, once a step, in fixed buffers.
 
-    A run is three kernels: the attention, its own merge, and a copy of outputs and log-sum-exps to where they belong,
-    as FlashMLA allocates what it returns.
+    A run is three kernels: the attention, its own merge, and a copy of outputs and log-sum-exps to their destination,
+    as FlashMLA allocates its results.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -87,7 +87,7 @@ class FlashMlaBackend:
         self.tables = PageTables(spec)
         self.rounds: tuple[str, ...] = (QUERIES, WEIGHTS) if spec.fp8 else ()
         self.scales: dict[str, Any] = {}
-        """What the kernel is told of e4m3."""
+        """Keyword arguments of the kernel for e4m3."""
         if spec.fp8:
             q_scale, kv_scale = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
             self.scales = {"is_fp8_kvcache": True, "descale_q": q_scale, "descale_k": kv_scale}
@@ -95,7 +95,7 @@ class FlashMlaBackend:
         self.metadata = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=splits)
 
     def _scheduled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which stretch of which request each multiprocessor takes, and how many parts each request has."""
+        """Return the part of each request that each multiprocessor computes, and the number of parts of each request."""
         fp8 = self.spec.fp8
         return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, is_fp8_kvcache=fp8, use_legacy=True)
 

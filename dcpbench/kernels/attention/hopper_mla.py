@@ -28,7 +28,7 @@ MMA_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 @gluon.jit
 def _piece(length, start, begin, end, TILE: gl.constexpr):
-    """A request's tiles, and which of them [t0, t1) lie in the share."""
+    """Return the number of a request's tiles, and the range [t0, t1) of them in the share."""
     tiles = (length + (TILE - 1)) // TILE
     return tiles, gl.maximum(begin - start, 0), gl.minimum(tiles, end - start)
 
@@ -117,7 +117,7 @@ def _load(
 
 @gluon.jit
 def _products(q_tiles, kv_tiles, full, done, zero, STAGES: gl.constexpr):
-    """S = q · kᵀ of the next tile, once it has landed."""
+    """Return S = q · kᵀ of the next tile, once it has been loaded."""
     q_left, q_right, q_rope = q_tiles
     left, right, rope = kv_tiles
     i = done % STAGES
@@ -131,7 +131,9 @@ def _products(q_tiles, kv_tiles, full, done, zero, STAGES: gl.constexpr):
 
 @gluon.jit
 def _hand_over(p, factor, hand, turn, SLOTS: gl.constexpr):
-    """Give both halves their weights and the factor for their sums so far, once they are done with what lies there."""
+    """Pass the softmax weights and the rescaling factor to both halves, once they have consumed the earlier contents of
+    the slot.
+    """
     p_tile, factor_tile, p_full, p_empty = hand
     i = turn % SLOTS
     _wait_empty(p_empty, turn, SLOTS)
@@ -160,9 +162,10 @@ def _score_tiles(
     MMA_S: gl.constexpr,
     LET_GO: gl.constexpr,
 ):
-    """Running softmax over a piece's tiles: `top`, of scores times log2(e), and `total`; tile and turn that come next.
+    """Run the softmax over a piece's tiles; return `top`, the maximum of scores times log2(e), `total`, and the next
+    tile and turn.
 
-    `scales_log2` [HEADS] scales scores. LET_GO: nobody adds up values from the tile that was scored.
+    `scales_log2` [HEADS] scales scores. LET_GO: no warpgroup reads values from the scored tile, so it is released.
     """
     row: gl.constexpr = gl.SliceLayout(1, MMA_S)
     dtype: gl.constexpr = hand[0].dtype

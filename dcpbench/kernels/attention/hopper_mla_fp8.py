@@ -83,7 +83,7 @@ def _load(
             next_ids = _page_ids(table, (t0 + 1) * BLOCK_K + r, length, PAGE)
             for t in range(t0, t1):
                 k = t * BLOCK_K + r
-                # Of rows past the end, which no page holds: -1.
+                # Rows past the end are on no page: -1.
                 at = gl.where(k < length, ids * PAGE + k % PAGE, -1)
                 kv_rows = kv + (at.to(gl.int64) * WIDTH)[:, None]
                 live = (at >= 0)[:, None]
@@ -116,7 +116,9 @@ def _columns(q_rows, live, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, layout: 
 
 @gluon.jit
 def _round_q(q_rows, live, q_tiles, layout: gl.constexpr):
-    """A piece's q in e4m3 to shared memory, and by what each head's numbers were divided: its largest becomes 448."""
+    """Write a piece's q in e4m3 to shared memory; return the divisor of each head, which maps its largest number to
+    448.
+    """
     q_left, q_right, q_rope = q_tiles
     largest = gl.max(gl.abs(_columns(q_rows, live, 2 * HALF, ROPE, layout)), 1)
     for column in gl.static_range(0, 2 * HALF, CHUNK):

@@ -1,4 +1,4 @@
-"""The kernels of hopper_*.cu: compiled where they run (2 s a process), told where their tensors lie, and launched."""
+"""Compile (2 s per process), parametrise and launch the kernels of hopper_*.cu."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ HERE = Path(__file__).parent
 MANY, APART_FP8, FEW = "hopper_pairs", "hopper_apart_fp8", "hopper_few"
 """Names of the kernels, which those of their sources begin with."""
 SHARED = "hopper_parts.cuh"
-"""Source of what they share."""
+"""Source shared by these kernels."""
 THREADS = {MANY: 384, APART_FP8: 512, FEW: 160}
-"""Of a program: three warpgroups, and over e4m3 a fourth, of which one warp copies; for few heads one, and a warp that copies."""
+"""Threads of a program: three warpgroups, over e4m3 a fourth, of which one warp copies; for few heads one and a copying
+warp.
+"""
 FEW_HEADS = (8, 16)
-"""Of products for few heads, of which the least that are enough are taken."""
+"""Numbers of heads of the products for few heads; the smallest sufficient one is used."""
 SHARED_BYTES = 232_448
 """All of the 227 KB of shared memory that a program may have."""
 WIDTH, BOX = 576, 64
 """Numbers of a row, and the rows (of q: heads) that one copy takes at most."""
 PAGES = (16, 32)
-"""Rows of pages that it reads, beside multiples of 64: a tile is four copies at most for each 64 columns."""
+"""Supported page sizes in rows, besides multiples of 64: a tile is at most four copies for each 64 columns."""
 LEAST, SLACK = 2, 2
-"""Of the division of work of all kernels for Hopper; see partition.py."""
+"""Parameters of the division of work of all Hopper kernels; see partition.py."""
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def reads(page_size: int) -> bool:
-    """Whether pages of so many rows can be copied whole."""
+    """Return True if pages of this size can be copied whole."""
     return page_size in PAGES or page_size % BOX == 0
 
 
 def few_heads(spec: AttentionSpec) -> bool:
-    """Whether products whose narrow side heads are do it."""
+    """Return True if the kernel for few heads is used, for products with the number of heads as the smaller side."""
     return not spec.fp8 and spec.heads <= FEW_HEADS[-1]
 
 
 @functools.cache
 def installed() -> bool:
-    """Whether the CUDA driver and compiler can be called from here (cuda-bindings, which torch for CUDA brings)."""
+    """Return True if the CUDA driver and compiler can be called (cuda-bindings, which torch for CUDA brings)."""
     try:
         from cuda.bindings import driver, nvrtc
 
@@ -56,7 +58,7 @@ def installed() -> bool:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver or compiler returned, or the error that it named."""
+    """Return the result of a call of the driver or compiler, or raise RuntimeError with its error."""
     error, *rest = answer
     if int(error):
         raise RuntimeError(f"{type(error).__name__}: {error!s}")
@@ -96,7 +98,9 @@ def _kernel(name: str, element: str, page: int, heads: int, device: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, line: int = 128) -> bytes:
-    """What the copy engine is told of `rows` of 576 numbers: boxes of `box` rows and `line` bytes, swizzled by as many."""
+    """Return the tensor map of `rows` rows of 576 numbers: boxes of `box` rows and `line` bytes, with a swizzle of
+    `line` bytes.
+    """
     from cuda.bindings import driver
 
     each, kinds = dtype.itemsize, driver.CUtensorMapDataType

@@ -11,15 +11,15 @@ import triton.language as tl
 
 @triton.jit
 def share(lengths_B, b_B, part, parts, batch, TILE: tl.constexpr, LEAST: tl.constexpr, SLACK: tl.constexpr):
-    """What program `part` of `parts` works on: tiles [begin, end) of all requests' tiles laid end to end.
+    """Return the share of program `part` of `parts`: tiles [begin, end) of all requests' tiles laid end to end.
 
-    `lengths_B` holds 0 from `batch` on, and `b_B` counts 0, 1, … beside it. Returns first, start, begin, end, size: the
-    first request with a tile in the share, where its tiles start, the share itself, and how many tiles a piece of a
-    request has at most, which is at least LEAST.
+    `lengths_B` holds 0 from `batch` on, and `b_B` holds the indices 0, 1, … of its entries. Returns first, start,
+    begin, end, size: the first request with a tile in the share, the start of its tiles, the share itself, and the
+    maximum number of tiles of a piece of a request, which is at least LEAST.
 
-    Shares are equal, and requests are cut wherever one ends. Where it makes the longest share at most SLACK tiles plus
-    a sixteenth longer, shares are aligned with requests instead: each takes whole requests or an equal part of one, as
-    a second piece in a share costs its own start and end.
+    Shares are equal, and requests are cut at the end of a share. If it makes the longest share at most SLACK tiles plus
+    a sixteenth longer, shares are aligned with requests instead: each takes whole requests or an equal part of one,
+    because a second piece in a share has its own start-up and end cost.
     """
     tiles_B = (lengths_B + (TILE - 1)) // TILE
     total = tl.sum(tiles_B, 0)
@@ -44,13 +44,15 @@ def share(lengths_B, b_B, part, parts, batch, TILE: tl.constexpr, LEAST: tl.cons
 
 @triton.jit
 def slot_of(part, continues):
-    """Where a piece of a cut request goes: a share has at most one that goes on in the next, and one that ends."""
+    """Return the slot of a piece of a cut request: a share has at most one piece that continues in the next, and one
+    that ends.
+    """
     return 2 * part + continues.to(tl.int32)
 
 
 @triton.jit
 def pieces(tiles, t1, size):
-    """Pieces of a request whose first one ends at tile t1: those that follow have `size` tiles, the last maybe less."""
+    """Return the number of pieces of a request, the first of which ends at tile t1; later ones have up to `size` tiles."""
     return 1 + (tiles - t1 + size - 1) // size
 
 
@@ -58,7 +60,7 @@ def pieces(tiles, t1, size):
 def merge_kernel(
     part_o, part_lse, pieces_of, lengths, o, lse, heads, ln2, R: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
 ):
-    """Programs (request, i) take every num_programs(1)-th stretch of COLUMNS of the request's heads.
+    """Merge cut requests: programs (request, i) take every num_programs(1)-th range of COLUMNS of the request's heads.
 
     `pieces_of` [B, 2] int32 holds the first share and the number of pieces of each request that has rows; a request in
     one piece is in `o` already. Partial outputs are normalised, and their log-sum-exps have base 2.

@@ -25,7 +25,7 @@ def _add_tile(
     """One step of the running softmax over the rows at `row_k`; `top` is of scores times log2(e)."""
     r = tl.arange(0, R)
     p = tl.arange(0, P)
-    # e4m3 becomes what is computed with, which holds it exactly.
+    # e4m3 is converted to the dtype of the computation, which represents it exactly.
     latent = tl.load(row_k[:, None] + r[None, :], mask=live_k[:, None], other=0.0).to(q_latent.dtype)
     rope = tl.load(row_k[:, None] + R + p[None, :], mask=live_k[:, None], other=0.0).to(q_latent.dtype)
     score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""The backend `triton`: our own kernels, their workspace, and which of them runs where."""
+"""The backend `triton`: our own kernels, their workspace, and the selection of the kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
 DIVISION = {"LEAST": hopper_pairs.LEAST, "SLACK": hopper_pairs.SLACK}
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
-"""Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
+"""Parameters that fill the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md lists variants that are
+not faster.
+"""
 HOPPER_FP8 = {
     "BLOCK_K": 64,
     "STAGES": 2,
@@ -31,11 +33,11 @@ HOPPER_FP8 = {
     "LOAD_WARPS": 4,
     "REGS": (160, 112, 80),
 } | DIVISION
-"""The same over rows in e4m3, of which a tile is half as large."""
+"""Parameters for e4m3 rows, with tiles of half the size."""
 ROUNDS: dict[str, tuple[str, ...]] = {"hopper-fp8": (QUERIES,), "hopper-apart-fp8": (QUERIES, WEIGHTS)}
-"""What a kernel rounds to e4m3, where it rounds anything."""
+"""Tensors that a kernel rounds to e4m3, for kernels that round any."""
 INTERPRETED_PARTS = 4
-"""Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
+"""Programs without a GPU to query for its multiprocessors: enough to cut requests."""
 
 
 def kernel_for(spec: AttentionSpec) -> str:
@@ -87,7 +89,8 @@ class PageTables:
 
 
 class TritonBackend:
-    """R and P must be powers of two (512 and 64 in every published model). `kernel` says which kernel runs.
+    """Triton backend; R and P must be powers of two (512 and 64 in every published model). `kernel` names the kernel
+    that runs.
 
     Work is divided on the device in each run, from the lengths there, so lengths and tables may change in place at any
     time. A run is two kernels: the attention, and the merge of requests that were cut.
@@ -116,7 +119,7 @@ class TritonBackend:
         self.tables.fill(shards)
 
     def divide(self) -> None:
-        """See Backend. Each run divides its own work."""
+        """Do nothing, see Backend: each run divides its own work."""
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
@@ -136,7 +139,7 @@ class TritonBackend:
         )
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
         block_b = max(32, triton.next_power_of_2(spec.batch))
-        # Kernels for Hopper are imported where they run only: Triton before 3.6 and its interpreter cannot.
+        # Hopper kernels are imported only where they run: Triton before 3.6 and its interpreter cannot import them.
         if self.kernel in ("hopper-pairs", "hopper-apart-fp8", "hopper-few"):
             scale = spec.scale * spec.kv_scale * LOG2_E
             hopper_pairs.launch(spec, grid[0], q_BHQ, kv, arguments[2:], (scale, *numbers))

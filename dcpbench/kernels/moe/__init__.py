@@ -14,7 +14,9 @@ __all__ = ["changes", "experts", "experts_reference", "route", "router_logits", 
 
 
 def changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
-    """Most tokens up to which `local` experts of a rank go by the same kernels: one more, and it takes others, in a jump."""
+    """Return the maximum numbers of tokens up to which `local` experts of a rank use the same kernels; beyond, the time
+    jumps.
+    """
     most = (scaled.MOST_ASSIGNMENTS if in_fp8 else decode.MOST_ASSIGNMENTS) // top_k
     rows = [scaled.FEW_ROWS + 1] if in_fp8 else [prompts.FEW_ROWS + 1, prompts.SOME_ROWS + 1, prompts.MANY_ROWS]
     tiles = [(n * local - 1) // top_k for n in rows]
@@ -22,7 +24,7 @@ def changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
 
 
 def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
-    """x · router.T as fp32 [T, E]: bf16 operands are multiplied as they are and accumulated and kept in fp32."""
+    """Return x · router.T as fp32 [T, E]: bf16 operands are multiplied unconverted and accumulated and kept in fp32."""
     if x_TD.dtype != torch.float32 and x_TD.is_cuda:
         return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
     return linear(x_TD.float(), router_ED.float())

@@ -1,8 +1,9 @@
-"""Experts renumbered so that those of the busiest rank are this rank's, for a rank that stands for all.
+"""Renumber experts so that those of the busiest rank become this rank's, for a rank that represents all ranks.
 
-Whole experts are dealt out in runs, and every layer ends in a collective that waits for all ranks: its time is that of the rank
-whose experts take longest. With few rows an expert's time is that of reading its weights, so the busiest rank is the one
-with most experts that have a row; the first of several. Tokens that go to none (routing.NOBODY) stay so.
+With expert parallelism, experts are assigned in contiguous runs, and every layer ends in a collective that waits for
+all ranks: its time is that of the rank with the slowest experts. With few rows an expert's time is that of reading its
+weights, so the busiest rank is the one with the most experts that have a row; the first of several. Tokens without an
+expert (routing.NOBODY) are unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _busiest_kernel(
 
 
 def busiest_first(ids_Tk: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """Ids of experts, [T, k] contiguous, turned round so that the run of the busiest of so many ranks comes first."""
+    """Return the ids of experts, [T, k] contiguous, rotated so that the run of the busiest of `ranks` ranks comes
+    first.
+    """
     if ids_Tk.device.type != "cuda":
         return busiest_first_reference(ids_Tk, experts, ranks)
     out_Tk = torch.empty_like(ids_Tk)

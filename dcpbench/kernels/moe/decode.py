@@ -24,7 +24,9 @@ from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
 from dcpbench.kernels.moe.prompts import combine, empty_tiles
 
 MOST_ASSIGNMENTS = 4096
-"""Of a call: 512 requests, the largest graph, with 8 experts each. Each assignment is compared with all others."""
+"""Maximum number of assignments per call: 512 requests, the largest graph, with 8 experts each. Each assignment is
+compared with all others.
+"""
 WIDE_TILES = 256
 """Tokens past which a tile has 32 rows: with 16, experts begin to be read more than once."""
 BLOCK = 16
@@ -154,7 +156,7 @@ def _product_kernel(
     for group in tl.range(0, groups, num_stages=STAGES):
         at = group * BLOCK_K
         inside = (at + k < depth)[None, :]
-        # Of few rows many may not be there. All of their programs would read the first row again and again.
+        # With few rows many of a tile may be missing. All of their programs would read the first row repeatedly.
         x_MK = tl.load(x_at + at, mask=inside & live[:, None] if ROWS == 16 else inside, other=0.0)
         scale_M = tl.load(x_scale_at + group * scale_group) if SCALED else 1.0
         of_w = scale_M * tl.load(w_scale_at + group) if SCALED else 1.0
@@ -178,22 +180,23 @@ def _product_kernel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where each assignment (token · top_k + k) lies once sorted by local expert, and how experts' rows are cut."""
+    """Sorted position of each assignment (token · top_k + k) by local expert, and the tiles of the experts' rows."""
 
     source: torch.Tensor
     """int32 [assignments]: assignment of each sorted row; other ranks' come last."""
     place: torch.Tensor
     """int32 [assignments]: sorted row of each assignment, the inverse."""
     tiles: torch.Tensor
-    """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; no local expert where there is none."""
+    """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; no local expert for unused tiles.
+    """
     rows: int
-    """Of a tile, at most."""
+    """Maximum number of rows of a tile."""
     total: torch.Tensor | None = None
-    """int32 [1]: how many tiles there are, where a program goes from tile to tile."""
+    """int32 [1]: number of tiles, for programs that loop over tiles; None otherwise."""
 
 
 def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
-    """How `product` goes over the experts [first, first + local). One kernel, no host sync, the same on every run."""
+    """Return the plan of `product` for the experts [first, first + local). One kernel, no host sync, deterministic."""
     count = ids_Tk.numel()
     if rows is None:
         rows = 16 if len(ids_Tk) <= WIDE_TILES else 32
@@ -219,14 +222,15 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) 
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, gated: bool) -> torch.Tensor:
-    """Sorted rows of the products with each row's expert, [assignments, columns]; other ranks' rows are undefined.
+    """Return sorted rows of the products with each row's expert, [assignments, columns]; other ranks' rows are
+    undefined.
 
     Args:
-        x: gated: the tokens [T, D], whose rows are picked on the way in; else sorted rows [assignments, I].
-        weight: gated: [E_local, 2·I, D], of which silu(x · gateᵀ) · (x · upᵀ) is made; else [E_local, D, I].
-        plan: of the same assignments.
-        top_k: experts of a token.
-        gated: which of the two.
+        x: gated: the tokens [T, D], gathered while they are read; else sorted rows [assignments, I].
+        weight: gated: [E_local, 2·I, D], for silu(x · gateᵀ) · (x · upᵀ); else [E_local, D, I].
+        plan: plan of the same assignments.
+        top_k: experts per token.
+        gated: True for the first product, False for the second.
     """
     out = torch.empty(len(plan.source), _columns(weight, gated), dtype=x.dtype, device=x.device)
     launch((x, None), (weight, None), (out, None), plan, top_k, gated, shape_of(plan.rows, weight.shape[-1], gated))
@@ -244,7 +248,7 @@ def _columns(weight: torch.Tensor, gated: bool) -> int:
 
 
 def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape) -> None:
-    """One product of the planned rows into `out`; see `product`."""
+    """Run one product of the planned rows into `out`; see `product`."""
     columns, depth = out[0].shape[1], weight[0].shape[-1]
     block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
@@ -275,9 +279,10 @@ def launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, ga
 
 
 def shape_of(rows: int, depth: int, gated: bool) -> Shape:
-    """Of bf16's kernel, in steps of 128 numbers.
+    """Return the shape of the bf16 kernel, in steps of 128 numbers.
 
-    Fastest of some 500 on an H200 with DeepSeek-V3's experts whole and cut by 2, 4 and 8; docs/kernels-moe.md.
+    It is the fastest of some 500 on an H200 with DeepSeek-V3's experts whole and divided by 2, 4 and 8;
+    docs/kernels-moe.md.
     """
     if gated:
         return 64, 5, 4, True

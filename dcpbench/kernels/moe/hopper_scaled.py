@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.block_scaled import Scaled
 
 ROWS = 128
-"""Of a tile."""
+"""Rows of a tile."""
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ WIDE = 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How one product is cut, and run."""
+    """Tiling and launch parameters of one product."""
 
     rows: int
     columns: int
@@ -40,7 +40,7 @@ class Tiling:
     step: int = BLOCK_K
     """Depth of a stage."""
     persistent: bool = False
-    """One program for each multiprocessor, which goes from tile to tile."""
+    """True for one program per multiprocessor, which loops over tiles."""
     group: int = 1
     """Tiles that go through their blocks of columns together, so that those of one expert share its weights."""
     more: int = 0
@@ -127,7 +127,7 @@ def _count_kernel(ids, counts, count, first, LOCAL: tl.constexpr, BINS: tl.const
 
 @triton.jit(do_not_specialize=["blocks"])
 def _before_kernel(counts, totals, blocks, BINS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Of each block, how many of an expert are in earlier ones, in place of its own count."""
+    """Replace each block's count of an expert by the count in earlier blocks."""
     e = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     before = tl.zeros([WIDTH], tl.int32)
     for top in range(0, blocks, ROWS):
@@ -310,7 +310,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # The weights are the first operand of the rows that are too many, which then are the narrow side of a wgmma.
+    # For the surplus rows the weights are the first operand, so that the rows are the narrow side of a wgmma.
     x, x_more, weight, _, out = tensors
     w_row, n, begin, end, columns, depth = where
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -414,9 +414,9 @@ def empty_tiles(most: int, device: torch.device) -> torch.Tensor:
 
 
 def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tiles, total) of rows sorted by expert, of which `ends` holds each expert's last + 1. No host sync.
+    """Return (tiles, total) of rows sorted by expert; `ends` holds each expert's last row + 1. No host sync.
 
-    A tile has `rows` rows, an expert's last one any number up to rows + more.
+    A tile has `rows` rows; an expert's last one has any number up to rows + more.
 
     tiles is int32 [3, most]: expert, first row, and row behind the expert's last one, for the first total[0] of them.
     """
@@ -440,13 +440,14 @@ def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple
 
 
 def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Sorted rows [rows, in] times their expert's weights: [rows, columns]; rows past the last end are undefined.
+    """Return sorted rows [rows, in] times their expert's weights: [rows, columns]; rows past the last end are
+    undefined.
 
     Args:
         x_ID: rows, those of expert e being [ends[e − 1], ends[e]).
-        weight: gated: [E, 2·I, in], of which silu(x · gateᵀ) · (x · upᵀ) is made; else [E, out, in].
+        weight: gated: [E, 2·I, in], for silu(x · gateᵀ) · (x · upᵀ); else [E, out, in].
         ends: int32 [E].
-        gated: which of the two.
+        gated: True for the first product, False for the second.
     """
     _, height, depth = weight.shape
     columns = height // 2 if gated else height
@@ -479,14 +480,14 @@ def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gat
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; the interpreter goes through programs one after the other, of which three take turns with tiles."""
+    """Return the number of multiprocessors of a GPU; 3 for the interpreter, which runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
-    """How a product is cut whose experts have so many rows on average.
+    """Return the tiling of a product with `rows` rows per expert on average.
 
-    Fastest of 66 on an H200 with DeepSeek-V3's experts whole and cut by 2 and 8; docs/kernels-moe.md.
+    It is the fastest of 66 on an H200 with DeepSeek-V3's experts whole and divided by 2 and 8; docs/kernels-moe.md.
     """
     if gated:
         if rows <= FEW_ROWS:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 NOBODY = -1
-"""The expert of tokens that go to none, on whatever rank: no kernel has a row for it."""
+"""Expert number of tokens without an expert on any rank: no kernel has a row for it."""
 
 
 def route(

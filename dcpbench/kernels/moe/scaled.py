@@ -1,7 +1,8 @@
-"""The experts of one rank over e4m3 weights with scales (block_scaled.py), for decode batches and for prompts.
+"""Experts of one rank over e4m3 weights with scales (block_scaled.py), for decode batches and for prompts.
 
-Both products are decode.py's kernel; tokens are quantised once, in front of it or by the norm that made them, and hidden rows by the product that makes
-them. A decode batch is planned by one kernel, the many assignments of prompts are sorted by three.
+Both products are decode.py's kernel. Tokens are quantised once, in front of it or by the norm that made them, and
+hidden rows by the product that makes them. A decode batch is planned by one kernel; the many assignments of prompts are
+sorted by three.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ HOPPER = 9
 MOST_ASSIGNMENTS = 6144
 """Up to here a decode batch's plan and tiles are at least as fast as those of prompts, with DeepSeek-V3's whole experts on an H100."""
 FEW_ROWS = 56
-"""Rows of an expert, on average, up to which a tile of prompts has 64: likewise."""
+"""Maximum mean number of rows of an expert for tiles of 64 rows with prompts, from the same measurement."""
 
 
 def plan(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
-    """How both products go over the experts [first, first + local). No host sync, the same on every run."""
+    """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
     count = ids_Tk.numel()
     if count <= MOST_ASSIGNMENTS:
         return decode.plan(ids_Tk, first, local)
@@ -52,7 +53,7 @@ def gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
 def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
     """Planned rows times their expert's weights, in bf16; I and D are multiples of 128."""
     if plan.total is not None:
-        # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+        # Imported only where it runs: Triton before 3.6 and its interpreter cannot import it.
         from dcpbench.kernels.moe import hopper_scaled
 
         return hopper_scaled.product(x, weight, plan.tiles, plan.total)
@@ -63,7 +64,7 @@ def down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
 
 
 def shape_of(rows: int, depth: int, *, gated: bool) -> Shape:
-    """How a program of the kernel is cut, for tiles of so many rows."""
+    """Return the shape of a program of the kernel, for tiles of `rows` rows."""
     if rows >= 64:
         return 128, 3, 8, False
     if gated:

@@ -1,10 +1,10 @@
 """Kernels that use the memory of other GPUs: gather q, merge partial outputs, add up; each meets its peers inside.
 
-Every rank holds a buffer of the same layout. What a kernel reads or writes at a peer lies where its own does, so that a
-tensor in the own buffer names all ranks' tensors. The kernels are collective: all ranks of a group call them in one
+Every rank holds a buffer of the same layout. Data of a peer lies at the same offset as the rank's own, so that a tensor
+in the own buffer identifies all ranks' tensors. The kernels are collective: all ranks of a group call them in the same
 order with the same sizes.
 
-A kernel that waits for peers must not keep theirs from starting: with one block of at most 8 warps on each
+A kernel that waits for peers must not keep their kernels from starting: with one block of at most 8 warps on each
 multiprocessor, several of them fit on a GPU at one time.
 """
 
@@ -27,25 +27,27 @@ class Peers:
 
     rank: int
     addresses: tuple[int, ...]
-    """Where the buffers begin in this process: its own first, then that of rank + 1, and so on around the group."""
+    """Addresses of the buffers in this process: its own first, then that of rank + 1, and so on around the group."""
     own: torch.Tensor
     """This rank's buffer, [bytes] uint8, zero before anyone reads it; the others' have the same size."""
 
     @property
     def size(self) -> int:
-        """N, the number of ranks."""
+        """Return N, the number of ranks."""
         return len(self.addresses)
 
     @functools.cached_property
     def launch(self) -> dict[str, int]:
-        """What all kernels here are told: N, and whether one may be started before the one ahead of it has ended."""
+        """Return the arguments common to all kernels here: N, and whether a kernel may be started before the preceding
+        one has ended.
+        """
         device = self.own.device
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         sizes = {"N": self.size, "N_BLOCK": triton.next_power_of_2(self.size)}
         return sizes | {"DEPENDENT": hopper, "launch_pdl": hopper}
 
     def offset(self, tensor: torch.Tensor) -> int:
-        """Bytes from the start of the own buffer to a tensor that lies in it; 16-byte reads want a multiple of 16."""
+        """Return the offset in bytes of a tensor in the own buffer; 16-byte reads require a multiple of 16."""
         found = tensor.data_ptr() - self.addresses[0]
         assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it handed out"
         assert found % 16 == 0
@@ -53,9 +55,9 @@ class Peers:
 
 
 class Carver:
-    """Hands out the parts of a buffer, one behind the other; without a buffer it only adds up their sizes.
+    """Divide a buffer into consecutive parts; without a buffer only add up their sizes.
 
-    Ranks that ask for the same parts in the same order find them at the same places.
+    Ranks that request the same parts in the same order find them at the same places.
     """
 
     ALIGNMENT = 256
@@ -65,7 +67,7 @@ class Carver:
         self.used = 0
 
     def take(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor, contiguous; on the meta device without a buffer."""
+        """Return the next tensor, contiguous; on the meta device without a buffer."""
         meta = torch.empty(shape, dtype=dtype, device="meta")
         start, self.used = self.used, self.used + -(-meta.nbytes // self.ALIGNMENT) * self.ALIGNMENT
         if self.own is None:
@@ -73,18 +75,20 @@ class Carver:
         return self.own[start : start + meta.nbytes].view(dtype).view(shape)
 
     def counters(self, size: int) -> torch.Tensor:
-        """The counters of one kind of meeting; all ranks' must be zero before one is used."""
+        """Return the counters of one kind of meeting; all ranks' must be zero before one is used."""
         return self.take(MOST_BLOCKS + 1, size, dtype=torch.int32)
 
 
 @functools.cache
 def blocks_of(device: torch.device) -> int:
-    """The grid of kernels here: a block on each multiprocessor; in Triton's interpreter, where they queue, a few."""
+    """Return the grid of kernels here: a block on each multiprocessor; in Triton's interpreter, where they queue, a
+    few.
+    """
     if device.type != "cuda":
         return 3
     return min(MOST_BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def element(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name of a type. The tensors in buffers are arguments as offsets, which say nothing of their type."""
+    """Return Triton's name of a dtype. Tensors in buffers are passed as offsets, which carry no dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))

@@ -54,7 +54,7 @@ def _one_shot_kernel(
     for start in range(first, size, step):
         i = start + tl.arange(0, BLOCK)
         pulled = ()
-        for summand in tl.static_range(N):  # in rank order, whoever adds
+        for summand in tl.static_range(N):  # in rank order on every rank
             address = peers[0]
             for n in tl.static_range(1, N):
                 address = tl.where((rank + n) % N == summand, peers[n], address)
@@ -66,10 +66,11 @@ def _one_shot_kernel(
 
 
 def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
+    """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
-    slots_2: room for x twice in every buffer, at the same place, [2, bytes] uint8 of this function alone. One meeting
-    is enough: a slot is overwritten in the next call but one, and whoever met a rank in the next call had read it.
+    slots_2: space for x twice in every buffer, at the same place, [2, bytes] uint8, used by no other function. One
+    meeting is enough: a slot is overwritten in the call after the next, and a rank that has met another in the next
+    call knows that it has read the slot.
     """
     out = torch.empty_like(x)
     _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](
@@ -143,11 +144,11 @@ def _two_shot_kernel(
 def two_shot(
     peers: Peers, counters: torch.Tensor, addends: torch.Tensor, sums: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
+    """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
-    addends and sums: room for x, and for an N-th of it, with 16 numbers more for each part, in every buffer at the same
-    place, of this function alone. Once is enough: peers have read the addends before the second meeting and the sums
-    before the next call's first.
+    addends and sums: space for x, and for an N-th of it, with 16 numbers more for each part, at the same place in every
+    buffer and used by no other function. Single buffering is enough: peers have read the addends before the second
+    meeting and the sums before the next call's first.
     """
     out = torch.empty_like(x)
     part = -(-x.numel() // (peers.size * 16)) * 16

@@ -50,8 +50,8 @@ def _gather_kernel(
 def gather(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: torch.Tensor) -> None:
     """Write q_BhQ, contiguous, into every rank's all_BHQ and wait until all have: H = N·h heads in rank order.
 
-    all_BHQ: contiguous, in the own buffer and in every peer's at the same place. Peers must have read what it held;
-    whoever has met them since they did, knows.
+    all_BHQ: contiguous, at the same place in the own buffer and in every peer's. Peers must have read its earlier
+    contents; a meeting with them after their read ensures this.
     """
     batch, heads, width = q_BhQ.shape
     row = heads * width

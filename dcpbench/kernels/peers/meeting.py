@@ -1,23 +1,24 @@
-"""The barriers inside kernels that use peers' memory.
+"""Barriers inside kernels that use peers' memory.
 
-There are two, by who has written what is read behind them:
+There are two, which differ in the writer of the data that is read after them:
 
-- `meet_ranks`: earlier kernels have. The first block of each rank says that they have ended, and all blocks wait for
-  the first blocks of all peers.
-- `meet_blocks`: this kernel has. Block i of every rank meets block i of all the others and may then read what it wrote.
+- `meet_ranks`: earlier kernels have written it. The first block of each rank signals that they have ended, and all
+blocks wait for the first blocks of all peers.
+- `meet_blocks`: this kernel has written it. Block i of every rank meets block i of all the others and may then read the
+data that they wrote.
 
-To say something is to add one to a counter in each peer's memory, which needs one trip over the link and no answer; to
-wait is to look at the counters in the own memory until each peer has added as often as this rank. Counters only grow,
-so nothing has to be reset between replays of a graph.
+A signal adds one to a counter in each peer's memory, which needs one trip over the link and no answer; a wait polls the
+counters in the own memory until each peer has added as often as this rank. Counters only grow, so no reset is needed
+between replays of a graph.
 
 Peers are numbered by distance: peer n of rank r is rank (r + n) mod N, peer 0 the rank itself. Each rank thus begins
-with another peer, and all links are used at once. Rank r finds what its peer n has added at column n of its counters,
-and that peer what r has at column N − n.
+with another peer, and all links are used at once. Rank r finds the additions of its peer n at column n of its counters,
+and that peer finds those of r at column N − n.
 
-Order: what a rank wrote before it said so is visible to a peer that has waited for it. The addition is a release and
-the look an acquire, both for the whole system; the barriers of the block extend them to its other threads. Triton's
-interpreter runs the same lines over memory that processes share: the arithmetic is tested there, the memory order of a
-GPU is not.
+Memory order: data that a rank wrote before its signal is visible to a peer that has waited for the signal. The addition
+is a release and the poll an acquire, both at system scope; the barriers of the block extend them to its other threads.
+Triton's interpreter runs the same lines over memory that processes share: the arithmetic is tested there, the memory
+order of a GPU is not.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ if TYPE_CHECKING:
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 REST_S = 0.005
-"""As many looks of the interpreter would take."""
+"""Pause between polls of the interpreter in s."""
 
 
 def _rest() -> None:
-    """Leave the core to the ranks that are waited for: there may be more of them than cores. For the interpreter."""
+    """Yield the core to the ranks that are awaited, because there may be more ranks than cores. For the interpreter."""
     time.sleep(REST_S)
 
 
-_rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # else the compiler refuses code that it leaves out
+_rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # otherwise the compiler rejects code that it removes
 
 
 @triton.jit
@@ -56,13 +57,13 @@ def wait_for_earlier_kernels(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def tensor_at(address, ELEMENT: tl.constexpr):
-    """A pointer to what begins at an address, a multiple of 16, as 16-byte reads want it; a small number is told in 32 bits."""
+    """Return a pointer to an address, a multiple of 16, as 16-byte reads require; small numbers are passed in 32 bits."""
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
 def append(values, value):
-    """A tuple and one more value; Triton knows no unpacking."""
+    """Return a tuple with one more value, because Triton does not support unpacking."""
     return values + (value,)  # noqa: RUF005
 
 
@@ -87,7 +88,9 @@ def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDEN
 
 @triton.jit
 def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Wait until the same block of all peers has come here. Each block has N columns; its own counts its calls."""
+    """Wait until the same block of all peers has reached this point. Each block has N columns; its own counts its
+    calls.
+    """
     n = tl.arange(0, N_BLOCK)
     others = (n > 0) & (n < N)
     row = tl.program_id(0) * N
@@ -103,7 +106,7 @@ def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDE
 
 @triton.jit
 def _theirs(peers, counters, n, N: tl.constexpr):
-    """Where each peer looks for what this rank adds, [n]."""
+    """Return the addresses in each peer's memory at which this rank adds, [n]."""
     address = tl.zeros_like(n).to(tl.int64)
     for i in tl.static_range(1, N):
         address = tl.where(n == i, peers[i], address)
@@ -112,7 +115,7 @@ def _theirs(peers, counters, n, N: tl.constexpr):
 
 @triton.jit
 def _wait_for(flags, others, count):
-    """Look at the flags until all of others' have reached a count: by difference, as counters wrap around."""
+    """Poll the flags until all those of peers have reached a count: by difference, because counters wrap around."""
     if INTERPRETED:
         behind = tl.full((), -1, tl.int32)
         while behind < 0:

@@ -81,11 +81,11 @@ def merge(
 ) -> None:
     """Write this rank's h = H/N heads of all ranks' partial outputs, merged by their log-sum-exp in fp32.
 
-    o_BHR and lse_BH (fp32, natural log): contiguous, in the own buffer and in every peer's at the same place, written
-    by kernels before this one. Where lse is -inf, o is not used, whatever it holds; 0 where it is -inf everywhere.
-    out_hBR: any dtype and strides, the last dimension contiguous.
+    o_BHR and lse_BH (fp32, natural log): contiguous, at the same place in the own buffer and in every peer's, written
+    by kernels before this one. Where lse is -inf, o is ignored; the result is 0 where it is -inf on all ranks. out_hBR:
+    any dtype and strides, the last dimension contiguous.
 
-    o and lse may be overwritten once this rank has met its peers again behind this call: they have read them then.
+    o and lse may be overwritten once this rank has met its peers again after this call: they have read them then.
     """
     batch, heads, width = o_BHR.shape
     columns = triton.next_power_of_2(width)

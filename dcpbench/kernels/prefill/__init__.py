@@ -39,11 +39,11 @@ class Ragged(Protocol):
     """Attention over requests of known lengths, for any number of layers."""
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o [T, h, V] in q's dtype, lse [T, h] in fp32, natural logarithm).
+        """Return (o [T, h, V] in q's dtype, lse [T, h] in fp32, natural logarithm).
 
-        q, k and v have the rows of the planned requests, one request behind the other, and perhaps more, which are not
-        read; all are contiguous. v_ShW has the backend's value_width columns, of which those from V on are zeros. Where
-        a query sees no key, lse = -inf and o is any number, or NaN. o's rows may be strided.
+        q, k and v have the rows of the planned requests, one request after the other, and possibly more, which are not
+        read; all are contiguous. v_ShW has the backend's value_width columns, which are zero from V on. If a query sees
+        no key, lse = -inf and o is any number, or NaN. o's rows may be strided.
         """
 
     def values(
@@ -67,7 +67,7 @@ class PrefillBackend(Protocol):
 
 
 def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
-    """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
     if name == "sdpa":
         from dcpbench.kernels.prefill.sdpa import SdpaPrefill
 

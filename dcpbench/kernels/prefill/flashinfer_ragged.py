@@ -1,10 +1,10 @@
-"""FlashInfer's ragged prefill (fa3 on Hopper, fa2 elsewhere). Its log2 LSE becomes natural log here, once.
+"""FlashInfer's ragged prefill (fa3 on Hopper, fa2 elsewhere). Its log2 LSE is converted to natural log here, once.
 
-What its `plan` does, read off version 0.6.18: it schedules on the host, into a pinned buffer of the wrapper, and sends
-that to a device buffer of the wrapper, both by cudaMemcpyAsync on the current stream; nothing waits where the lengths
-are in pinned host memory. Hence two rules. A wrapper has one plan at a time, so that plans that live at once need one
-each; those of equal lengths are one, as the windows of a long prefix are but for the last. And the pinned buffer must not
-be written before its last copy is done, which only an event tells.
+Behaviour of its `plan`, from the source of version 0.6.18: it schedules on the host, into a pinned buffer of the
+wrapper, and copies that to a device buffer of the wrapper, both by cudaMemcpyAsync on the current stream; it does not
+synchronise if the lengths are in pinned host memory. Two rules follow. A wrapper has one plan at a time, so
+simultaneous plans need one wrapper each; those of equal lengths share one, as the windows of a long prefix do except
+for the last. And the pinned buffer must not be written before its last copy is done, which only an event shows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlashInferPrefill:
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self.slots = [_Slot(self.workspace) for _ in range(WRAPPERS_AT_START)]
         self.planned: weakref.WeakValueDictionary[object, FlashInferRagged] = weakref.WeakValueDictionary()
-        """What is in use, by its lengths and mask."""
+        """Plans in use, by their lengths and mask."""
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
         """See PrefillBackend."""
@@ -96,7 +96,9 @@ class _Slot:
         self.user: weakref.ref[FlashInferRagged] | None = None
 
     def free(self) -> bool:
-        """Whether its plan is dropped, and its pinned buffer may be written. Calls may still run: they are in order."""
+        """Return True if its plan is dropped, and its pinned buffer may be written. Calls may still run, as they are in
+        stream order.
+        """
         return (self.user is None or self.user() is None) and self.sent.query()
 
 
@@ -108,12 +110,12 @@ class FlashInferRagged:
     rows: int
     keys: int
     empty: tuple[slice, ...]
-    """Rows of requests without keys, of which fa3 says nothing that could be used."""
+    """Rows of requests without keys, for which fa3 returns no valid result."""
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Ragged. A tile of values may reach past a request: what is behind the last one is not in the tensors."""
+        """See Ragged. A tile of values may extend past a request, so rows after the last one are not passed."""
         q_ThX = q_ThX[: self.rows]
-        if not self.keys:  # of which fa3 could describe no tile
+        if not self.keys:  # fa3 cannot describe an empty tile
             return q_ThX[..., :VALUE], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
         o_ThV, lse_Th = self.wrapper.run(q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], return_lse=True)
         lse_Th.mul_(math.log(2))

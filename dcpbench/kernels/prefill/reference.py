@@ -20,7 +20,7 @@ def attend(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [T, h, V], lse [T, h]) in fp64; see PrefillBackend.plan. Zeros and -inf where a query sees no key."""
+    """Return (o [T, h, V], lse [T, h]) in fp64; see PrefillBackend.plan. Zeros and -inf if a query sees no key."""
     rows = sum(q_lengths)
     o_ThV = torch.zeros(rows, v_ShV.shape[1], v_ShV.shape[2], dtype=torch.float64, device=q_ThX.device)
     lse_Th = torch.full(o_ThV.shape[:2], float("-inf"), dtype=torch.float64, device=q_ThX.device)

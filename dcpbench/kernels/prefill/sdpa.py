@@ -27,7 +27,7 @@ SCORES = 1 << 24
 
 
 class SdpaPrefill:
-    """See PrefillBackend. fp32, and whatever runs on a CPU, is for comparisons and not for timing."""
+    """See PrefillBackend. fp32, and all runs on a CPU, are for comparisons and not for timing."""
 
     def __init__(self, spec: PrefillSpec) -> None:
         self.spec = spec
@@ -60,7 +60,7 @@ class SdpaPrefill:
 
 
 class _Values(abc.ABC):
-    """o alone, of what computes lse in any case."""
+    """Base of backends that return o alone but always compute lse."""
 
     @abc.abstractmethod
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,14 +79,14 @@ class FlashRagged(_Values):
     """See Ragged."""
 
     q_ends: torch.Tensor
-    """int32 [requests + 1] on the device: where rows of each request begin; kv_ends likewise."""
+    """int32 [requests + 1] on the device: first row of each request; kv_ends in the same form."""
     kv_ends: torch.Tensor
     rows: int
     keys: int
     most_q: int
     most_kv: int
     some_empty: bool
-    """Whether there may be queries that see no key."""
+    """True if there may be queries that see no key."""
     causal: bool
     scale: float
     value: int
@@ -110,7 +110,7 @@ class FlashRagged(_Values):
             scale=self.scale,
         )
         lse_Th = lse_hT.T
-        if self.some_empty:  # FlashAttention says +inf where it found nothing
+        if self.some_empty:  # FlashAttention returns +inf for queries without keys
             lse_Th = lse_Th.masked_fill(lse_Th.isposinf(), float("-inf"))
         return o_ThX[..., : self.value], lse_Th
 

@@ -1,7 +1,7 @@
-"""What web pages are made of: frame, styles, scripts, and data that no browser takes for markup.
+"""Parts of web pages: frame, styles, scripts, and data escaped so that browsers do not read it as markup.
 
-`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as npm has it (MIT, see plotly-license.txt): lines, bars and
-points. Pages carry it inside or beside them, because they must open without a network.
+`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as published on npm (MIT, see plotly-license.txt): lines, bars
+and points. Pages embed it or ship with it, because they must open without a network.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STYLE = "theme.css"
 PLOTLY = "plotly-basic.min.js"
 LICENSE = "plotly-license.txt"
 SCRIPTS = ("page.js", "table.js", "chart.js")
-"""What all pages share, in the order in which it is loaded; scripts of a page come after."""
+"""Scripts of all pages in load order; scripts of a page come after."""
 FRAME = "frame.html.j2"
 """The template that pages extend: head with policy, title and button for the theme."""
 
 
 @cache
 def read(name: str, package: str = __name__) -> str:
-    """The text of an asset: of all pages, or of the package whose page it belongs to."""
+    """Return the text of an asset: of all pages, or of the package to which a page belongs."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -43,7 +43,7 @@ def fill(template: str, values: dict[str, object], filters: dict[str, Callable[.
 
 @cache
 def _compiled(template: str, filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Template:
-    """Compile a template once, as a site has hundreds of pages of it."""
+    """Compile a template once, because a site has hundreds of pages from it."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -58,9 +58,10 @@ def _compiled(template: str, filters: tuple[tuple[str, Callable[..., object]], .
 
 
 def policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files: bool = False) -> str:
-    """A Content-Security-Policy under which exactly these inline scripts run, and nothing is loaded from anywhere.
+    """Return a Content-Security-Policy that allows exactly these inline scripts, and no other loads.
 
-    `own_files`: but for the scripts, styles and data that lie beside the page; `script_files`: but for scripts there.
+    `own_files`: also allow scripts, styles and data in the folder of the page; `script_files`: also allow scripts
+    there.
     """
     digests = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -79,20 +80,20 @@ def policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files
 
 
 def json_block(data: object) -> str:
-    """`data` as JSON to stand inside `<script type="application/json">`: whatever its strings say, they end nothing.
+    """Return `data` as JSON for use inside `<script type="application/json">`; its strings cannot end the element.
 
     NaN and infinity, which JSON does not have, become null.
     """
     write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         text = write(data)
-    except ValueError:  # looking through all of it takes as long as writing it
+    except ValueError:  # checking all values beforehand would take as long as writing them
         text = write(finite(data))
     return without_markup(text)
 
 
 def without_markup(text: str) -> str:
-    """JSON of any kind with the characters escaped that could end a script or begin markup."""
+    """Return JSON with the characters escaped that could end a script or begin markup."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

@@ -23,16 +23,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
 from dcpbench.syncs.dry_run import device_tensor
+from dcpbench.syncs.dry_run.backward import find_backward_waits
 from dcpbench.syncs.dry_run.children import Children, install_children
 from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned, mark_pinned, set_data, to_device
+from dcpbench.syncs.dry_run.device_tensor import (
+    DeviceTensor,
+    is_pinned,
+    mark_device_memory,
+    mark_pinned,
+    set_data,
+    to_device,
+)
+from dcpbench.syncs.dry_run.measured import is_measured
 from dcpbench.syncs.dry_run.operators import device_tensors, on_host, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
-from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, wait, waits_of
+from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, waits_of
 from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
 from dcpbench.syncs.dry_run.virtual_distributed import install_distributed
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
+from dcpbench.syncs.dry_run.waits import wait
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
 from dcpbench.syncs.sites import Sync, sites_of
@@ -48,7 +58,7 @@ NOTES = (
     "A dry run has no GPU: kernels, waits and bubbles are unknown, and every time and cost is left out.",
     "Libraries and C++ or CUDA extensions that call CUDA by themselves are not seen; their operators run on the CPU.",
     "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
-    "Which operators wait was measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
+    "Waits of operators were measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
     "torch.compile is left out: compiled functions ran eagerly.",
     "Child processes are not followed. Of threads that ran before, only operators on device tensors are seen.",
 )
@@ -70,6 +80,8 @@ class DryRun:
         """All `record_function` ranges that have ended, on the host's clock."""
         self.ops = 0
         """Operators on device tensors."""
+        self.unmeasured: set[str] = set()
+        """Names of operators on device tensors of which it was never measured whether they wait."""
         self.local = _Local()
         self.children = Children()
 
@@ -89,6 +101,7 @@ class DryRun:
             steps_by_phase=steps.count_phases(),
             steps_share=steps.share,
             steps_guessed=steps.guessed,
+            unmeasured=sorted(self.unmeasured),
             children=self.children.found(),
             notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
         )
@@ -161,9 +174,15 @@ class DryRun:
             return _ANSWERS[name]
         _check_devices(func, args)
         self.ops += 1
+        if not is_measured(func):
+            self.unmeasured.add(name)
+        self._note_node(args)
         for sync in waits_of(func, args, kwargs):
             self._note(sync)
         gpu.touched = True
+        if func.namespace == "c10d":  # the result of a collective's Work refers to its tensors
+            for tensor in device_tensors((*args, *kwargs.values())):
+                mark_device_memory(tensor)
         result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
@@ -171,6 +190,14 @@ class DryRun:
         if gpu.graph is not None:
             gpu.graph.work.append((func, on_host(args), on_host(dict(kwargs)), on_host(result)))
         return result
+
+    def _note_node(self, args: Sequence[Any]) -> None:
+        """Note the waits of the node of autograd that runs; `args` are those of its first operator."""
+        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
+        if node is not None and node is not self.local.node:
+            for sync in find_backward_waits(node, args):
+                self._note(sync)
+        self.local.node = node
 
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operator between host tensors: never a wait, but it may make or ask for pinned memory."""
@@ -296,6 +323,8 @@ class _Local(threading.local):
         """The torch function that the program called."""
         self.ranges: list[str] = []
         self.caller: Any = None
+        self.node: Any = None
+        """The node of autograd that ran at the last operator."""
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _UNBOUNDED = 1 << 60  # storage size of the stand-in, which has no storage; views are checked on the host values
 _MARK = "_dcpbench_pinned"
+_DEVICE_MARK = "_dcpbench_device"
 _set_class = object.__dict__["__class__"].__set__
 
 
@@ -34,6 +35,17 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     if getattr(tensor.untyped_storage(), _MARK, False):
         return True
     return any(start <= tensor.data_ptr() < start + size for start, size in _registered.items())
+
+
+def mark_device_memory(tensor: DeviceTensor) -> None:
+    """Remember that the host memory of a device tensor stands for the GPU's: C++ may pass it on without the stand-in."""
+    setattr(tensor.host_values.untyped_storage(), _DEVICE_MARK, True)
+
+
+def is_device_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a host tensor is a view of memory that stands for the GPU's."""
+    is_host = not isinstance(tensor, DeviceTensor) and tensor.layout == torch.strided
+    return is_host and getattr(tensor.untyped_storage(), _DEVICE_MARK, False)
 
 
 _registered: dict[int, int] = {}  # address -> bytes of memory that cudaHostRegister has pinned

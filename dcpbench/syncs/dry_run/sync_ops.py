@@ -1,7 +1,7 @@
-"""Which operators make the host wait for the GPU, as measured on an H200; used where no GPU can tell.
+"""Operators that make the host wait for the GPU, as measured on an H200 with torch 2.11 and CUDA 13.0.
 
-Most of torch is composed of other operators, and those arrive here one by one: `bool(t.all())` as
-`_local_scalar_dense`, `allclose` likewise. So the table holds only those whose CUDA code waits inside.
+Most of torch is composed of other operators, which arrive here one by one: `bool(t.all())` arrives as `_local_scalar_dense`.
+The tables hold the operators that wait inside their CUDA code; linear_algebra.py holds those on matrices.
 """
 
 from __future__ import annotations
@@ -11,48 +11,51 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_pinned
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, is_device_memory, is_pinned
+from dcpbench.syncs.dry_run.linear_algebra import find_waits
 from dcpbench.syncs.dry_run.operators import device_tensors
+from dcpbench.syncs.dry_run.waits import COPY, COUNT, READ, copy_from_host, copy_to_host, read_value, wait
 from dcpbench.syncs.live.pageable import copy_of
-from dcpbench.syncs.sites import Sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dcpbench.syncs.rules import Rule
+    from dcpbench.syncs.sites import Sync
 
-READ, COUNT, COPY = "aten::_local_scalar_dense", "aten::nonzero", "aten::copy_"
 MASKS = frozenset({torch.bool, torch.uint8})
 INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
-COUNTING = {
+COUNTING = {  # operators that always need a count or limits -> number of waits
     "nonzero": 1,
     "masked_select": 1,
+    "masked_scatter_backward": 1,
     "_unique": 1,
     "_unique2": 1,
     "unique_dim": 1,
     "unique_consecutive": 1,
     "unique_dim_consecutive": 1,
     "bincount": 2,
+    "_coalesce": 4,
 }
-"""Operators that always need a count or limits -> how often they wait."""
-READING = {"_linalg_check_errors": 1, "allclose": 1, "linspace": 0, "logspace": 0, "index_fill": 0, "index_fill_": 0}
-"""Operators that read values; 0 stands for once for each scalar tensor on the device."""
-DEVIATIONS = {"Tensor_Tensor": 2, "float_Tensor": 2}
-"""Overloads of `normal` with standard deviations on the device, which are checked."""
+READING = {  # operators that read values -> number of waits; 0 stands for one wait for each scalar tensor on the device
+    "_linalg_check_errors": 1,
+    "allclose": 1,
+    "linspace": 0,
+    "logspace": 0,
+    "index_fill": 0,
+    "index_fill_": 0,
+}
+FIRST_SCALAR = {"index_fill": 3, "index_fill_": 3}  # position of the first argument that can be such a scalar; else 0
+DEVIATIONS = {"Tensor_Tensor": 2, "float_Tensor": 2}  # `normal` checks standard deviations that are on the device
+LOSS_WITH_LENGTHS = frozenset({"_ctc_loss", "_ctc_loss_backward"})
+MAX_MODE_SLICE = 2048  # elements of a slice up to which `mode` has a kernel; else it sorts (TensorModeKernel.cpp)
 POINTWISE_MIXERS = frozenset(
     {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_", "fill_", "set_"}
 )
-ISIN_SORTS_FROM = 10.0
-"""isin sorts, and so counts, from this many test elements times the number of elements ** 0.145."""
-
-
-def wait(rule: Rule, *chain: str, direction: str, call: str = "cudaStreamSynchronize", **facts: Any) -> Sync:
-    """A wait inside these operators, outermost first; who called them is not said yet."""
-    return Sync(rule=rule.id, op=chain[-1], op_chain=chain, direction=direction, call=call, **facts)
+ISIN_SORTS_FROM = 10.0  # isin sorts, and so counts, from this many test elements times the number of elements ** 0.145
 
 
 def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
-    """Waits of one operator, an overload that is not composed of others, before it runs with these arguments."""
+    """Yield the waits of an operator that is not composed of others; it has not run yet."""
     if func.namespace != "aten":
         return
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
@@ -67,13 +70,22 @@ def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
         yield from _indexing(name, args, kwargs)
     elif name == "_local_scalar_dense":
         yield wait(rules.SCALAR, READ, direction="DtoH", bytes=tensors[0].element_size())
+    elif name in LOSS_WITH_LENGTHS:
+        yield from [copy_to_host(op)] * (2 if func is torch.ops.aten._ctc_loss.Tensor else 0)
+        yield from [copy_from_host(op)] * 3
     else:
-        yield from [wait(rules.SHAPE, op, direction="DtoH")] * _counts(name, args, kwargs)
-        yield from [wait(rules.SCALAR, op, READ, direction="DtoH")] * _reads(name, overload, args, kwargs)
+        yield from find_waits(name, args, kwargs)
+        yield from [wait(rules.SHAPE, op, direction="DtoH")] * _counts(name, overload, args, kwargs)
+        yield from [read_value(op)] * _reads(name, overload, args, kwargs)
 
 
-def _counts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """How many counts and limits an operator needs before it can allocate its result."""
+def _counts(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many counts and limits an operator needs before it can allocate its result."""
+    if name == "_to_sparse":
+        return 3 if overload == "sparse_dim" else 1
+    if name == "mode":
+        dim = _argument(args, kwargs, 1, "dim", -1)
+        return int(args[0].dim() > 0 and args[0].shape[dim] > MAX_MODE_SLICE)
     if name == "repeat_interleave":
         return 0 if kwargs.get("output_size") is not None else 2
     if name == "histc":
@@ -87,9 +99,9 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str
 
 
 def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
-    """A copy between host and device: blocking, or of memory that CUDA has to stage."""
+    """Yield the wait of a copy between host and device that blocks, or that CUDA has to stage."""
     copy = copy_of(op, args, kwargs, None, is_pinned=is_pinned)
-    if copy is None or not copy.bytes:
+    if copy is None or not copy.bytes or any(isinstance(a, torch.Tensor) and is_device_memory(a) for a in args):
         return
     if not copy.non_blocking:
         rule = rules.TO_HOST if copy.way == "DtoH" else rules.FROM_HOST
@@ -100,7 +112,7 @@ def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
 
 
 def _compares(args: Sequence[Any]) -> int:
-    """Two tensors are compared, unless a look at them as objects is enough."""
+    """Return 1 if two tensors are compared, 0 if shapes or a shared memory decide."""
     a, b = args[0], args[1]
     if not (isinstance(a, DeviceTensor) and isinstance(b, DeviceTensor)) or a.shape != b.shape or not a.numel():
         return 0
@@ -109,7 +121,10 @@ def _compares(args: Sequence[Any]) -> int:
 
 
 def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
-    """Each mask on the device is counted; indices on the host are copied, but a mask's through pinned memory."""
+    """Yield a count for each mask on the device and a copy for each index on the host.
+
+    A mask on the host goes through pinned memory unless values are accumulated, as in a backward pass.
+    """
     target, indices = args[0], args[1] if len(args) > 1 else kwargs["indices"]
     if not isinstance(target, DeviceTensor):
         return
@@ -125,7 +140,7 @@ def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
     for index in given:
         if _is_device_mask(index):
             yield wait(rules.SHAPE, op, COUNT, direction="DtoH")
-        elif not isinstance(index, DeviceTensor) and index.dtype not in MASKS and index.numel():
+        elif not isinstance(index, DeviceTensor) and index.numel() and (accumulate or index.dtype not in MASKS):
             yield _host_copy(op, index)
 
 
@@ -139,7 +154,7 @@ def _host_copy(op: str, tensor: torch.Tensor) -> Sync:
 
 
 def _sorts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """isin counts distinct elements on both sides where it sorts: with many test elements."""
+    """Return how often isin counts distinct elements: on both sides if it sorts, which it does for many test elements."""
     elements, tests = args[0], args[1]
     if not isinstance(elements, DeviceTensor) or not isinstance(tests, DeviceTensor) or kwargs.get("assume_unique"):
         return 0
@@ -147,7 +162,7 @@ def _sorts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _reads(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """How many values an operator reads that is not composed of others."""
+    """Return how many values an operator that is not composed of others reads."""
     if name in {"masked_fill", "masked_fill_"}:
         return int(isinstance(_argument(args, kwargs, 2, "value"), DeviceTensor))
     if name == "equal":
@@ -156,7 +171,9 @@ def _reads(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, A
         return DEVIATIONS.get(overload, 0)
     if name == "fill_":
         return int(not isinstance(args[0], DeviceTensor))
+    if name == "segment_reduce":
+        return 2 if kwargs.get("lengths") is not None and not kwargs.get("unsafe") else 0
     if name not in READING:
         return 0
-    scalars = args[2:] if name.startswith("index_fill") else args
+    scalars = args[FIRST_SCALAR.get(name, 0) :]
     return READING[name] or sum(isinstance(a, DeviceTensor) for a in scalars)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench.show.ci import junit, junit_case, junit_result
 from dcpbench.syncs.gating.gate import blind
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import format_message, modules, sentence, standing, subject
+from dcpbench.syncs.words import format_message, modules, sentence, standing, subject, trace_notes
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -68,8 +68,8 @@ def _traces(report: Report) -> list[Element]:
         blamed.update(reasons)
         if reasons:
             junit_result(case, "error", "; ".join(reasons), of="cannot answer")
-        if trace.coverage.notes:
-            junit_result(case, "system-out", text="\n".join(trace.coverage.notes))
+        if found := trace_notes(trace):
+            junit_result(case, "system-out", text="\n".join(found))
         cases.append(case)
     for reason in report.verdict.reasons:
         if reason not in blamed:

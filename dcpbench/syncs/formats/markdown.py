@@ -12,6 +12,7 @@ from dcpbench.syncs.words import (
     NOTHING,
     bubble,
     copied,
+    format_exception,
     format_trace,
     marks,
     microseconds,
@@ -54,7 +55,7 @@ def render(report: Report) -> str:
 def _verdict(report: Report) -> str:
     verdict = report.verdict
     heads = {
-        "clean": "✅ No hidden synchronisation beyond what may pass",
+        "clean": f"✅ No hidden synchronisation beyond what may pass{markdown(format_exception(report))}",
         "cannot answer": "❔ The trace cannot answer",
         "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
     }

@@ -18,6 +18,7 @@ from dcpbench.syncs.words import (
     BOUND_NOTE,
     bubble,
     copied,
+    format_exception,
     format_trace,
     marks,
     microseconds,
@@ -196,4 +197,4 @@ def summary(report: Report) -> str:
     if verdict.status == "cannot answer":
         seen = "" if report.sites else " No synchronisation was seen in what was recorded."
         return f"This cannot be answered: exit code {verdict.exit_code}.{seen}"
-    return f"Clean, nothing beyond what may pass: exit code {verdict.exit_code}."
+    return f"Clean{format_exception(report)}, nothing beyond what may pass: exit code {verdict.exit_code}."

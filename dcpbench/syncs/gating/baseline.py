@@ -1,9 +1,13 @@
-"""Baseline file: the sites that a project has today and how often they occur per step, sorted so that it diffs well."""
+"""Baseline file: the sites that a project has now and how often they occur per step, sorted so that it diffs well.
+
+Detectors describe a site differently: in a trace it has the operators that the profiler recorded, in a dry run those that
+reach the virtual GPU. A baseline is therefore compared only with reports of the detector that made it.
+"""
 
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -17,9 +21,14 @@ if TYPE_CHECKING:
     from dcpbench.syncs.model import Site
 
 VERSION = 1
-AGAIN = "make it again with `dcpbench syncs baseline TRACE -o {path} --force`"
-DIGITS = 4
-"""Decimals of a count per step: once in ten thousand steps is still a difference."""
+DIGITS = 4  # decimals of a count per step: once in ten thousand steps is still a difference
+Detector = Literal["scan", "dry-run"]
+COMMANDS: dict[Detector, str] = {  # what writes a baseline
+    "scan": "dcpbench syncs baseline TRACE -o {path}{force}",
+    "dry-run": "dcpbench syncs dry-run --write-baseline {path}{force} -- python script.py",
+}
+KEYS: dict[Detector, str] = {"scan": "baseline", "dry-run": "dry-run-baseline"}  # of pyproject.toml
+SOURCES: dict[Detector, str] = {"scan": "traces", "dry-run": "a dry run"}
 
 
 class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -45,14 +54,18 @@ class Baseline(msgspec.Struct, kw_only=True):
 
     baseline_version: int
     """Has no default: a report also holds `sites`, and would let all of them pass."""
+    detector: Detector = "scan"
+    """Detector that made it; baselines without this field are of traces."""
     sites: list[Entry] = []
+    unmeasured: list[str] = []
+    """Operators that a dry run accepts although it was never measured whether they wait."""
 
 
-def make(sites: Iterable[Site]) -> Baseline:
+def make(sites: Iterable[Site], detector: Detector = "scan", unmeasured: Iterable[str] = ()) -> Baseline:
     """Return the baseline of sites that count; sites with the same fingerprint are one entry."""
     entries = [entry(group) for group in by_fingerprint(sites).values()]
     entries.sort(key=lambda e: (e.file, e.function, e.rule, e.op, e.fingerprint))
-    return Baseline(baseline_version=VERSION, sites=entries)
+    return Baseline(baseline_version=VERSION, detector=detector, sites=entries, unmeasured=sorted(set(unmeasured)))
 
 
 def by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
@@ -88,22 +101,32 @@ def _add_phases(sites: Iterable[Site]) -> dict[str, float]:
     return {phase: round(count, DIGITS) for phase, count in sorted(totals.items())}
 
 
-def read(path: Path) -> Baseline:
-    """Read a baseline. Raises UsageError where there is none or where it cannot be understood."""
-    quoted = shlex.quote(str(path))
+def read(path: Path, detector: Detector = "scan") -> Baseline:
+    """Read a baseline. Raise UsageError if it does not exist, cannot be understood or is another detector's."""
     try:
         baseline = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except FileNotFoundError as e:
-        raise UsageError(
-            f"There is no baseline {path}: write one with `dcpbench syncs baseline TRACE -o {quoted}`."
-        ) from e
+        raise UsageError(f"There is no baseline {path}: write one with `{_command(path, detector)}`.") from e
     except OSError as e:
         raise UsageError(f"The baseline {path} cannot be read ({e.strerror}).") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise UsageError(f"{path} is no baseline ({e}); {AGAIN.format(path=quoted)}.") from e
+        raise UsageError(
+            f"{path} is no baseline ({e}); make it again with `{_command(path, detector, ' --force')}`."
+        ) from e
     if baseline.baseline_version != VERSION:
         raise UsageError(
             f"{path} is a baseline of version {baseline.baseline_version}, this program reads version {VERSION}; "
-            f"{AGAIN.format(path=quoted)}."
+            f"make it again with `{_command(path, baseline.detector, ' --force')}`."
+        )
+    if baseline.detector != detector:
+        other = path.with_name(f"{path.stem}-{detector}{path.suffix}")
+        raise UsageError(
+            f"{path} is a baseline of {SOURCES[baseline.detector]}, which names operators and copies differently from "
+            f"{SOURCES[detector]}: write another one with `{_command(other, detector)}` and give it with --baseline, or in "
+            f"pyproject.toml as {KEYS[detector]}."
         )
     return baseline
+
+
+def _command(path: Path, detector: Detector, force: str = "") -> str:
+    return COMMANDS[detector].format(path=shlex.quote(str(path)), force=force)

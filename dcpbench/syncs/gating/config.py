@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FILE = "pyproject.toml"
 TABLE = "[tool.dcpbench.syncs]"
 GLOBS = ("function", "range", "file")
-KEYS = ("allow", "max-per-step", "max-bubble-us", "baseline", "step-range")
+KEYS = ("allow", "max-per-step", "max-bubble-us", "baseline", "dry-run-baseline", "step-range")
 LONGEST_REASON = 300
 EXAMPLE = '{ function = "engine.sampler.*", reason = "tokens leave the GPU here", expires = 2026-12-31 }'
 
@@ -63,6 +63,7 @@ class Config:
     max_per_step: float | None = None
     max_bubble_us: float | None = None
     baseline: Path | None = None
+    dry_run_baseline: Path | None = None
     step_range: str | None = None
 
 
@@ -111,16 +112,23 @@ def _table(path: Path) -> Mapping[str, object] | None:
 def _config(table: Mapping[str, object], path: Path) -> Config:
     where = f"{path} {TABLE}"
     _check_keys(table, KEYS, where)
-    baseline, entries = _text(table, "baseline", where), table.get("allow", [])
+    entries = table.get("allow", [])
     if not isinstance(entries, list):
         raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
     return Config(
         allow=tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(entries)),
         max_per_step=_number(table, "max-per-step", where),
         max_bubble_us=_number(table, "max-bubble-us", where),
-        baseline=path.parent / baseline if baseline else None,
+        baseline=_path(table, "baseline", path),
+        dry_run_baseline=_path(table, "dry-run-baseline", path),
         step_range=_text(table, "step-range", where) or None,
     )
+
+
+def _path(table: Mapping[str, object], key: str, path: Path) -> Path | None:
+    """Return a path that is relative to the folder of pyproject.toml; None without the key."""
+    text = _text(table, key, f"{path} {TABLE}")
+    return path.parent / text if text else None
 
 
 def _allow(entry: object, where: str) -> Allow:

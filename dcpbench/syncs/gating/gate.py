@@ -37,6 +37,7 @@ SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
 """Reason for a trace that gives none itself."""
+UNUSED = "baseline: the operator {name} was not used, or has been measured since: write the baseline again."
 NAMED = 3
 """Sites that a message about a sum names."""
 MAX_RANKS_NAMED = 8
@@ -71,7 +72,8 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
         findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
     reasons += explain_missing(report.traces, all_ranks=gate.all_ranks)
-    reasons += [reason for trace in report.traces for reason in unseen_parts(trace)]
+    known = gate.baseline.unmeasured if gate.baseline else ()
+    reasons += [reason for trace in report.traces for reason in unseen_parts(trace, known)]
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
     reasons += explain_guesses(report)
@@ -85,6 +87,8 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     if gate.baseline:
         here = {s.fingerprint for s in report.sites}
         stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
+        used = {name for trace in report.traces for name in trace.coverage.unmeasured}
+        stale += [UNUSED.format(name=name) for name in gate.baseline.unmeasured if name not in used]
     allowed = {s.fingerprint: s.allowed for s in report.sites if s.allowed}
     verdict = Verdict(findings=findings, allowed=allowed, stale=stale, reasons=list(dict.fromkeys(reasons)))
     if findings:

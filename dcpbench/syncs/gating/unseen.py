@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.syncs.words import format_names
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dcpbench.syncs.model import ChildProcess, TraceSummary
 
-MAX_NAMED = 5  # processes and operators that a sentence names
+
+def unseen_parts(trace: TraceSummary, known: Collection[str] = ()) -> list[str]:
+    """Return a sentence for each kind of part that was not seen; `known` are unmeasured operators that a baseline accepts."""
+    return [*_explain_children(trace), *_explain_operators(trace, known)]
 
 
-def unseen_parts(trace: TraceSummary) -> list[str]:
-    """Return a sentence for each kind of part that was not seen."""
+def _explain_children(trace: TraceSummary) -> list[str]:
     children = [child for child in trace.coverage.children if child.may_use_gpu]
     if not children:
         return []
-    named = _named([format_child(child) for child in children])
+    named = format_names([format_child(child) for child in children])
     sentence = (
         f"{trace.path} started processes that a dry run does not follow, so their waits are not known: {named}. They "
         "have no virtual GPU unless they were forked. Let the program do their work in its own process (a "
@@ -24,12 +30,19 @@ def unseen_parts(trace: TraceSummary) -> list[str]:
     return [sentence]
 
 
+def _explain_operators(trace: TraceSummary, known: Collection[str]) -> list[str]:
+    unknown = [name for name in trace.coverage.unmeasured if name not in known]
+    if not unknown:
+        return []
+    sentence = (
+        f"{trace.path} uses operators of which it was never measured whether they wait, so a dry run counts none of their "
+        f"waits: {format_names(unknown)}. Use `dcpbench syncs run` on a GPU, or accept them with "
+        f"`dcpbench syncs dry-run --write-baseline FILE -- {trace.path}` and give --baseline FILE from then on."
+    )
+    return [sentence]
+
+
 def format_child(child: ChildProcess) -> str:
     """Return the process in words: `process 71 (python worker.py, subprocess)`."""
     pid = "" if child.pid is None else f" {child.pid}"
     return f"process{pid} ({child.command}, {child.start_method})"
-
-
-def _named(names: list[str]) -> str:
-    left = len(names) - MAX_NAMED
-    return ", ".join([*names[:MAX_NAMED], *([f"and {left} more"] if left > 0 else [])])

@@ -48,6 +48,8 @@ class Checked:
         self._first = self._first_op = 0
         self._last: int | None = None
         self._ops = 0
+        self.unmeasured: list[str] = []
+        """Operators of the test in a dry run of which it was never measured whether they wait, fixtures included."""
 
     @property
     def syncs(self) -> list[Sync]:
@@ -111,3 +113,4 @@ class Checked:
         finally:
             if self._run is not None:
                 self._last, self._ops = len(self._run.syncs), self._run.ops - self._first_op
+                self.unmeasured = sorted(self._run.unmeasured)

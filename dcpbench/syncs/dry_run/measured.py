@@ -1,0 +1,48 @@
+"""Operators of which it was measured on a GPU whether they wait; the other ones are named in the report."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "measured_operators.txt"
+ALLOCATIONS = frozenset(
+    {"aten::empty_strided", "aten::empty_permuted"}
+)  # allocate as aten::empty does, without a kernel
+EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> a measured one that stands for them
+    "aten::_index_put_impl_": "aten::index_put",
+    "aten::_native_batch_norm_legit_no_training": "aten::native_batch_norm",
+    "aten::_unsafe_index": "aten::index",
+    "aten::_unsafe_index_put": "aten::index_put",
+    "aten::bartlett_window": "aten::arange",
+    "aten::blackman_window": "aten::cos",
+    "aten::hamming_window": "aten::cos",
+    "aten::hann_window": "aten::cos",
+    "aten::rand_like": "aten::uniform_",
+    "aten::range": "aten::arange",
+}
+
+
+def is_measured(func: Any) -> bool:
+    """Return whether it is known if an operator waits.
+
+    An operator is measured if one of its overloads is, in place or not. A view of a tensor never reaches the GPU.
+    """
+    name = EQUIVALENT.get(func._schema.name, func._schema.name)
+    forms = {name, name.removesuffix("_"), f"{name}_"}
+    return not forms.isdisjoint(_read()) or name in ALLOCATIONS or _is_view(func)
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an `aten` operator returns its arguments' memory and writes nothing."""
+    returns = func._schema.returns
+    return (
+        func.namespace == "aten" and bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+    )
+
+
+@functools.cache
+def _read() -> frozenset[str]:
+    lines = FILE.read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))

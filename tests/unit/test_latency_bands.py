@@ -1,0 +1,207 @@
+"""Bands of forecast latencies: made of published errors, checked by leaving machines out, and none where the median may jump."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench.points import latency_bands
+from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, compute_coverage, find_band
+from dcpbench.recommend import answer, estimate, forecast
+from dcpbench.records.record import Emulated, Record
+from dcpbench.serving import replay
+from tests.unit.test_recommend import ask, choice, run
+from tools import latency_check
+
+PUBLISHED = latency_bands.load_published()
+DP_LIVE = "attention-dp-live_4xH200_2026-11-27"
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def case(
+    machine: str,
+    ttft: float = 1.0,
+    itl: float = 1.0,
+    share: float | None = 0.0,
+    measured: float | None = 0.0,
+    **of: str,
+) -> Case:
+    """A forecast of a closed loop, estimated unless `kind` says otherwise."""
+    fields = {"kind": ESTIMATED, "source": "results/x", "forecast": "", "load": "a load", "arrival": "closed"} | of
+    return Case(**fields, machine=machine, ttft=ttft, itl=itl, mixed_share=share, mixed_share_measured=measured)  # type: ignore[arg-type]
+
+
+class TestBand:
+    def test_it_reaches_as_far_to_both_sides_as_the_farthest_case(self) -> None:
+        """Measured over forecast 0.8 and 1.1, so a factor of 1.25: 100 ms may be 80 to 125; with a further 10 % 72.7 to 137.5."""
+        band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=0.8), case("b", ttft=1.1), case("b", ttft=1.0)])
+        assert band == latency_bands.Band(low=0.8, high=1.1, cases=3, machines=2)
+        assert band.around(100.0) == pytest.approx((80.0, 125.0))
+        assert band.around(100.0, error=0.1) == pytest.approx((72.7273, 137.5))
+
+    def test_forecasts_that_were_too_short_may_be_too_long_elsewhere(self) -> None:
+        band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=1.1), case("b", ttft=1.25)])
+        assert band is not None
+        assert band.around(100.0) == pytest.approx((80.0, 125.0))
+
+    def test_other_kinds_do_not_count(self) -> None:
+        band = find_band(ESTIMATED, "ttft", "closed", [case("a"), case("a", ttft=2.0, kind=EMULATED)])
+        assert band is not None
+        assert band.high == 1.0
+        assert find_band(TOGETHER, "ttft", "closed", [case("a"), case("b", kind=EMULATED)]) is None
+
+    def test_other_arrivals_count_where_those_of_its_own_are_of_one_machine(self) -> None:
+        """Closed loops ran on a and b, loads at a rate on a alone, and traces nowhere."""
+        cases = [case("a", ttft=1.1), case("b", ttft=1.2), case("a", ttft=1.5, arrival="gamma")]
+        bands = [find_band(ESTIMATED, "ttft", arrival, cases) for arrival in ("closed", "gamma", "trace")]
+        assert [(band.high, band.cases) for band in bands if band] == [(1.2, 2), (1.5, 3), (1.5, 3)]
+
+    def test_no_itl_where_the_median_may_be_a_step_with_a_prompt(self) -> None:
+        """Shares of gaps with prompts were up to 0.2 larger than estimated: from 0.3 on they may reach one half."""
+        cases = [case("a", itl=1.1, share=0.1, measured=0.3), case("b", itl=4.0, share=0.4, measured=0.45)]
+        assert latency_bands.max_sure_share(cases) == pytest.approx(0.3)
+        band = find_band(ESTIMATED, "itl", "closed", cases, 0.29)
+        assert band is not None
+        assert (band.high, band.cases) == (1.1, 1), "the case at 0.4 has no number either"
+        assert find_band(ESTIMATED, "itl", "closed", cases, 0.31) is None
+        assert find_band(ESTIMATED, "itl", "closed", cases) is None
+        assert find_band(ESTIMATED, "ttft", "closed", cases, 0.9) is not None
+
+
+class TestCoverage:
+    def test_a_machine_is_judged_by_all_others(self) -> None:
+        """a: 0.9 and 1.0 are within b's factor of 1.2; b: 1.2 is outside a's 1.11, and 0.9 inside."""
+        cases = [case("a", ttft=0.9), case("a", ttft=1.0), case("b", ttft=1.2), case("b", ttft=0.9)]
+        found = compute_coverage(ESTIMATED, "ttft", "closed", cases)
+        assert (found.inside, found.cases, found.without_number) == (3, 4, 0)
+
+    def test_one_machine_alone_cannot_be_checked(self) -> None:
+        found = compute_coverage(ESTIMATED, "ttft", "closed", [case("a"), case("a")])
+        assert (found.inside, found.cases, found.without_number) == (0, 0, 2)
+
+
+class TestPublished:
+    def test_every_case_names_a_folder_of_results(self) -> None:
+        root = Path(__file__).parents[2]
+        folders = {root.joinpath(*Path(c.source).parts[:2]) for c in PUBLISHED}
+        assert all((folder / "raw.tar.xz").is_file() for folder in folders)
+        assert {c.kind for c in PUBLISHED} == {ESTIMATED, EMULATED, TOGETHER}
+
+    def test_the_documents_have_the_bands_and_their_coverage_as_computed(self) -> None:
+        text = (DOCS / "recommend.md").read_text(encoding="utf-8") + (DOCS / "emulation.md").read_text(encoding="utf-8")
+        for line in filter(None, latency_check.table(list(PUBLISHED))):
+            assert line in text, line
+
+    def test_the_bands_of_other_machines_hold_all_32_forecasts_of_one_host(self) -> None:
+        """Four live loads by each of four GPUs, with and without `prompts`; the ends of three replays held TTFT in 16."""
+        cases = [c for c in PUBLISHED if c.forecast.startswith(f"results/{DP_LIVE}/")]
+        machine = cases[0].machine
+        others = [c for c in PUBLISHED if c.machine != machine]
+        assert ({c.machine for c in cases}, len(cases)) == ({machine}, 32)
+        for found in cases:
+            for metric, ratio in (("ttft", found.ttft), ("itl", found.itl)):
+                band = find_band(found.kind, metric, found.arrival, others)  # type: ignore[arg-type]
+                assert band is not None
+                low, high = band.around(1.0)
+                assert low <= ratio <= high, found
+
+    def test_a_case_of_the_file_is_what_its_records_say(self) -> None:
+        """DeepSeek-V3 on tp4·dcp4, 48 clients with 100 to 300 tokens out: forecast by GPU 0 alone, and served."""
+        (found,) = (c for c in PUBLISHED if c.forecast == f"results/{DP_LIVE}/replays/alone-0-48-100-300")
+        served = read_live_load()
+        (made,) = (r for _, r in latency_check.read_served(f"{DP_LIVE}/replays/alone-0-48-100-300"))
+        ratios = [p50_ms(served, metric) / p50_ms(made, metric) for metric in ("ttft", "itl")]
+        assert [found.ttft, found.itl] == pytest.approx(ratios, abs=1e-4)
+        assert found.kind == EMULATED
+
+    def test_an_estimated_case_is_estimated_again_alike(self) -> None:
+        """One of the short loads, by the shares of Kimi-K2's steps."""
+        assert latency_check.estimate_case(f"results/{DP_LIVE}/dcp", read_live_load()) in PUBLISHED
+
+
+def read_live_load() -> Record:
+    """Return what 48 clients with answers of 100 to 300 tokens were served."""
+    (found,) = (
+        record
+        for _, record in latency_check.read_served(f"{DP_LIVE}/dcp")
+        if record.point.concurrency == 48 and record.point.load and record.point.load.output_tokens == "uniform:100-300"
+    )
+    return found
+
+
+def p50_ms(record: Record, metric: str) -> float:
+    """Return a median latency of a served record."""
+    assert record.serve is not None
+    return float(getattr(record.serve, f"{metric}_ms").p50)
+
+
+class TestForecasts:
+    def test_estimates_of_served_loads_have_ends(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = "--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens uniform:300-400 --json"
+        code, out, _ = run(capsys, *words.split())
+        assert code == 0
+        for layout in json.loads(out)["loads"][0]["layouts"]:
+            for name in ("ttft", "itl"):
+                low, high = layout[f"{name}_p50_ms_band"]
+                assert low < layout[f"{name}_ms"]["p50"] < high
+        assert "by steps of another model" in out
+
+    def test_no_itl_is_estimated_where_prompts_are_in_many_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Answers of 4 tokens: nearly every gap has a prompt of another request in its step. An ITL objective is not known."""
+        words = "--machine H200 --gpus 8 --concurrency 16 --input-tokens 2000 --output-tokens 4 --slo itl=10000 --json"
+        _, out, _ = run(capsys, *words.split())
+        found = json.loads(out)
+        layouts = found["loads"][0]["layouts"]
+        assert [layout["itl_ms"]["p50"] for layout in layouts] == [None] * len(layouts)
+        assert [layout["itl_p50_ms_band"] for layout in layouts] == [None] * len(layouts)
+        assert all(layout["ttft_p50_ms_band"] for layout in layouts)
+        assert any("no ITL, as prompts are in the steps" in text for text in found["unknown"])
+        assert {"ITL, which is not known"} == {missed for layout in layouts for missed in layout["misses"]}
+
+    def test_a_decode_step_is_as_far_off_as_its_output(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _, out, _ = run(
+            capsys, *["--machine", "H200", "--gpus", "8", "--context", "4000", "--concurrency", "8", "--json"]
+        )
+        layout = json.loads(out)["loads"][0]["layouts"][0]
+        low, high = layout["itl_p50_ms_band"]
+        assert high / layout["itl_ms"]["p50"] == pytest.approx(layout["itl_ms"]["p50"] / low)
+        assert high / layout["itl_ms"]["p50"] - 1 >= estimate.published().band
+
+    def test_ends_are_set_right_with_the_estimate(self) -> None:
+        of = dataclasses.replace(choice(100.0).forecasts[0], ttft_band=(80.0, 120.0), itl_band=None)
+        right = forecast.anchored(of, 0.5)
+        assert (right.ttft_band, right.itl_band) == ((160.0, 240.0), None)
+
+    def test_a_cell_has_the_ends(self) -> None:
+        assert answer.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
+        assert answer.format_p50(20.0, None) == "20.0"
+        assert answer.format_p50(None, None) == "—"
+        row = answer.rows(ask("H200"), [choice(100.0)])[0]
+        assert len(row) == len(answer.COLUMNS)
+
+
+def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TTFT 100 ms: three replays 99 to 125, published ratio 0.9: 90 to 125. Without cases the ends of the replays stay."""
+    cases = (case("a", ttft=0.9, itl=0.99, kind=EMULATED), case("b", ttft=1.05, itl=1.2, kind=EMULATED))
+    monkeypatch.setattr(latency_bands, "load_published", lambda: cases)
+    record = next(
+        r for _, r in latency_check.read_served("attention-dp-live_4xH200_2026-11-27/replays/alone-0-48-100-300")
+    )
+    assert record.serve is not None
+    assert record.emulated is not None
+    found = msgspec.structs.replace(
+        record.serve,
+        ttft_ms=msgspec.structs.replace(record.serve.ttft_ms, p50=100.0),
+        itl_ms=msgspec.structs.replace(record.serve.itl_ms, p50=10.0),
+    )
+    spans = {"ttft_p50_ms_low": 99.0, "ttft_p50_ms_high": 125.0, "itl_p50_ms_low": 8.0, "itl_p50_ms_high": 10.3}
+    assert replay._widen(spans, found, record.emulated, record.point) == pytest.approx(
+        {"ttft_p50_ms_low": 90.0, "ttft_p50_ms_high": 125.0, "itl_p50_ms_low": 8.0, "itl_p50_ms_high": 12.0}
+    )
+    together = msgspec.structs.replace(record.emulated, prompts=((128, 1.01),))
+    assert isinstance(together, Emulated)
+    assert replay._widen(spans, found, together, record.point) == {}

@@ -1,0 +1,145 @@
+"""The whole model does not fit: report, show, compare, dashboard, recommend and --dry-run say it in the same words, first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.cli import main
+from dcpbench.compare import table, words
+from dcpbench.compare.judging import Options, judge
+from dcpbench.dashboard import lines
+from dcpbench.dashboard.finding import _headline
+from dcpbench.plan.spec import planned
+from dcpbench.points.budget import measure_whole_model
+from dcpbench.points.memory import GIB
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.recommend import advise, answer
+from dcpbench.records.runs import read_run
+from dcpbench.reports import frames, overview
+from dcpbench.reports.terminal import render
+from dcpbench.show.model_fit import NO_FIT
+from tests.unit import record_builder
+from tests.unit.test_recommend import ask, choice, point
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HELD = f"{NO_FIT}: 14 of 61 layers held and cycled"
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, list[str]]:
+    """Return the exit code of a command and the lines of its output."""
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    return int(ended.value.code or 0), capsys.readouterr().out.splitlines()
+
+
+def write_run(folder: Path, held: int) -> Path:
+    """Write a run of tp4 and tp4·dcp4 that holds so many of 61 layers."""
+    found = []
+    for dcp in (1, 4):
+        record = record_builder.ok(record_builder.point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs"))
+        assert record.honesty is not None
+        honesty = msgspec.structs.replace(record.honesty, layers=61, layers_held=held)
+        found.append(msgspec.structs.replace(record, honesty=honesty))
+    return record_builder.write(folder, found)
+
+
+def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: Path) -> None:
+    """And with none of them where all layers were held."""
+    for held, expected in ((14, True), (61, False)):
+        write_run(tmp_path / f"a{held}", held)
+        write_run(tmp_path / f"b{held}", held)
+        read = frames.load([tmp_path / f"a{held}"])
+        compared = judge([read_run(tmp_path / f"a{held}")], [read_run(tmp_path / f"b{held}")], Options())
+        records = read_run(tmp_path / f"a{held}").records
+        first_lines = [
+            overview.sentence(read).partition(",")[0],
+            str(render(read).renderables[0]),
+            str(table.render(compared)[0]),
+            " ".join(words.notes_above(compared)[:1]),
+            _headline(lines.of_run(records)),
+        ]
+        assert [HELD.lower() in line.lower() for line in first_lines] == [expected] * 5, first_lines
+        assert [(h.side, h.fewest, h.most, h.layers) for h in compared.layers_held] == (
+            [("a", 14, 14, 61), ("b", 14, 14, 61)] if expected else []
+        )
+
+
+def test_compare_names_the_side_that_does_not_fit(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 61)
+    write_run(tmp_path / "b", 14)
+    compared = judge([read_run(tmp_path / "a")], [read_run(tmp_path / "b")], Options())
+    assert words.no_fit_note(compared) == f"W{HELD[1:]} (B)."
+
+
+class TestRecommend:
+    """DeepSeek-V3 in fp8 takes 157.8 GiB of each of four H200, which have 131.8."""
+
+    def test_the_first_sentence_says_that_the_whole_model_does_not_fit(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8"
+        code, (first, *_) = run(capsys, command)
+        assert code == 3
+        assert first.startswith(
+            f"No layout of deepseek-v3 on 4 × H200 can be recommended, as the {NO_FIT}: tp4: its weights take 157.8 GiB of each "
+            "GPU, 26.0 GiB more than the 131.8 GiB for weights and KV"
+        )
+
+    def test_cycled_layers_stand_in_the_first_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
+        command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8 --cycled"
+        code, (first, *_) = run(capsys, command)
+        assert code == 0
+        assert first.startswith(f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and cycled): take tp4")
+
+    def test_layouts_are_named_if_others_fit(self) -> None:
+        best = choice(100.0)
+        held = [dataclasses.replace(f, layers_held=(14, 61)) for f in best.forecasts[:1]]
+        other = dataclasses.replace(best.forecasts[0], layers_held=None)
+        some = dataclasses.replace(best, forecasts=[*held, other])
+        name = held[0].point.layout_name
+        assert f"({HELD} in {name})" in answer.sentence(ask("H200"), [some])
+        assert NO_FIT not in answer.sentence(ask("H200"), [best])
+
+    def test_the_shortage_is_that_of_the_whole_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """tp8·dcp4: 79.4 GiB of weights and 134.3 of KV; beside the fewest layers that sweep can hold, 8.7 GiB, 11.2 were missing."""
+        _, lines_out = run(capsys, "recommend --machine H200 --gpus 8 --context 128000 --concurrency 64")
+        out = "\n".join(lines_out)
+        assert (
+            "Not tp8·dcp4: its weights take 79.4 GiB and its KV 134.3 GiB of each GPU, 81.9 GiB more than the 131.8 GiB for both."
+        ) in out
+        assert "fewest weights" not in out
+
+    def test_a_run_with_less_room_than_asked_for_does_not_take_the_fit_away(self) -> None:
+        """Its layers held are left out for tp8, where the whole model fits, and stay for tp4."""
+        of = dataclasses.replace(choice(100.0).forecasts[0], layers_held=(25, 61))
+        fits, cut = (
+            dataclasses.replace(of, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
+            for tp in (8, 4)
+        )
+        wanted = dataclasses.replace(ask("H200"), cycled=True)
+        assert advise._drop_layers_held(wanted, fits).layers_held is None
+        assert advise._drop_layers_held(wanted, cut).layers_held == (25, 61)
+
+
+def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
+    """On 8 × H200 V3 in fp8 fits with the KV of 8 × 4,000 tokens; with a pool of 100 GiB 47.6 GiB are missing."""
+    shape, probe = load_shape("deepseek-v3"), planned("H200", 8)
+    one = point(tp=8, weights_dtype="fp8", kv_dtype="fp8", context=4000, concurrency=8)
+    assert measure_whole_model(one, Settings(), shape, probe).missing_bytes == 0
+    pool = measure_whole_model(one, Settings(kv_memory_bytes=100 * GIB), shape, probe)
+    assert pool.kv_bytes == pytest.approx(100 * GIB, rel=0.01)
+    assert pool.missing_bytes == pool.weight_bytes + pool.kv_bytes - pool.available_bytes
+    assert pool.missing_bytes / GIB == pytest.approx(79.4 + 100 - 131.8, abs=0.2)
+
+
+def test_a_plan_says_it_first(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "sweep --model deepseek-v3 --tp 4 --dcp 1 --weights-dtype fp8 --kv-dtype fp8 --kv-memory 100GiB --dry-run"
+    code, (first, *_) = run(capsys, f"{command} --gpu H200 --gpus 4 --context 4000 --concurrency 8")
+    assert (code, first) == (0, f"W{HELD[1:]}.")

@@ -1,0 +1,210 @@
+"""Measure what published forecasts of latencies missed, and how many lie in bands that other machines' cases make.
+
+    python -m tools.latency_check [--write]
+
+prints the bands of points/latency_bands.py and their coverage, as docs/recommend.md and docs/emulation.md have them. --write
+estimates and collects the cases again from results/ (three minutes, no GPU) and writes dcpbench/points/measured/latencies-h200.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.plan.grid import load_text
+from dcpbench.plan.spec import planned
+from dcpbench.points import latency_bands
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.latency_bands import EMULATED, ESTIMATED, KINDS, TOGETHER, Case, Published
+from dcpbench.points.machines import MEASURED_ON, described
+from dcpbench.points.names import CLOSED, GAMMA
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.recommend import estimate, forecast
+from dcpbench.records.runs import read_run
+from tools.results import unpack_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.records.record import Record
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "dcpbench" / "points" / "measured" / f"latencies-{MEASURED_ON.lower()}.json"
+FOUR, PAIR = "decode-serving-fp8_4xH200_2026-11-26", "decode-serving_2xH200_2026-11-26"
+CHUNKS, LIVE, ONE = (
+    "emulated-chunks_4xH200_2026-11-26",
+    "attention-dp-live_4xH200_2026-11-27",
+    "replay-against-live_H200_2026-11-26",
+)
+SERVED = (
+    f"{FOUR}/served/*",
+    f"{PAIR}/served/*",
+    f"{PAIR}/again/served/*",
+    f"{CHUNKS}/served/*",
+    *(f"{LIVE}/{name}" for name in ("dcp", "dp", "dpx")),
+    f"{ONE}/live-*",
+    f"{ONE}/before/live-*",
+    f"{ONE}/v3-open/live-*",
+)
+"""Runs that served live. Earlier ones used torch's grouped product for the experts, which takes up to three times as long."""
+REPLAYED = (f"{FOUR}/seed/*", f"{FOUR}/seed-k2/*", f"{FOUR}/seed-k2-4gib/*")
+"""Replays by step times of all GPUs, two in three of Kimi-K2, which was not served live with the experts of today."""
+FORECAST = {
+    f"{FOUR}/replays/emulated-*": f"{FOUR}/served/*",
+    f"{PAIR}/replays/emulated-*": f"{PAIR}/served/*",
+    f"{PAIR}/again/replays/emulated-*": f"{PAIR}/again/served/*",
+    f"{CHUNKS}/replays/emulated-*": f"{CHUNKS}/served/*",
+    f"{CHUNKS}/calibrated/pair/emulated-*": f"{CHUNKS}/served/*",
+    f"{LIVE}/replays/alone-*": f"{LIVE}/dcp",
+    f"{LIVE}/replays/together-*": f"{LIVE}/dcp",
+}
+"""Replays by step times of one GPU, with the runs that served the same loads. Of `calibrated/` the forecasts whose `prompts` are
+those of the pair of GPUs that did not make the forecast."""
+
+
+def read_served(pattern: str) -> Iterator[tuple[str, Record]]:
+    """Yield (folder below the repository, record) of the served loads of runs."""
+    results = unpack_all()
+    for folder in sorted(results.glob(pattern)):
+        if not (folder / "records.jsonl").is_file():
+            continue
+        for record in read_run(folder).records:
+            if record.outcome == "ok" and record.serve is not None:
+                yield str(folder.relative_to(ROOT)), record
+
+
+def estimate_case(source: str, record: Record) -> Case | None:
+    """Return the case of a record that `recommend` estimates, by steps that do not include its model; None without ITL."""
+    point, serve = record.point, record.serve
+    assert serve is not None
+    assert point.load is not None
+    assert record.environment is not None
+    kv = record.measured_with.get("kv_memory_bytes")
+    settings = Settings(kv_memory_bytes=kv if isinstance(kv, int) else None)
+    steps, machine = estimate.published(), described(MEASURED_ON)
+    plan = plan_engine([point], settings, load_shape(point.model), planned(MEASURED_ON, machine.gpus_per_host))
+    of = forecast.Estimator(point, machine, steps.without[point.model])
+    found = forecast.serve_estimated(of, forecast.limit_requests(point), plan, settings)
+    expected = found.serve
+    if not (serve.itl_ms.p50 and serve.ttft_ms.p50 and expected.itl_ms.p50 and expected.ttft_ms.p50):
+        return None
+    return Case(
+        kind=ESTIMATED,
+        source=source,
+        forecast="",
+        machine=record.environment.host_hash,
+        load=name_load(record),
+        arrival=point.load.arrival,
+        ttft=round(serve.ttft_ms.p50 / expected.ttft_ms.p50, 4),
+        itl=round(serve.itl_ms.p50 / expected.itl_ms.p50, 4),
+        mixed_share=round(found.mixed_share, 4),
+        mixed_share_measured=measure_mixed_share(record),
+    )
+
+
+def measure_mixed_share(record: Record) -> float | None:
+    """Return the share of gaps between tokens with prompts in their step; None if the record does not count steps."""
+    serve = record.serve
+    if serve is None or not serve.decode_steps or None in (serve.decode_batch, serve.output_tokens, serve.finished):
+        return None
+    assert serve.decode_batch is not None
+    assert serve.output_tokens is not None
+    assert serve.finished is not None
+    return round(1 - serve.decode_batch * serve.decode_steps / (serve.output_tokens - serve.finished), 4)
+
+
+def name_load(record: Record) -> str:
+    """Return model, layout, exchange and load in one line."""
+    point = record.point
+    return f"{point.model} {point.layout_name} {point.exchange_label()}, {load_text(point)}"
+
+
+def emulated_cases() -> Iterator[Case]:
+    """Yield the forecasts by one GPU of loads that all GPUs served."""
+    for pattern, served in FORECAST.items():
+        live = {load_key(record): (source, record) for source, record in read_served(served)}
+        for folder, made in read_served(pattern):
+            source, record = live[load_key(made)]
+            assert made.emulated is not None
+            assert made.point.load is not None
+            assert record.environment is not None
+            measured, expected = record.serve, made.serve
+            assert measured is not None
+            assert expected is not None
+            assert measured.ttft_ms.p50
+            assert expected.ttft_ms.p50
+            assert measured.itl_ms.p50
+            assert expected.itl_ms.p50
+            yield Case(
+                kind=TOGETHER if made.emulated.prompts else EMULATED,
+                source=source,
+                forecast=folder,
+                machine=record.environment.host_hash,
+                load=name_load(record),
+                arrival=made.point.load.arrival,
+                ttft=round(measured.ttft_ms.p50 / expected.ttft_ms.p50, 4),
+                itl=round(measured.itl_ms.p50 / expected.itl_ms.p50, 4),
+            )
+
+
+def load_key(record: Record) -> tuple[object, ...]:
+    """Return what a forecast and a served point of one load have in common."""
+    point, load = record.point, record.point.load
+    assert load is not None
+    of_load = (load.arrival, load.request_rate, load.input_tokens, load.output_tokens, load.requests, load.turns)
+    return (point.model, point.layout_name, point.exchange, point.concurrency, *of_load)
+
+
+def collect() -> list[Case]:
+    """Return all cases, those of estimates first."""
+    estimated = [
+        case
+        for pattern in (*SERVED, *REPLAYED)
+        for source, record in read_served(pattern)
+        if not record.point.emulate and (case := estimate_case(source, record))
+    ]
+    return [*estimated, *emulated_cases()]
+
+
+def table(cases: list[Case]) -> list[str]:
+    """Return the bands and their coverage as a table of Markdown."""
+    lines = [
+        "| forecast | arrivals | p50 of | cases, machines | measured / forecast | band | left-out cases inside | without a number |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for kind in KINDS:
+        for arrival, words in ((CLOSED, "closed loop"), (GAMMA, "at a rate")):
+            for metric in ("ttft", "itl"):
+                band = latency_bands.find_band(kind, metric, arrival, cases, 0.0)
+                if band is None:
+                    continue
+                found = latency_bands.compute_coverage(kind, metric, arrival, cases)
+                inside = f"{found.inside} of {found.cases}"
+                lines.append(
+                    f"| {kind} | {words} | {metric.upper()} | {band.cases}, {band.machines} | {band.low:.2f} to {band.high:.2f} | "
+                    f"× or / {band.factor:.2f} | "
+                    f"{inside} | {found.without_number} |"
+                )
+    sure = latency_bands.max_sure_share(cases)
+    return [*lines, "", f"Estimates have an ITL p50 if prompts are in the steps of less than {sure:.0%} of gaps."]
+
+
+def main() -> int:
+    """Print the table, of cases that are measured again with --write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        content = msgspec.json.encode(Published(gpu=MEASURED_ON, cases=collect()))
+        OUT.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
+        latency_bands.load_published.cache_clear()
+    sys.stdout.write("\n".join(table(list(latency_bands.load_published()))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

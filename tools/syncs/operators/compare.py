@@ -1,0 +1,80 @@
+"""Compare predicted with measured waits, case by case: `python -m tools.syncs.operators.compare MEASURED PREDICTED …`.
+
+MEASURED is the record that measure.py writes, PREDICTED what predict.py writes, in one or several parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MIN_WAIT_SHARE = 0.65  # share of the queued work for which a call that waits holds the host up
+SYNCHRONISING = frozenset(
+    {"cudaStreamSynchronize", "Stream Sync", "cudaEventSynchronize", "cudaMemcpy", "cudaFree", "Event Sync"}
+)
+COPIES = ("Memcpy DtoH", "Memcpy HtoD (Pageable")
+
+
+@dataclasses.dataclass
+class Measurement:
+    """Record of one GPU."""
+
+    head: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    def waited(self, call: dict[str, Any]) -> bool:
+        """Return whether the call held the host up and made a synchronising call; loading a kernel does only the first."""
+        events = call.get("events", {})
+        slow = call["ms"] > MIN_WAIT_SHARE * self.head["queued_ms"]
+        return slow and any(name in SYNCHRONISING or name.startswith(COPIES) for name in events)
+
+    def cases(self) -> dict[str, bool]:
+        """Return for each case whether it waited."""
+        calls = (call for group in self.groups for call in group["calls"])
+        return {call["what"]: self.waited(call) for call in calls if not call["leaf"]}
+
+    def operators(self) -> dict[str, bool]:
+        """Return for each measured overload, such as `aten.add.Tensor`, whether it ever waited."""
+        found: dict[str, bool] = {}
+        for group in self.groups:
+            for call in group["calls"]:
+                if call["leaf"]:
+                    found[call["what"]] = found.get(call["what"], False) or self.waited(call)
+        return found
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Read a record, which may be compressed with gzip."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    head, *groups = map(json.loads, text.splitlines())
+    return Measurement(head, groups)
+
+
+def read_predictions(paths: list[Path]) -> dict[str, dict[str, Any]]:
+    """Return the predicted call of each case."""
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return {call["what"]: call for line in lines for call in json.loads(line)["calls"]}
+
+
+def main(measured: Path, predicted: list[Path]) -> None:
+    """Print the cases in which prediction and measurement differ, and their number."""
+    cases, predictions = read_measurement(measured).cases(), read_predictions(predicted)
+    both = [name for name in cases if name in predictions]
+    missed = [name for name in both if cases[name] and not predictions[name]["waits"]]
+    false = [name for name in both if predictions[name]["waits"] and not cases[name]]
+    for kind, names in (("missed", missed), ("false", false)):
+        for name in names:
+            sys.stdout.write(f"{kind}: {name} {predictions[name]['waits']}\n")
+    waiting = sum(cases[name] for name in both)
+    sys.stdout.write(
+        f"{len(both)} cases that both have, {waiting} waited, {len(missed)} missed, {len(false)} false; "
+        f"{len(cases) - len(both)} measured ones have no prediction\n"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])
