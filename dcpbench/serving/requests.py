@@ -51,7 +51,7 @@ class ServeRequest:
     """One request as a client sends it."""
 
     number: int
-    """Its place in the load, from 0."""
+    """Position in the load, from 0."""
     prompt: _Prompt = _Prompt()
     """int32 token ids; given as an array or as a LazyPrompt."""
     output_tokens: int
@@ -89,7 +89,7 @@ class ServeRequest:
 
     @property
     def kv_tokens(self) -> int:
-        """KV rows it needs at most: the last sampled token is never read."""
+        """Return the maximum number of KV rows: the last sampled token is never read."""
         return self.prompt_tokens + self.output_tokens - 1
 
 
@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """Tokens that prefill has to store before the next token can be sampled: all that are known."""
+        """Return the number of known tokens, which prefill has to store before the next token can be sampled."""
         return self.request.prompt_tokens + self.generated
 
     @property

@@ -143,7 +143,7 @@ class Scheduler:
         )
 
     def submit(self, request: ServeRequest) -> str:
-        """Queue a request; or say why it can never be served. Raises ValueError for one without tokens."""
+        """Queue a request; return the reason if it can never be served. Raise ValueError for one without tokens."""
         if request.prompt_tokens < 1 or request.output_tokens < 1:
             raise ValueError(f"request {request.number} has no prompt or no output")
         if reason := self._why_not(request):

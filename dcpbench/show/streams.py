@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 CLOSED = ExitCode.OUTPUT_CLOSED
-"""Exit code of a command whose reader went away, as of `… | head -1`: 128 + SIGPIPE, as a shell says of any other."""
+"""Exit code of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE, like a shell's for other commands.
+"""
 FORMS = {
     "·": ".",
     "×": "x",

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 PLAIN_WIDTH = 160
 """Width in columns without a terminal: enough for the widest table."""
 QUIET_SECONDS = 2.0
-"""Progress is shown no more often than this where nothing can be overwritten."""
+"""Minimum interval in s between progress lines where they cannot be overwritten."""
 SLOWER = 2.0  # factor by which the pause between lines of progress grows outside a terminal
 MAX_QUIET_SECONDS = 60.0
 

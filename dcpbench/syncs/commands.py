@@ -129,10 +129,35 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     gate, config = _unlimited(options)
     output = output or config.baseline or Path(BASELINE)
     check_output(output, force=force)
-    report = _scan(traces, gate)
-    report.verdict = judge(report, gate)
-    if report.verdict.reasons:
-        sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in report.verdict.reasons)
+    return write_baseline(_scan(traces, gate), gate, output, force=force)
+
+
+def settle_baseline(options: GateOptions, out: Out, path: Path) -> Gate:
+    """Return the gate for a baseline that a dry run writes, before anything takes long.
+
+    Raises UsageError for options that limit or format a report, which is not written then, and for an unusable file.
+    """
+    limits = {"--baseline": options.baseline, "--max-per-step": options.max_per_step, "-o": out.output}
+    given = [name for name, value in limits.items() if value is not None] + ["--format"] * (out.form != "table")
+    if given:
+        raise UsageError(f"--write-baseline writes no report, so {given[0]} has no meaning: leave one of them out.")
+    check_output(path, force=out.force)
+    return _unlimited(options)[0]
+
+
+def write_baseline(
+    report: Report, gate: Gate, output: Path, *, force: bool, detector: baselines.Detector = "scan"
+) -> int:
+    """Write the baseline of a report and return 0; return 3 and write nothing if the report cannot answer.
+
+    Operators that were never measured are accepted by the baseline, and named.
+    """
+    judge(report, gate)  # finds what is allowed
+    unmeasured = [name for trace in report.traces for name in trace.coverage.unmeasured]
+    made = baselines.make(filter(counts, report.sites), detector, unmeasured)
+    reasons = judge(report, dataclasses.replace(gate, baseline=made)).reasons
+    if reasons:
+        sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in reasons)
         return ExitCode.NO_ANSWER
     if not all(trace.steps or trace.front_end for trace in report.traces):
         sys.stderr.write(NO_STEPS)
