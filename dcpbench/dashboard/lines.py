@@ -121,10 +121,8 @@ def described(line: Line, cycled: str = "") -> dict[str, str | int]:
 
 
 def _experts(point: Point) -> list[str]:
-    """`ep 8` in every row: what goes without saying with attention data parallel does not go without it, and the page
-    says once what all rows share.
-    """
-    return [] if point.ep_degree is None else [f"ep {point.ep_degree}"]
+    """Return `ep8` or `ep1`, which stands in every row; with attention data parallel the name of the layout has it."""
+    return [] if point.ep_degree is None or point.dp > 1 else [f"ep{point.ep_degree}"]
 
 
 def _computed(point: Point) -> list[str]:

@@ -139,7 +139,7 @@ def _completed(
             from_names.setdefault(str(Layout(**layout)), []).append(document.file)
         if not result.ep and (ranks := name.degrees.get("ep")):
             changes["ep"] = str(ranks)
-            from_names.setdefault(f"ep {ranks}", []).append(document.file)
+            from_names.setdefault(f"ep{ranks}", []).append(document.file)
         folder = Path(document.file).parent.name
         if several and folder and not result.settings and not NUMBERED.fullmatch(folder):
             changes["hints"] = {**result.hints, "folder": short(folder)}

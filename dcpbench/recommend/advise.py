@@ -18,9 +18,9 @@ from dcpbench.plan.judge import check_positions, shortage
 from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import planned
 from dcpbench.points.budget import plan_engine, room_of
-from dcpbench.points.layout import Layout, experts_placed, valid_layouts
+from dcpbench.points.layout import DEGREES, Layout, place_experts, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BY_LAYOUT, CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, flag
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Load
+    from dcpbench.points.shapes import ModelShape
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record
@@ -102,6 +103,7 @@ class Choice:
     """Of those refused, layouts that do not fit."""
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
+    runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
     instead: list[str] = dataclasses.field(default_factory=list)
     """Where no layout fits under any load: options with each of which one does."""
 
@@ -189,9 +191,9 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     times, unused = _times(ask, known)
     layouts: list[Layout] = []
     for tp in ask.gpus:
-        found = valid_layouts(shape, tp, BY_LAYOUT)
+        found = _valid_layouts(shape, tp)
         if not found:
-            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if valid_layouts(shape, n, BY_LAYOUT)]
+            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _valid_layouts(shape, n)]
             raise UsageError(
                 f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; within a host it can on {listed(able, 'or')}, as in --gpus {able[-1]}."
             )
@@ -224,31 +226,37 @@ def _choice(
     refused: dict[str, str] = {}
     without_room: set[str] = set()
     short: dict[str, str] = {}
+    runs: list[Forecast] = []
     for number, layout in enumerate(layouts, 1):
-        what = f"{name}: {layout}, layout {number} of {len(layouts)}"
+        points = _points(ask, layout, concurrency, context, load)
+        who = _name_placements(points)
+        what = f"{name}: {who}, layout {number} of {len(layouts)}"
         watch(what)
 
         def more(served: str, what: str = what) -> None:
             watch(f"{what}, {served}")
 
         found: list[Forecast] = []
-        points = _points(ask, layout, concurrency, context, load)
-        reason = _no_room(ask, points[0])
-        if reason:
-            refused[str(layout)] = reason
-            without_room.add(str(layout))
+        reasons = {point.ep: _no_room(ask, point) for point in points}
+        if all(reasons.values()):
+            refused[who] = next(iter(reasons.values()))
+            without_room.add(who)
             continue
+        points = [point for point in points if not reasons[point.ep]]
         found += [forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])]
-        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
+        replays = [_replayed(ask, points[0], *file, more) for file in times.items()]
+        found += [f for f in replays if isinstance(f, Forecast)]
+        runs += found
         if found:
-            short.pop(str(layout), None)
             surest = min(SOURCES.index(f.source) for f in found)
-            best[str(layout)] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
+            best[who] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
             continue
+        if too_short := [reason for reason in replays if isinstance(reason, str)]:
+            short[who] = too_short[-1]
         try:
-            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps, more)
+            best[who] = _estimated(ask, _quickest(ask, points, steps), steps, more)
         except UsageError as e:
-            refused[str(layout)] = short.pop(str(layout), str(e))
+            refused[who] = short.pop(who, str(e))
     best = _anchored(ask, best, steps)
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
@@ -260,7 +268,29 @@ def _choice(
         refused=refused,
         without_room=without_room,
         short=short,
+        runs=runs,
     )
+
+
+def find_nearest(
+    ask: Ask, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
+) -> Forecast | None:
+    """Return the forecast of the same layout under the same load with the fastest of `exchanges` and no option of an exchange.
+
+    A record comes before an estimate, which is set right by the records of the load. None if nothing is known of its steps.
+    """
+    point = recommended.point
+    load = (point.concurrency, point.context, point.load)
+    points = [_point(ask, point.layout, exchange, point.ep, *load) for exchange in exchanges]
+    names = {forecast.name_point(point) for point in points}
+    if ran := [f for f in choice.runs if f.who in names]:
+        return min(ran, key=lambda f: (SOURCES.index(f.source), -f.tok_s))
+    try:
+        found = _estimated(ask, _quickest(ask, points, steps), steps)
+    except UsageError:
+        return None
+    others = {f.who: f for f in choice.forecasts if f.source != ESTIMATED}
+    return _anchored(ask, others | {found.who: found}, steps)[found.who]
 
 
 def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
@@ -311,14 +341,27 @@ def _name(concurrency: int, context: int, load: Load | None) -> str:
     return f"{concurrency} × {what}" if load.arrival == CLOSED else f"{load.request_rate:g} req/s × {what}"
 
 
+def _valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
+    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared."""
+    found = [*valid_layouts(shape, tp, CUT), *(x for x in valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
+    return sorted(set(found), key=lambda x: (x.dp, x.dcp))
+
+
 def _placements(ask: Ask, layout: Layout) -> list[str]:
-    """How experts can lie in a layout, as is usual there first: with attention DP whole, or cut over all ranks as well."""
-    found = [experts_placed(BY_LAYOUT, layout.tp, layout.dp)]
-    if layout.dp > 1:
+    """Return the placements of experts that are compared in a layout: tensor-parallel, and with attention DP expert parallel too."""
+    found = []
+    for ep in (CUT, WHOLE)[: 2 if layout.dp > 1 else 1]:
         with contextlib.suppress(LayoutError):
-            layout.check_model(load_shape(ask.model), CUT)
-            found.append(CUT)
+            layout.check_model(load_shape(ask.model), place_experts(ep, layout.tp))
+            found.append(place_experts(ep, layout.tp))
     return found
+
+
+def _name_placements(points: Sequence[Point]) -> str:
+    """Return the name of a layout with all placements of experts that `points` have: `tp8·dp8 (ep1 or ep8)`."""
+    names = list(dict.fromkeys(point.instance_name for point in points))
+    degrees = dict.fromkeys(f"ep{point.ep_degree}" for point in points)
+    return names[0] if len(names) == 1 else f"{points[0].layout} ({listed(list(degrees), 'or')})"
 
 
 def _points(ask: Ask, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
@@ -362,7 +405,7 @@ def _no_room(ask: Ask, point: Point) -> str:
     shape, probe = load_shape(ask.model), _probe(ask)
     said, _ = shortage(point, ask.settings, shape, probe)
     if said:
-        return said.removeprefix(f"{point.layout}: ")
+        return said.removeprefix(f"{point.instance_name}: ")
     plan = plan_engine([point], ask.settings, shape, probe)
     if ask.cycled or plan.layers_held == plan.layers:
         return ""
@@ -380,9 +423,10 @@ def _answerable(ask: Ask, steps: Steps) -> bool:
     """Whether a layout fits under a load, and something is known of its steps."""
     shape = load_shape(ask.model)
     for load, tp in itertools.product(ask.loads, ask.gpus):
-        for layout in valid_layouts(shape, tp, BY_LAYOUT):
-            points = _points(ask, layout, *load)
-            for point in [] if _no_room(ask, points[0]) else points:
+        for layout in _valid_layouts(shape, tp):
+            for point in _points(ask, layout, *load):
+                if _no_room(ask, point):
+                    continue
                 with contextlib.suppress(UsageError):
                     _quickest(ask, [point], steps)
                     return True
@@ -523,8 +567,8 @@ def _gib(size: int | None) -> str:
 
 
 def _same(seen: Point, wanted: Point) -> bool:
-    """Whether a record's point is this layout under this load, computed however."""
-    if seen.layout_name != wanted.layout_name or seen.concurrency != wanted.concurrency:
+    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ."""
+    if any(getattr(seen, name) != getattr(wanted, name) for name in (*DEGREES, "disaggregate", "concurrency")):
         return False
     if seen.load is None or wanted.load is None:
         return seen.load is wanted.load and seen.context == wanted.context
@@ -558,7 +602,7 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
             if times.padded_rows:
                 notes.append(
                     f"{file}: of an engine of before, in which all replicas had as many rows of prompts in experts as the fullest. "
-                    f"{of.layout} may be faster now than it says; measure its step times again."
+                    f"{of.instance_name} may be faster now than it says; measure its step times again."
                 )
             continue
         notes.append(f"Left out: {file}, {why}.")
@@ -572,9 +616,9 @@ def _by(times: StepTimes, point: Point) -> Point:
 
 
 def _replayed(
-    ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str], watch: Watch = lambda _: None
-) -> Forecast | None:
-    """By a file of step times, where it is of this layout; where it does not reach, why not is in `short`."""
+    ask: Ask, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
+) -> Forecast | str | None:
+    """Return the forecast by a file of step times, or why its times do not reach the load; None if it has another layout."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
         return None
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
@@ -583,8 +627,7 @@ def _replayed(
         plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
         return forecast.replayed(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
-        short[str(point.layout)] = f"{file}: {e}"
-        return None
+        return f"{file}: {e}"
 
 
 def break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
