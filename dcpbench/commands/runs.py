@@ -295,10 +295,8 @@ def _prepare(
     if run.resume:
         say_bad_lines(bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
-        if given is not None and "ep" not in given:
-            folders.check_default_ep(folder, [c.point for c in candidates], list(known.values()))
-        if given is not None and not given:
-            folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()))
+        if given is not None:
+            _check_defaults(folder, [c.point for c in candidates], list(known.values()), given)
     if run.resume and not known and not bad:
         say(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not any(c.point.key() in known for c in candidates):
@@ -313,6 +311,16 @@ def _prepare(
             RecordFile(folder).append(c.rejected())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.key() not in measured]
+
+
+def _check_defaults(
+    folder: Path, points: Sequence[Point], records: Sequence[Record], given: Mapping[str, object]
+) -> None:
+    """Raise OutputError if a default, where no option is given, would add points to a resumed run that it does not have."""
+    if "ep" not in given:
+        folders.check_default_ep(folder, points, records)
+    if not given:
+        folders.check_default_grid(folder, points, records)
 
 
 def _without_those_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:

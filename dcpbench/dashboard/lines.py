@@ -121,8 +121,8 @@ def described(line: Line, cycled: str = "") -> dict[str, str | int]:
 
 
 def _experts(point: Point) -> list[str]:
-    """Return `ep8` or `ep1`, which stands in every row; with attention data parallel the name of the layout has it."""
-    return [] if point.ep_degree is None or point.dp > 1 else [f"ep{point.ep_degree}"]
+    """Return `ep8` or `ep1`, which every row has, so that a page can state once what all rows have in common."""
+    return [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
 
 
 def _computed(point: Point) -> list[str]:

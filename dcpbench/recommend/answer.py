@@ -458,7 +458,7 @@ def _looks(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     places: dict[str, int] = {}
     for f in forecasts:
-        layout = f.point.layout_name
+        layout = str(f.point.layout)
         if f.who not in found:
             place = places.setdefault(layout, place_of_marker(layout))
             found[f.who] = {"color": colours(layout)[0], "marker": marker(place), "label": f.who}

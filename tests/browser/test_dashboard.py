@@ -249,9 +249,9 @@ class TestSharedSettings:
         page = opened(visit, tmp_path / "site" / "index.html")
         said = page.locator("#shared").inner_text().splitlines()
         assert said[0].endswith("NCCL_ALGO=Ring")
-        assert said[1:] == ["Unless a decode row says otherwise: ep 1 · page 64 · NCCL_NVLS_ENABLE=0"]
+        assert said[1:] == ["Unless a decode row says otherwise: ep1 · page 64 · NCCL_NVLS_ENABLE=0"]
         how = page.locator("#table tbody td:last-child").all_inner_texts()
-        assert sorted(how) == [""] * 4 + ["ep 4", "ep 4", "not NCCL_NVLS_ENABLE=0", "page 32"]
+        assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
 
     def test_of_bf16_beside_fp8_each_row_says_its_own_and_no_row_what_it_is_not(
         self, visit: Visit, tmp_path: Path

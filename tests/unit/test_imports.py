@@ -763,7 +763,7 @@ class TestCurves:
         notes = import_files([path], "vllm", tmp_path / "run", Told()).notes
         (record,) = read_records(tmp_path / "run")
         assert (record.point.tp, record.point.ep) == (8, "8")
-        assert any("ep 8 (1 of 1)" in note for note in notes)
+        assert any("ep8 (1 of 1)" in note for note in notes)
 
     @pytest.mark.parametrize("name", ["label", "version"])
     def test_a_label_that_several_loads_share_is_a_line(self, name: str, tmp_path: Path) -> None:
@@ -854,11 +854,11 @@ class TestInferenceX:
         random.Random(0).shuffle(rows)
         records = imported(tmp_path, "inferencex", *rows)
         assert {line.rpartition(" | ")[2]: loads for line, loads in curves(tmp_path / "run").items()} == {
-            "tp8 (ep 1, AMD MI355X)": [4, 8],
-            "tp8 (ep 1, NVIDIA H200)": [4, 8],
-            "tp8 (ep 1, spec=mtp, NVIDIA H200)": [4, 8],
-            "tp8 (ep 8, NVIDIA H200)": [4, 8],
-            "tp8·dp8 (ep 8, NVIDIA H200)": [4, 8],
+            "tp8 (ep1, AMD MI355X)": [4, 8],
+            "tp8 (ep1, NVIDIA H200)": [4, 8],
+            "tp8 (ep1, spec=mtp, NVIDIA H200)": [4, 8],
+            "tp8 (ep8, NVIDIA H200)": [4, 8],
+            "tp8·dp8·ep8 (NVIDIA H200)": [4, 8],
         }
         assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "8"), (8, "8")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
