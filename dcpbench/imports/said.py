@@ -30,7 +30,7 @@ DEGREES = {
     "dcp": ("decode_context_parallel_size", "dcp_size", "dcp"),
 }
 EXPERTS = ("expert_parallel_size", "expert_parallel", "ep_size", "ep")
-"""Ranks over which whole experts are dealt out, as a number."""
+"""Names of the expert parallel degree, as a number."""
 SPREAD = ("enable_expert_parallel", "enable_ep_moe")
 """Whether they are dealt out to all."""
 LENGTHS = (

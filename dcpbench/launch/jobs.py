@@ -138,7 +138,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     (workloads/checkpoint_checks.py)."""
     layout: str
     ep: int | None = None
-    """Ranks that whole experts are dealt out to; 1 where each is cut over all."""
+    """Expert parallel degree; 1 for tensor-parallel experts."""
     backend: str
     exchange: str
     """With the options that are on: `a2a +q-replicate`."""

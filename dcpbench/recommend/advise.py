@@ -20,10 +20,10 @@ from dcpbench.plan.spec import planned
 from dcpbench.points.budget import plan_engine, room_of
 from dcpbench.points.layout import DEGREES, Layout, place_experts, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
+from dcpbench.points.names import CLOSED, CUT, FP8, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
+from dcpbench.points.shapes import SCALE_BLOCK, load_shape
 from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import measure_bands
@@ -237,6 +237,11 @@ def _choice(
             watch(f"{what}, {served}")
 
         found: list[Forecast] = []
+        split = {point.ep: _split_block(ask, point) for point in points}
+        if all(split.values()):
+            refused[who] = next(iter(split.values()))
+            continue
+        points = [point for point in points if not split[point.ep]]
         reasons = {point.ep: _no_room(ask, point) for point in points}
         if all(reasons.values()):
             refused[who] = next(iter(reasons.values()))
@@ -400,6 +405,17 @@ def _probe(ask: Ask) -> Probe:
     return planned(ask.machine.gpu, ask.machine.gpus_per_host)
 
 
+def _split_block(ask: Ask, point: Point) -> str:
+    """Return why fp8 weights cannot have tensor-parallel experts in a layout, which no engine takes either; empty if they can."""
+    width = load_shape(ask.model).moe_inter // point.tp
+    if point.ep != CUT or point.weights_precision != FP8 or width % SCALE_BLOCK == 0:
+        return ""
+    return (
+        f"in fp8 a tensor-parallel expert has {width} numbers on a rank, which ends inside a block of {SCALE_BLOCK}, and kernels "
+        "take whole blocks; give fewer --gpus, or --weights-dtype bf16"
+    )
+
+
 def _no_room(ask: Ask, point: Point) -> str:
     """Why a layout does not fit; empty: it does."""
     shape, probe = load_shape(ask.model), _probe(ask)
@@ -425,7 +441,7 @@ def _answerable(ask: Ask, steps: Steps) -> bool:
     for load, tp in itertools.product(ask.loads, ask.gpus):
         for layout in _valid_layouts(shape, tp):
             for point in _points(ask, layout, *load):
-                if _no_room(ask, point):
+                if _split_block(ask, point) or _no_room(ask, point):
                     continue
                 with contextlib.suppress(UsageError):
                     _quickest(ask, [point], steps)

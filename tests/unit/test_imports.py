@@ -751,7 +751,7 @@ class TestCurves:
     def test_how_experts_are_placed_is_read_and_never_guessed(
         self, engine: str, said: dict[str, Any], ep: str, tmp_path: Path
     ) -> None:
-        """vLLM says whether whole experts are dealt out to all ranks, SGLang to how many. It is no setting then."""
+        """vLLM states whether it is expert parallel over all ranks, SGLang the degree. It is no setting then."""
         server = {"model_path": "m", "tp_size": 8, "dp_size": 1}
         vllms = {"tensor_parallel_size": "4", "data_parallel_size": "2"}
         result = files.vllm(**vllms, **said) if engine == "vllm" else files.sglang(server_info=server | said)

@@ -212,7 +212,9 @@ def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() ->
     assert estimate.terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
 
-def test_attention_dp_stands_with_experts_cut_or_whole_by_the_shorter_step() -> None:
+def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_shorter_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At 8 requests expert parallel waits for the busiest rank; a width that does not divide leaves no choice."""
     asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
     (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
@@ -222,9 +224,21 @@ def test_attention_dp_stands_with_experts_cut_or_whole_by_the_shorter_step() -> 
     assert "tp4" in names
     assert advise._placements(asked, Layout(4, 4)) == ["1", "tp"]
     assert advise._placements(asked, Layout(4)) == ["1"]
-    odd = dataclasses.replace(asked, model="deepseek-v2-lite")
-    assert load_shape("deepseek-v2-lite").moe_inter % 256
-    assert advise._placements(odd, Layout(256, 256)) == ["tp"]
+    odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
+    monkeypatch.setattr(advise, "load_shape", lambda _: odd)
+    assert advise._placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
+    assert Layout(16, 16) in advise._valid_layouts(odd, 16)
+    assert Layout(16) not in advise._valid_layouts(odd, 16)
+
+
+def test_fp8_experts_are_not_split_inside_a_block_of_scales() -> None:
+    """2,048 over 32 ranks are 64 of a block of 128: with attention DP expert parallel stays, without it no placement."""
+    asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    assert {f.point.ep for f in choice.forecasts} == {"tp"}
+    assert "a tensor-parallel expert has 64 numbers on a rank" in choice.refused["tp32"]
+    (wide,), _ = advise.advise(dataclasses.replace(asked, weights_dtype="bf16"), advise.Known(), estimate.published())
+    assert "tp32" in {f.who for f in wide.forecasts}
 
 
 def test_padding_rows_go_through_the_experts() -> None:
