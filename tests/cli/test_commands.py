@@ -413,7 +413,7 @@ def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call
         assert code == 0
         layouts[name] = [r["layout"] for r in json.loads(out)]
     assert layouts == {
-        "cpu": ["tp1", "tp2", "tp2·dcp2", "tp4·dcp2", "tp4·dcp4", "tp4·dp2·dcp2"],
+        "cpu": ["tp1", "tp2", "tp2·dcp2", "tp4·dcp2", "tp4·dcp4", "tp4·dp2·dcp2·ep1"],
         "two": ["tp1", "tp2", "tp2·dcp2"],
         "dcp4": ["tp4·dcp4"],
     }
