@@ -963,21 +963,19 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     assert choice.short["tp4"].startswith("times.json: no step time is known")
     told = answer.unknown(ask("H200"), [choice], estimate.published())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
-    short: dict[str, str] = {}
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
-    assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
-    assert short["tp4"].startswith("times.json: ")
+    reason = advise._replayed(ask("H200"), served, "times.json", times)
+    assert isinstance(reason, str)
+    assert reason.startswith("times.json: ")
 
 
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
     """Nor do any of a decode point, whose step is what is asked."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
-    short: dict[str, str] = {}
     served = point(**({"load": load(), "context": 1020} | other))
-    assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
-    assert short == {}
+    assert advise._replayed(ask("H200"), served, "times.json", times) is None
 
 
 def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
@@ -985,7 +983,7 @@ def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
     told: list[str] = []
-    assert advise._replayed(ask("H200"), served, "times.json", times, {}, told.append)
+    assert isinstance(advise._replayed(ask("H200"), served, "times.json", times, told.append), Forecast)
     assert told[0] == "step 250"
 
 
