@@ -673,7 +673,7 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
     load = json.loads(out)["loads"][0]
     assert code == 0
     assert [layout["layout"] for layout in load["layouts"]] == ["tp8"]
-    assert "all-gather was not measured" in load["refused"]["tp8·dp8"]
+    assert "all-gather was not measured" in load["refused"]["tp8·dp8 (ep1 or ep8)"]
 
 
 @pytest.mark.parametrize(
@@ -1027,7 +1027,7 @@ def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(r
         dataclasses.replace(ask("H200"), loads=SERVED), advise.Known(times={"times.json": times})
     )
     assert list(kept) == ["times.json"]
-    assert ["tp4·dp4 may be faster now than it says" in note for note in notes] == [True] * told
+    assert ["tp4·dp4·ep4 may be faster now than it says" in note for note in notes] == [True] * told
 
 
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
