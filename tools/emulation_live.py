@@ -135,7 +135,7 @@ def pairs(live: Iterable[Record], emulated: Iterable[Record]) -> Iterator[tuple[
 
 
 def name(point: Point) -> str:
-    """One point in the table: `deepseek-v3 tp2·dcp2 ep 2 symm fp8/fp8, 8 × 4,000`."""
+    """One point in the table: `deepseek-v3 tp2·dcp2 ep2 symm fp8/fp8, 8 × 4,000`."""
     precision = f"{point.weights_precision}/{point.kv_precision}"
     who = (point.model, point.layout_name, point.ep_label, point.exchange_label(), precision)
     return f"{' '.join(filter(None, who))}, {load_text(point)}"

@@ -163,7 +163,7 @@ def try_right_engines(folder: Path, *, few: bool) -> Iterator[Row]:
                 precision = FP8_PRECISIONS[index % 2]
                 asked = point(str(made), layout, **precision, **how)
                 checks = verify_by_job([asked], prompts, NEW_TOKENS, folder / f"job-{number}-{index}")
-                yield Row.of_checks(f"{name}, {layout} ep {asked.ep_degree}", checks)
+                yield Row.of_checks(f"{name}, {layout}·ep{asked.ep_degree}", checks)
 
 
 def format_table(rows: list[Row], *, right: bool) -> str:

@@ -62,8 +62,8 @@ class Layouts(Group):
         "GPUs. Default: tp / dp, beside dcp 1 as baseline; --dcp 1 measures plain TP alone."
     )
     ep: str | None = panel("Layouts (comma lists)", metavar="1|tp,…")(
-        "Experts: 1 cuts each by width over all tp ranks, as engines do by default; tp gives each rank whole ones: "
-        "vLLM's --enable-expert-parallel, SGLang's --ep-size (our tp). Default: 1; tp where dp > 1."
+        "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
+        "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size. Default: 1."
     )
 
 

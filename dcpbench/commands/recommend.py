@@ -17,7 +17,10 @@ from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
-    from dcpbench.recommend.advise import Ask, Known
+    from dcpbench.recommend.advise import Ask, Choice, Known
+    from dcpbench.recommend.answer import Start
+    from dcpbench.recommend.estimate import Steps
+    from dcpbench.recommend.forecast import Forecast
     from dcpbench.records.runs import Run
 
 CLIENTS = "1,8,16,32,64"
@@ -102,7 +105,6 @@ def recommend(
     from dcpbench.recommend import answer
     from dcpbench.recommend.advise import advise
     from dcpbench.recommend.estimate import published
-    from dcpbench.servers import presets
 
     steps = published()
     if score is not None:
@@ -115,17 +117,17 @@ def recommend(
         raise OutputError(f"{output} is no folder; name another one with -o.")
     with ProgressLine() as line:
         choices, notes = advise(ask, known, steps, line)
-    launched = {
-        f.who: presets.launched(f.point, -(-f.point.tp // ask.machine.gpus_per_host))
-        for f in answer.recommended(choices)
+    starts = {
+        best.who: [_start(name, ask, choice, best, steps) for name in answer.ENGINE_NAMES]
+        for choice, best in answer.recommended(choices)
     }
-    found = answer.as_json(ask, choices, notes, steps, launched)
+    found = answer.as_json(ask, choices, notes, steps, starts)
     if output is not None:
         import json
 
         try:
             output.mkdir(parents=True, exist_ok=True)
-            (output / names[0]).write_text(answer.markdown(ask, choices, notes, steps, launched))
+            (output / names[0]).write_text(answer.markdown(ask, choices, notes, steps, starts))
             (output / names[1]).write_text(json.dumps(found, indent=1) + "\n")
             answer.picture(ask, choices, output / names[2])
         except OSError as e:
@@ -133,10 +135,28 @@ def recommend(
     if as_json:
         print_json(found)
     else:
-        answer.show(ask, choices, notes, steps, launched, console())
+        answer.show(ask, choices, notes, steps, starts, console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
     return ExitCode.OK if any(choice.best for choice in choices) else ExitCode.NO_ANSWER
+
+
+def _start(name: str, ask: "Ask", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
+    """Return how an engine is started in a recommended layout, or in the nearest that it can run."""
+    from dcpbench.recommend.advise import find_nearest
+    from dcpbench.recommend.answer import Start
+    from dcpbench.servers.presets import PRESETS, format_command
+
+    nodes = -(-best.point.tp // ask.machine.gpus_per_host)
+    engine = PRESETS[name]
+    lacking = engine.find_lacking(best.point)
+    if not lacking:
+        return Start(engine=name, command=format_command(name, best.point, nodes))
+    nearest = find_nearest(ask, choice, best, engine.exchanges, steps)
+    if nearest is None:
+        return Start(engine=name, lacking=lacking)
+    command = format_command(name, nearest.point, nodes)
+    return Start(engine=name, command=command, lacking=lacking, nearest=nearest, load=choice.name)
 
 
 def _ask(wanted: Wanted) -> "Ask":

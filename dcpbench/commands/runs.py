@@ -38,7 +38,7 @@ from dcpbench.show.terminal import ProgressLine, console, say
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.commands.options import Run
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run as ReadRun
 
     WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
+    Options = Mapping[str, object] | None
 
 WORKER = launcher.WORKER
 USUAL_GPUS = 8  # of a machine that is planned for
@@ -151,13 +152,11 @@ def machine(run: Run) -> Probe:
     return effective(found, run.device)
 
 
-def measure(
-    spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None, *, default_grid: bool = False
-) -> int:
+def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None, *, given: Options = None) -> int:
     """Expand a grid, then list it (--dry-run), or run it and write the report. Returns the exit code.
 
-    `work_off` leaves a record of every point in the folder; None: torchrun jobs do. `default_grid`: no option
-    describes the grid, so that --resume continues a run of the same grid only.
+    `work_off` leaves a record of every point in the folder; None: torchrun jobs do. `given`: the options that describe the
+    grid, with which --resume tells a run of another grid; None: --resume does not look at them.
     """
     on(probe)
     if values_alone(spec.tp, spec.dp, spec.dcp):
@@ -175,7 +174,7 @@ def measure(
         with stoppable(work):
             launcher.run([], work, run.machines, lambda _: None)
         return 0
-    return carry_out(candidates, folder, work, probe, run, work_off, default_grid=default_grid)
+    return carry_out(candidates, folder, work, probe, run, work_off, given=given)
 
 
 def carry_out(
@@ -186,12 +185,12 @@ def carry_out(
     run: Run,
     work_off: WorkOff | None = None,
     *,
-    default_grid: bool = False,
+    given: Options = None,
 ) -> int:
-    """Run the points that can run into a folder, and write the report. Returns the exit code. `default_grid`: see measure."""
+    """Run the points that can run into a folder, and write the report. Returns the exit code. `given`: see measure."""
     with folders.locked(folder) as lock:
         with folders.writing(folder):
-            left = _prepare(candidates, folder, work, run, default_grid=default_grid)
+            left = _prepare(candidates, folder, work, run, given)
             points = _without_those_set_aside(left, folder, work.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
@@ -286,7 +285,7 @@ def _check_planned(run: Run) -> None:
 
 
 def _prepare(
-    candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run, *, default_grid: bool
+    candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run, given: Options
 ) -> list[Point]:
     """Make the folder, record the rejected points once, and return the points that are still to be measured."""
     for c in candidates:
@@ -297,8 +296,8 @@ def _prepare(
     if run.resume:
         say_bad_lines(bad)
         folders.check_same_command(folder, candidates[0].point, known.values())
-        if default_grid:
-            folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()))
+        if given is not None:
+            _check_defaults(folder, [c.point for c in candidates], list(known.values()), given)
     if run.resume and not known and not bad:
         say(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not any(c.point.key() in known for c in candidates):
@@ -313,6 +312,16 @@ def _prepare(
             RecordFile(folder).append(c.rejected())
     measured = {key for key, record in known.items() if record.outcome == "ok"}
     return [c.point for c in candidates if c.error is None and c.point.key() not in measured]
+
+
+def _check_defaults(
+    folder: Path, points: Sequence[Point], records: Sequence[Record], given: Mapping[str, object]
+) -> None:
+    """Raise OutputError if a default, where no option is given, would add points to a resumed run that it does not have."""
+    if "ep" not in given:
+        folders.check_default_ep(folder, points, records)
+    if not given:
+        folders.check_default_grid(folder, points, records)
 
 
 def _without_those_set_aside(points: list[Point], folder: Path, retries: int) -> list[Point]:

@@ -312,7 +312,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
         probe = runs.machine(run)
         spec = make_serve_spec(given, probe)
         _say_about(spec, probe, run)
-        return runs.measure(spec, probe, run, default_grid=not given)
+        return runs.measure(spec, probe, run, given=given)
     if run.gpu is not None:
         raise UsageError(f"--step-times {path} says itself on which GPUs its steps were taken; leave --gpu out.")
     times = known_times(path)
@@ -326,7 +326,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, remote: Re
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _say_about(spec, probe, run)
-    return runs.measure(spec, probe, run, _replay_points)
+    return runs.measure(spec, probe, run, _replay_points, given={**own, **given})
 
 
 def check_one_server(remote: Remote) -> None:
@@ -411,7 +411,8 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
     check_seconds("--start-timeout", remote.start_timeout, 1800)
     preset = engine(remote.engine, remote.serve_cmd)
-    specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split_layouts({"tp": 1, **given})]
+    split = [_with_default_ep(remote.engine, one) for one in split_layouts({"tp": 1, **given})]
+    specs = [make_server_spec(one, cpu=run.device == "cpu") for one in split]
     spec, model = specs[0], str(specs[0].model)
     asked = _asked("http://127.0.0.1:1", remote, run, spec.layout["tp"])
     if runs.values_alone((), ()):
@@ -451,7 +452,20 @@ def _serve_started(remote: Remote, given: dict[str, object], run: opt.Run) -> in
         with runs.stoppable(work), runs.progress_of(points) as bar:
             measure_started(points, preset, model, asked, work.settings, work.folder, bar, limit_s=remote.start_timeout)
 
-    return runs.carry_out(candidates, folder, runs.work_of(folder, spec.settings, probe, run), probe, run, work_off)
+    work = runs.work_of(folder, spec.settings, probe, run)
+    return runs.carry_out(candidates, folder, work, probe, run, work_off, given=given)
+
+
+def _with_default_ep(engine: str | None, given: dict[str, object]) -> dict[str, object]:
+    """Return the options of a server, with --ep if it is started with attention data parallel and by a preset.
+
+    vLLM and SGLang split experts over all ranks unless they are given their flag for expert parallel.
+    """
+    from dcpbench.points.names import CUT
+    from dcpbench.servers.presets import PRESETS
+
+    spread = engine in PRESETS and given.get("dp") not in (None, 1)
+    return {"ep": CUT, **given} if spread else given
 
 
 def _asked(url: str, remote: Remote, run: opt.Run, tp: int) -> "Asked":

@@ -74,4 +74,4 @@ def sweep(
     from_file = read_options(run.config) if run.config else {}
     probe = runs.machine(run)
     given = from_file | typed(layouts, load, how, emulation, measured)
-    return runs.measure(make_spec(given, probe), probe, run, default_grid=not given)
+    return runs.measure(make_spec(given, probe), probe, run, given=given)

@@ -257,7 +257,7 @@ def _show_servers(report: "Report", caches: "Sequence[CacheUse]", facts: dict[st
 
 def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
     """Return the usual six layouts that these GPUs can hold; with a typed degree, every valid layout with it."""
-    from dcpbench.points.layout import Layout, experts_placed, valid_layouts
+    from dcpbench.points.layout import Layout, place_experts, valid_layouts
     from dcpbench.points.shapes import load_shape
 
     if not (asked.tp or asked.dp or asked.dcp):
@@ -271,7 +271,7 @@ def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"
     for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):
         valid = [x for ep in eps for x in valid_layouts(shape, tp, ep) if dp in (None, x.dp) and dcp in (None, x.dcp)]
         if not valid:
-            Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape, experts_placed(eps[0], tp, dp or 1))
+            Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape, place_experts(eps[0], tp))
         found += dict.fromkeys(valid)
     return found
 
@@ -299,8 +299,8 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
 
     checks = read_checks(folder)
     failed = list(last_records(folder, FAILED_FILE).values())
-    told = {f"{c.layout} ep {c.ep}" for c in checks} | {f"{r.point.layout} ep {r.point.ep_degree}" for r in failed}
-    silent = {f"{p.layout} ep {p.ep_degree}" for p in points} - told
+    reported = {f"{c.layout}·ep{c.ep}" for c in checks} | {f"{r.point.layout}·ep{r.point.ep_degree}" for r in failed}
+    silent = {f"{p.layout}·ep{p.ep_degree}" for p in points} - reported
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
     if run.as_json:
         broken = [{"point": msgspec.to_builtins(r.point), "reason": r.reason} for r in failed]

@@ -120,10 +120,8 @@ def described(line: Line, layers_held: str = "") -> dict[str, str | int]:
 
 
 def _experts(point: Point) -> list[str]:
-    """`ep 8` in every row: what goes without saying with attention data parallel does not go without it, and the page
-    says once what all rows share.
-    """
-    return [] if point.ep_degree is None else [f"ep {point.ep_degree}"]
+    """Return `ep8` or `ep1`, which every row has, so that a page can state once what all rows have in common."""
+    return [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
 
 
 def _computed(point: Point) -> list[str]:

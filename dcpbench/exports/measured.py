@@ -133,7 +133,8 @@ def digest(text: str) -> str:
 
 def _name(m: Measured, *, several: bool) -> str:
     point = m.record.point
-    ep = "" if point.ep in (WHOLE, UNKNOWN) else f"ep {point.ep}"  # names of points of old records stay
+    in_layout = point.dp > 1 or point.ep in (WHOLE, UNKNOWN)
+    ep = "" if in_layout else f"ep {point.ep}"  # this name must not change: histories of others match on it
     who = [point.model, point.layout_name, ep, point.exchange_label(), point.backend, point.precision, point.settings]
     if point.load is None:
         load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"

@@ -178,7 +178,7 @@ def _complete(result: Result, file: str, engine: str, overrides: Overrides) -> t
     ep = result.ep
     if not ep and (ranks := name.degrees.get("ep")) and not name.several_instances:
         ep = str(ranks)
-        from_name.append(f"ep {ranks}")
+        from_name.append(f"ep{ranks}")
     return dataclasses.replace(
         result, device=device, precision=precision, nominal=nominal, layout=layout, ep=ep
     ), from_name

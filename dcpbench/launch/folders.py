@@ -15,10 +15,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, alive, alive_pid
-from dcpbench.points.names import flag
+from dcpbench.points.names import UNKNOWN, WHOLE, flag
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
 from dcpbench.records.folder import (
@@ -214,8 +216,7 @@ def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[
 
     Without options a command measures its default grid. With --resume that would add points to a run of another grid.
     """
-    known = {record.point.key() for record in records}
-    known |= {point.key() for job in _jobs(folder) for point in (*job.points, *job.pool_points)}
+    known = _known_points(folder, records)
     if not known or all(point.key() in known for point in points):
         return
     again = command_to_resume(folder, records)
@@ -224,6 +225,35 @@ def check_default_grid(folder: Path, points: Iterable[Point], records: Sequence[
         f"--resume: no options are given, and the default grid of this machine is not the grid of the run in {folder}. "
         f"To go on with that run, {type_this}"
     )
+
+
+def check_default_ep(folder: Path, points: Iterable[Point], records: Iterable[Record]) -> None:
+    """Raise OutputError if points with the default of --ep are in the folder with another expert parallel degree only.
+
+    The default of --ep was expert parallel where dp > 1. Resumed without --ep, such a run would get points of another layout.
+    """
+    known = _known_points(folder, records)
+    theirs = {msgspec.structs.replace(point, ep="").key(): point for point in known.values()}
+    for point in points:
+        other = theirs.get(msgspec.structs.replace(point, ep="").key())
+        if point.dp <= 1 or point.key() in known or other is None:
+            continue
+        go_on = (
+            "The records of this run do not state how experts are placed: measure a new run, in another folder with -o"
+            if other.ep == UNKNOWN
+            else f"To go on with points of dp > 1, add {flag('ep')} {WHOLE} --no-baseline and give their --dp alone"
+        )
+        raise OutputError(
+            f"--resume: {folder} has {other.layout_name}, and without {flag('ep')} this command measures {point.layout_name}: the "
+            f"default is {flag('ep')} {point.ep} in every layout, and was another one where dp > 1 when the run began. {go_on}; "
+            f"to add {point.layout_name} to it, add {flag('ep')} {point.ep}."
+        )
+
+
+def _known_points(folder: Path, records: Iterable[Record]) -> dict[str, Point]:
+    """Return the points that a run has measured or planned, by their keys."""
+    known = {record.point.key(): record.point for record in records}
+    return known | {point.key(): point for job in _jobs(folder) for point in (*job.points, *job.pool_points)}
 
 
 def command_to_resume(folder: Path, records: Iterable[Record]) -> str:

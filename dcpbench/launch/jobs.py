@@ -139,7 +139,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     (workloads/checkpoint_checks.py)."""
     layout: str
     ep: int | None = None
-    """Number of expert-parallel ranks; 1 with tensor-parallel experts."""
+    """Expert parallel degree; 1 for tensor-parallel experts."""
     backend: str
     exchange: str
     """Exchange with the enabled options: `a2a +q-replicate`."""

@@ -213,7 +213,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
         verdict = Text("ok", "green") if c.ok else Text("WRONG", "red bold")
         table.add_row(
             c.name,
-            f"{c.layout} ep {c.ep}" if c.ep else c.layout,
+            f"{c.layout}·ep{c.ep}" if c.ep else c.layout,
             " ".join(words(point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",

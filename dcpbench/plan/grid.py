@@ -14,8 +14,8 @@ from dcpbench.plan.judge import Machine, check
 from dcpbench.plan.spec import check_same_sizes, computed_with
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
-from dcpbench.points.layout import DEGREES, experts_placed
-from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, BY_LAYOUT, FP8, flag
+from dcpbench.points.layout import DEGREES, place_experts
+from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, FP8, flag
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
@@ -116,7 +116,7 @@ def stored_by_default(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
 
 
 def point_name(point: Point) -> str:
-    """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; `tp8·dcp8 ep 8` where that is not usual."""
+    """Return a point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; with expert parallel `tp8·dcp8 ep8`."""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
     load = load_text(point) + ("" if point.load else " tokens")
     who = (point.model, point.layout_name, point.ep_label, path_name(point))
@@ -173,7 +173,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
 
 def _layouts(candidates: Iterable[Candidate]) -> str:
     """The first of their layouts, each once."""
-    names = list(dict.fromkeys(str(c.point.layout) for c in candidates))
+    names = list(dict.fromkeys(c.point.layout_name for c in candidates))
     return ", ".join(names[:MOST_REASONS]) + (", …" if len(names) > MOST_REASONS else "")
 
 
@@ -183,7 +183,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
     hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
     for repeat, tp, dp, model, how in axes:
-        placed = {"ep": experts_placed(str(how["ep"]), tp, dp)}
+        placed = {"ep": place_experts(str(how["ep"]), tp)}
         for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
             yield Point(
                 model=model,
@@ -253,18 +253,17 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
 
 def _baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
     """The same without DCP, and of both, where some instances only prefill, as many that all do both."""
-    pair = [point] if spec.settings.step_times else [point, _baseline(point, spec)]  # a file is of one engine
+    pair = [point] if spec.settings.step_times else [point, _baseline(point)]  # a file is of one engine
     yield from pair[1:]
     if point.instances.disaggregated:
         alike = WITHOUT_TRANSFERS | {"disaggregate": str(point.instances.alike())}
         yield from (msgspec.structs.replace(one, **alike) for one in pair)
 
 
-def _baseline(point: Point, spec: SweepSpec) -> Point:
-    """The same layout without DCP; of one that has no DCP, tp alone. Experts are placed as typed, else as is usual."""
+def _baseline(point: Point) -> Point:
+    """Return the same layout without DCP; for a layout without DCP, tensor parallelism alone."""
     dp = point.dp if point.dcp > 1 else 1
-    ep = experts_placed(BY_LAYOUT, point.tp, dp) if spec.how["ep"] == (BY_LAYOUT,) else point.ep
-    return msgspec.structs.replace(point, dp=dp, dcp=1, ep=ep, **WITHOUT_EXCHANGE)
+    return msgspec.structs.replace(point, dp=dp, dcp=1, **WITHOUT_EXCHANGE)
 
 
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:

@@ -15,14 +15,13 @@ from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.layout import Layout, experts_placed, valid_layouts
+from dcpbench.points.layout import Layout, place_experts, valid_layouts
 from dcpbench.points.machine import HOPPER
 from dcpbench.points.machines import LINKS, described
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
     AUTO,
-    BY_LAYOUT,
     CUT,
     DTYPES,
     EXCHANGES,
@@ -123,7 +122,7 @@ def _check_decode(point: Point, shape: ModelShape) -> None:
     if -(-point.concurrency // point.dp) > most:
         of = f"{most} requests" if point.dp == 1 else f"{most} requests on each of its {point.dp} replicas"
         raise UsageError(
-            f"--concurrency {point.concurrency} is more than {point.layout} takes, {of} (the largest CUDA graph); "
+            f"--concurrency {point.concurrency} is more than {point.instance_name} takes, {of} (the largest CUDA graph); "
             f"--concurrency can be up to {most * point.dp}."
         )
     check_positions(point.context, None, shape)
@@ -172,7 +171,7 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
         f"Type instead: {_smaller(point, shape, machine)} "
         f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help). To forecast "
-        f"{point.layout} from one GPU, add --emulate {_like(point, machine.probe)}."
+        f"{point.instance_name} from one GPU, add --emulate {_like(point, machine.probe)}."
     )
 
 
@@ -226,7 +225,7 @@ def _smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
             given = {"--model": point.model, "--tp": str(best.tp)}
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
-            given |= {"--ep": point.ep} if point.ep != experts_placed(BY_LAYOUT, point.tp, best.dp) else {}
+            given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
             return retyped(_command(point), given | _as_plan(machine.probe), ["--dp", "--ep"])
     return f"dcpbench {_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
 
@@ -308,7 +307,9 @@ def _check_installed(option: str, library: str, instead: str, probe: Probe) -> N
 def _check_exchange(point: Point, machine: Machine) -> None:
     on = [flag(name) for name in OPTIONS if getattr(point, name)]
     if on and point.exchange == NO_EXCHANGE:
-        raise UsageError(f"{', '.join(on)}: {point.layout} exchanges nothing; use --dcp 2 or more, or leave it out.")
+        raise UsageError(
+            f"{', '.join(on)}: {point.instance_name} exchanges nothing; use --dcp 2 or more, or leave it out."
+        )
     if point.exchange == REGISTERED and machine.probe.device == "cpu":
         raise UsageError(
             f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
@@ -364,7 +365,7 @@ def _check_fp8(point: Point, shape: ModelShape, probe: Probe) -> None:
         fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, tp))
         smaller = next((f"--tp {tp}, the largest that cuts none, or " for tp in fits), "")
         raise UsageError(
-            f"--weights-dtype fp8 with {point.layout}: {wrong} of {shape.name} on a rank ends inside a block of "
+            f"--weights-dtype fp8 with {point.instance_name}: {wrong} of {shape.name} on a rank ends inside a block of "
             f"{SCALE_BLOCK}, and kernels take whole blocks; use {smaller}--weights-dtype bf16."
         )
 
@@ -442,7 +443,7 @@ def _check_chunk(point: Point, load: Load) -> None:
     if load.chunk // point.dp < page:
         of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
         raise UsageError(
-            f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.layout} cuts prompts at "
+            f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
             f"multiples of page size × dcp = {page}; use --chunk {page * point.dp} or more, or a smaller --page-size."
         )
 
@@ -506,7 +507,7 @@ def shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) 
             room = most_pages(point, shape, probe) * one
             advice = f" --kv-memory can be up to {size_text(room, '')} here."
         return str(e), f".{advice}"
-    holds = f"{point.layout}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU"
+    holds = f"{point.instance_name}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (pages_needed(point) - plan.pages) * one
         if missing > 0:

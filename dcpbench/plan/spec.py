@@ -17,7 +17,7 @@ from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import HOPPER, Probe
-from dcpbench.points.names import AS_PUBLISHED, BY_LAYOUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, flag
+from dcpbench.points.names import AS_PUBLISHED, CUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
@@ -207,7 +207,7 @@ def defaults(probe: Probe) -> dict[str, object]:
             "dtype": "fp32",
             "weights_dtype": "fp32",
             "page_size": 1,
-            "ep": BY_LAYOUT,
+            "ep": CUT,
         }
     return {
         "model": ("deepseek-v3",),
@@ -219,7 +219,7 @@ def defaults(probe: Probe) -> dict[str, object]:
         "dtype": "bf16",
         "weights_dtype": AS_PUBLISHED,
         "page_size": 64,
-        "ep": BY_LAYOUT,
+        "ep": CUT,
     }
 
 

@@ -224,7 +224,7 @@ class Sharding:
     kv_itemsize: int | None = None
     """Bytes of a number in the KV cache; None: as all others."""
     ep: int | None = None
-    """Ranks over which whole experts are dealt out, each cut by width over as many as are left; None: over all."""
+    """Expert parallel degree; each expert is split by width over the ranks that are left. None: the degree is that of all ranks."""
 
     @classmethod
     def of(cls, point: Point, shape: ModelShape) -> Sharding:

@@ -21,7 +21,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
-from dcpbench.points.names import BY_LAYOUT, CUT, WHOLE
+from dcpbench.points.names import CUT, WHOLE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,8 +132,8 @@ class Layout:
         }
         if ep not in experts:
             raise LayoutError(
-                f"--ep {ep} with --tp {self.tp}: experts are cut over all ranks (--ep 1), or dealt out to all (--ep tp, "
-                f"here {self.tp}); use one of these."
+                f"--ep {ep} with --tp {self.tp}: experts are tensor-parallel over all ranks (--ep 1), or expert parallel over "
+                f"all ranks (--ep tp, here {self.tp}); use one of these."
             )
         others = (
             (shape.dense_inter, f"a dense width of {shape.dense_inter}, which does"),
@@ -150,14 +150,29 @@ class Layout:
                 )
 
 
-def experts_placed(ep: str, tp: int, dp: int) -> str:
-    """What a typed --ep is in such a layout, as points have it: as many ranks as there are is WHOLE."""
-    ep = ep or (WHOLE if dp > 1 else CUT)
+def place_experts(ep: str, tp: int) -> str:
+    """Return --ep as points hold it: WHOLE for as many ranks as the layout has."""
     return WHOLE if ep == str(tp) else ep
 
 
-def valid_layouts(shape: ModelShape, tp: int, ep: str = BY_LAYOUT) -> list[Layout]:
-    """Every layout of `tp` ranks that the model can take with experts placed so, smallest degrees first.
+def find_ep_degree(ep: str, tp: int) -> int | None:
+    """Return the expert parallel degree that `ep` stands for in a layout of `tp` ranks; None if it is unknown."""
+    if ep == WHOLE:
+        return tp or None
+    return int(ep) if ep.isdecimal() else None
+
+
+def name_layout(degrees: object, dp: int, ep_degree: int | None) -> str:
+    """Return the name of a layout: with attention data parallel it ends with the expert parallel degree, if that is known.
+
+    `tp4·dp4·ep1` has tensor-parallel experts and `tp4·dp4·ep4` is expert parallel. The name `tp4·dp4` means that the source of
+    the figures does not state it.
+    """
+    return str(degrees) if dp <= 1 or ep_degree is None else f"{degrees}·ep{ep_degree}"
+
+
+def valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
+    """Return every layout of `tp` ranks that the model can take with experts placed by `ep`, smallest degrees first.
 
     Raises LayoutError for a `tp` that no layout has.
     """
@@ -167,7 +182,7 @@ def valid_layouts(shape: ModelShape, tp: int, ep: str = BY_LAYOUT) -> list[Layou
         for dcp in _divisor_list(tp // dp):
             layout = Layout(tp=tp, dp=dp, dcp=dcp)
             try:
-                layout.check_model(shape, experts_placed(ep, tp, dp))
+                layout.check_model(shape, place_experts(ep, tp))
             except LayoutError:
                 continue
             found.append(layout)

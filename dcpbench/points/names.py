@@ -33,10 +33,9 @@ STORED = ("weights_dtype", "kv_dtype")
 AS_PUBLISHED = "published"
 """What --weights-dtype is on GPUs where nobody types it: fp8 for models whose own checkpoint is, else bf16."""
 CUT, WHOLE = "1", "tp"
-"""What --ep can be, the expert parallel degree: every expert cut by width over all ranks of a layout, or whole experts
-dealt out to them."""
-BY_LAYOUT = ""
-"""What --ep is where nobody types it: WHOLE with attention data parallel, else CUT, as engines do by default."""
+"""Values of --ep, the expert parallel degree: 1 for tensor-parallel experts (each expert is split by width over all ranks of a
+layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and
+SGLang, which turn on expert parallel with --enable-expert-parallel and --ep-size."""
 SYNTHETIC = "synthetic"
 """What --weights is without a checkpoint."""
 NO_EXCHANGE = "none"

@@ -12,7 +12,7 @@ from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
 from dcpbench.points.instances import Instances, count_gpus, parse
-from dcpbench.points.layout import GroupWide, Layout, experts_placed
+from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, name_layout
 from dcpbench.points.older import GONE
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dp: Annotated[Count, Axis(ENGINE, 3)] = 1
     dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
-    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts (ep)", later=True)] = names.WHOLE
-    """`1`: each expert is cut by width over the tp ranks. `tp`: each rank has whole experts, as all did when records did
-    not say it, and as tp 1 has in any case. Of an import the number of ranks that experts are dealt out to."""
+    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)", later=True)] = names.WHOLE
+    """`1`: tensor-parallel experts, split by width over the tp ranks. `tp`: expert parallel, as in all records without this
+    field. Of an import the expert parallel degree."""
     concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]
     """Requests in flight over the whole layout; `serve`: at most."""
     context: Annotated[Count, Axis(LOAD, 41, title="context")]
@@ -205,30 +205,29 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def instance_name(self) -> str:
-        """Layout of one instance (of a decode instance, if prefill instances have another one), such as `tp4·pp2`.
+        """Return the layout of one instance, or of a decode instance if prefill instances have another one.
 
-        For degrees that do not divide each other, the degrees that were asked for.
+        With dp > 1 it ends with the expert parallel degree, if that is known: `tp4`, `tp4·pp2`, `tp4·dp4·ep1`, `tp4·dp4·ep4`.
+        For degrees that do not divide each other it names the degrees that were given.
         """
         if not self.tp:
             return UNKNOWN_LAYOUT
         outer = "".join(f"·{name}{degree}" for name, degree in (("pp", self.pp), ("pcp", self.pcp)) if degree > 1)
         try:
-            return f"{self.layout}{outer}"
+            degrees = str(self.layout)
         except LayoutError:
-            return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}{outer}"
+            degrees = f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
+        return name_layout(f"{degrees}{outer}", self.dp, self.ep_degree)
 
     @property
     def ep_degree(self) -> int | None:
-        """Ranks over which whole experts are dealt out; 1 where each is cut over all; None where nobody knows."""
-        if self.ep == names.WHOLE:
-            return self.tp or None
-        return int(self.ep) if self.ep.isdecimal() else None
+        """Return the expert parallel degree: 1 for tensor-parallel experts, None if it is unknown."""
+        return find_ep_degree(self.ep, self.tp)
 
     @property
     def ep_label(self) -> str:
-        """`ep 8` where experts are known not to be placed as is usual in such a layout."""
-        usual = self.ep == experts_placed(names.BY_LAYOUT, self.tp, self.dp)
-        return "" if usual or self.ep_degree is None else f"ep {self.ep_degree}"
+        """Return `ep8` for expert parallel without attention data parallel; with it the layout's name has the degree."""
+        return f"ep{self.ep_degree}" if self.dp <= 1 and self.ep_degree not in (None, 1) else ""
 
     @property
     def group_wide(self) -> GroupWide:

@@ -18,12 +18,12 @@ from dcpbench.plan.judge import check_positions, shortage
 from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import planned
 from dcpbench.points.budget import measure_whole_model, plan_engine
-from dcpbench.points.layout import Layout, experts_placed, valid_layouts
+from dcpbench.points.layout import DEGREES, Layout, place_experts, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BY_LAYOUT, CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, flag
+from dcpbench.points.names import CLOSED, CUT, FP8, GAMMA, NO_EXCHANGE, REPLAY, WHOLE, flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
+from dcpbench.points.shapes import SCALE_BLOCK, load_shape
 from dcpbench.recommend import forecast, remedies
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.records.launches import measure_bands
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
     from dcpbench.points.machines import Machine
     from dcpbench.points.point import Load
+    from dcpbench.points.shapes import ModelShape
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record
@@ -112,6 +113,7 @@ class Choice:
     no_whole_model: set[str] = dataclasses.field(default_factory=set)  # of `without_room`: weights and KV do not fit
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated since their step times do not reach the load, with the file and what it lacks."""
+    runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
     instead: list[str] = dataclasses.field(default_factory=list)
     """Where no layout fits under any load: options with each of which one does."""
 
@@ -199,9 +201,9 @@ def advise(ask: Ask, known: Known, steps: Steps, watch: Watch = lambda _: None) 
     times, unused = _times(ask, known)
     layouts: list[Layout] = []
     for tp in ask.gpus:
-        found = valid_layouts(shape, tp, BY_LAYOUT)
+        found = _valid_layouts(shape, tp)
         if not found:
-            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if valid_layouts(shape, n, BY_LAYOUT)]
+            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _valid_layouts(shape, n)]
             raise UsageError(
                 f"{ask.model} cannot be placed on {counted(tp, 'GPU')}; within a host it can on {listed(able, 'or')}, as in --gpus {able[-1]}."
             )
@@ -235,32 +237,45 @@ def _choice(
     without_room: set[str] = set()
     no_whole_model: set[str] = set()
     short: dict[str, str] = {}
+    runs: list[Forecast] = []
     for number, layout in enumerate(layouts, 1):
-        what = f"{name}: {layout}, layout {number} of {len(layouts)}"
+        points = _points(ask, layout, concurrency, context, load)
+        who = _name_placements(points)
+        what = f"{name}: {who}, layout {number} of {len(layouts)}"
         watch(what)
 
         def more(served: str, what: str = what) -> None:
             watch(f"{what}, {served}")
 
         found: list[Forecast] = []
-        points = _points(ask, layout, concurrency, context, load)
-        if no_room := find_no_room(ask, points[0]):
-            refused[str(layout)] = no_room.reason
-            without_room.add(str(layout))
-            if no_room.whole_model:
-                no_whole_model.add(str(layout))
+        split = {point.ep: _split_block(ask, point) for point in points}
+        if all(split.values()):
+            refused[who] = next(iter(split.values()))
             continue
+        points = [point for point in points if not split[point.ep]]
+        no_room = {point.ep: find_no_room(ask, point) for point in points}
+        if all(no_room.values()):
+            reasons = [one for one in no_room.values() if one]
+            refused[who] = reasons[0].reason
+            without_room.add(who)
+            if all(one.whole_model for one in reasons):
+                no_whole_model.add(who)
+            continue
+        points = [point for point in points if not no_room[point.ep]]
         found += [forecast.of_record(r, run, bands.get(origin(r))) for r, run in records if _same(r.point, points[0])]
-        found += [f for file in times.items() if (f := _replayed(ask, points[0], *file, short, more))]
+        replays = [_replayed(ask, points[0], *file, more) for file in times.items()]
+        found += [f for f in replays if isinstance(f, Forecast)]
+        runs += found
         if found:
-            short.pop(str(layout), None)
             surest = min(SOURCES.index(f.source) for f in found)
-            best[str(layout)] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
+            best[who] = max((f for f in found if SOURCES.index(f.source) == surest), key=per_gpu)
             continue
+        if too_short := [reason for reason in replays if isinstance(reason, str)]:
+            short[who] = too_short[-1]
         try:
-            best[str(layout)] = _estimated(ask, _quickest(ask, points, steps), steps, more)
+            best[who] = _estimated(ask, _quickest(ask, points, steps), steps, more)
         except UsageError as e:
-            refused[str(layout)] = short.pop(str(layout), str(e))
+            refused[who] = short.pop(who, str(e))
     best = {who: _drop_layers_held(ask, f) for who, f in _anchored(ask, best, steps).items()}
     misses = {f.who: missed for f in best.values() if (missed := f.misses(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -per_gpu(f)))
@@ -273,7 +288,29 @@ def _choice(
         without_room=without_room,
         no_whole_model=no_whole_model,
         short=short,
+        runs=runs,
     )
+
+
+def find_nearest(
+    ask: Ask, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
+) -> Forecast | None:
+    """Return the forecast of the same layout under the same load with the fastest of `exchanges` and no option of an exchange.
+
+    A record comes before an estimate, which is set right by the records of the load. None if nothing is known of its steps.
+    """
+    point = recommended.point
+    load = (point.concurrency, point.context, point.load)
+    points = [_point(ask, point.layout, exchange, point.ep, *load) for exchange in exchanges]
+    names = {forecast.name_point(point) for point in points}
+    if ran := [f for f in choice.runs if f.who in names]:
+        return min(ran, key=lambda f: (SOURCES.index(f.source), -f.tok_s))
+    try:
+        found = _estimated(ask, _quickest(ask, points, steps), steps)
+    except UsageError:
+        return None
+    others = {f.who: f for f in choice.forecasts if f.source != ESTIMATED}
+    return _anchored(ask, others | {found.who: found}, steps)[found.who]
 
 
 def _estimated(ask: Ask, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
@@ -324,14 +361,27 @@ def _name(concurrency: int, context: int, load: Load | None) -> str:
     return f"{concurrency} × {what}" if load.arrival == CLOSED else f"{load.request_rate:g} req/s × {what}"
 
 
+def _valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
+    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared."""
+    found = [*valid_layouts(shape, tp, CUT), *(x for x in valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
+    return sorted(set(found), key=lambda x: (x.dp, x.dcp))
+
+
 def _placements(ask: Ask, layout: Layout) -> list[str]:
-    """How experts can lie in a layout, as is usual there first: with attention DP whole, or cut over all ranks as well."""
-    found = [experts_placed(BY_LAYOUT, layout.tp, layout.dp)]
-    if layout.dp > 1:
+    """Return the placements of experts that are compared in a layout: tensor-parallel, and with attention DP expert parallel too."""
+    found = []
+    for ep in (CUT, WHOLE)[: 2 if layout.dp > 1 else 1]:
         with contextlib.suppress(LayoutError):
-            layout.check_model(load_shape(ask.model), CUT)
-            found.append(CUT)
+            layout.check_model(load_shape(ask.model), place_experts(ep, layout.tp))
+            found.append(place_experts(ep, layout.tp))
     return found
+
+
+def _name_placements(points: Sequence[Point]) -> str:
+    """Return the name of a layout with all placements of experts that `points` have: `tp8·dp8 (ep1 or ep8)`."""
+    names = list(dict.fromkeys(point.instance_name for point in points))
+    degrees = dict.fromkeys(f"ep{point.ep_degree}" for point in points)
+    return names[0] if len(names) == 1 else f"{points[0].layout} ({listed(list(degrees), 'or')})"
 
 
 def _points(ask: Ask, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
@@ -370,6 +420,17 @@ def _probe(ask: Ask) -> Probe:
     return planned(ask.machine.gpu, ask.machine.gpus_per_host)
 
 
+def _split_block(ask: Ask, point: Point) -> str:
+    """Return why fp8 weights cannot have tensor-parallel experts in a layout, which no engine takes either; empty if they can."""
+    width = load_shape(ask.model).moe_inter // point.tp
+    if point.ep != CUT or point.weights_precision != FP8 or width % SCALE_BLOCK == 0:
+        return ""
+    return (
+        f"in fp8 a tensor-parallel expert has {width} numbers on a rank, which ends inside a block of {SCALE_BLOCK}, and kernels "
+        "take whole blocks; give fewer --gpus, or --weights-dtype bf16"
+    )
+
+
 def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
     """Return why a layout has no room for a load; None if it has. Without --cycled all layers have to fit beside the KV."""
     shape, probe = load_shape(ask.model), _probe(ask)
@@ -379,7 +440,7 @@ def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
             one_request = point.load is not None and ask.kv_memory is None
             return NoRoom(whole_model=True, reason=_format_missing(whole, one_request=one_request))
     reason, _ = shortage(point, ask.settings, shape, probe)
-    return NoRoom(whole_model=False, reason=reason.removeprefix(f"{point.layout}: ")) if reason else None
+    return NoRoom(whole_model=False, reason=reason.removeprefix(f"{point.instance_name}: ")) if reason else None
 
 
 def _drop_layers_held(ask: Ask, found: Forecast) -> Forecast:
@@ -409,9 +470,10 @@ def _answerable(ask: Ask, steps: Steps) -> bool:
     """Whether a layout fits under a load, and something is known of its steps."""
     shape = load_shape(ask.model)
     for load, tp in itertools.product(ask.loads, ask.gpus):
-        for layout in valid_layouts(shape, tp, BY_LAYOUT):
-            points = _points(ask, layout, *load)
-            for point in [] if find_no_room(ask, points[0]) else points:
+        for layout in _valid_layouts(shape, tp):
+            for point in _points(ask, layout, *load):
+                if _split_block(ask, point) or find_no_room(ask, point):
+                    continue
                 with contextlib.suppress(UsageError):
                     _quickest(ask, [point], steps)
                     return True
@@ -552,8 +614,8 @@ def _gib(size: int | None) -> str:
 
 
 def _same(seen: Point, wanted: Point) -> bool:
-    """Whether a record's point is this layout under this load, computed however."""
-    if seen.layout_name != wanted.layout_name or seen.concurrency != wanted.concurrency:
+    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ."""
+    if any(getattr(seen, name) != getattr(wanted, name) for name in (*DEGREES, "disaggregate", "concurrency")):
         return False
     if seen.load is None or wanted.load is None:
         return seen.load is wanted.load and seen.context == wanted.context
@@ -587,7 +649,7 @@ def _times(ask: Ask, known: Known) -> tuple[dict[str, StepTimes], list[str]]:
             if times.padded_rows:
                 notes.append(
                     f"{file}: of an engine of before, in which all replicas had as many rows of prompts in experts as the fullest. "
-                    f"{of.layout} may be faster now than it says; measure its step times again."
+                    f"{of.instance_name} may be faster now than it says; measure its step times again."
                 )
             continue
         notes.append(f"Left out: {file}, {why}.")
@@ -601,9 +663,9 @@ def _by(times: StepTimes, point: Point) -> Point:
 
 
 def _replayed(
-    ask: Ask, point: Point, file: str, times: StepTimes, short: dict[str, str], watch: Watch = lambda _: None
-) -> Forecast | None:
-    """By a file of step times, where it is of this layout; where it does not reach, why not is in `short`."""
+    ask: Ask, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
+) -> Forecast | str | None:
+    """Return the forecast by a file of step times, or why its times do not reach the load; None if it has another layout."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
         return None
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
@@ -612,8 +674,7 @@ def _replayed(
         plan = plan_engine([of], ask.settings, load_shape(ask.model), times.probe())
         return forecast.replayed(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
-        short[str(point.layout)] = f"{file}: {e}"
-        return None
+        return f"{file}: {e}"
 
 
 def break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:

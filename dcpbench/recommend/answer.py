@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shlex
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.points import latency_bands
-from dcpbench.points.names import CLOSED, FP8, OBJECTIVES
+from dcpbench.points.layout import place_experts
+from dcpbench.points.names import CLOSED, CUT, FP8, OBJECTIVES, SGLANG, VLLM
 from dcpbench.recommend.advise import break_even, dollars, margin, measuring, per_gpu
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.serving.load_words import in_step, in_step_words, lengths_apart
@@ -32,14 +34,25 @@ if TYPE_CHECKING:
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
 
-    Launched = Mapping[str, Mapping[str, str]]
-    """Command lines by layout and engine."""
+    Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
 
+ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM"}
 DASHED = "--"
 """The line of estimates."""
 MOST_NAMED = 4
 """Layouts in a clause of the sentence."""
 COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """How an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it can run."""
+
+    engine: str
+    command: str = ""  # empty if there is no configuration that the engine can run
+    lacking: Sequence[str] = ()  # parts of the recommended configuration that the engine does not have
+    nearest: Forecast | None = None  # what the command starts, if it is not the recommended configuration
+    load: str = ""  # the load that `nearest` is forecast for
 
 
 def sentence(ask: Ask, choices: Sequence[Choice]) -> str:
@@ -247,13 +260,30 @@ def _energy(choices: Sequence[Choice]) -> str:
 def emulate_command(ask: Ask, choices: Sequence[Choice]) -> str:
     """What measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts]
-    axes = ["tp", "dp", "dcp", *(["ep"] if any(point.ep_label for point in points) else [])]
+    by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
+    axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
     return f"{measuring(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
 
 
-def recommended(choices: Sequence[Choice]) -> list[Forecast]:
-    """The best of each load, each layout once."""
-    return list({c.best.who: c.best for c in choices if c.best}.values())
+def recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
+    """Return the best of each load, each layout once and with the first load that it is best of."""
+    found: dict[str, tuple[Choice, Forecast]] = {}
+    for choice in choices:
+        if choice.best:
+            found.setdefault(choice.best.who, (choice, choice.best))
+    return list(found.values())
+
+
+def explain_start(start: Start) -> str:
+    """Return what the engine lacks and what its command starts in place of that; empty if it lacks nothing."""
+    if not start.lacking:
+        return ""
+    name, parts = ENGINE_NAMES[start.engine], listed(list(start.lacking), "or")
+    if start.nearest is None:
+        return f"{name} has no {parts}, and nothing is known of a configuration near to it that {name} can run: no command."
+    of = start.nearest
+    rate = numbers.tok_s(of.tok_s, *of.band)
+    return f"{name} has no {parts}. The nearest that it can run is {of.who}, {rate} at {start.load} ({of.origin}):"
 
 
 def rows(ask: Ask, choices: Sequence[Choice]) -> list[list[str]]:
@@ -322,9 +352,7 @@ def refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
     }
 
 
-def as_json(
-    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched
-) -> dict[str, Any]:
+def as_json(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> dict[str, Any]:
     """All of it; numbers in tok/s, ms and dollars."""
     return {
         "answer": sentence(ask, choices),
@@ -345,12 +373,30 @@ def as_json(
             }
             for choice in choices
         ],
-        "commands": launched,
+        "commands": {who: {s.engine: s.command for s in of if not s.lacking} for who, of in starts.items()},
+        "nearest": {
+            who: {s.engine: _nearest(ask, s) for s in lacking}
+            for who, of in starts.items()
+            if (lacking := [s for s in of if s.lacking])
+        },
         "unknown": [*notes, *unknown(ask, choices, steps)],
     }
 
 
+def _nearest(ask: Ask, start: Start) -> dict[str, Any]:
+    """Return what an engine lacks of a recommended configuration, and the nearest that it can run."""
+    found: dict[str, Any] = {"lacks": list(start.lacking), "layout": None, "load": None, "command": None}
+    if start.nearest is not None:
+        layout = _forecast(ask, start.nearest)
+        found |= {"layout": layout, "load": start.load, "command": start.command}
+    return found
+
+
 def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
+    return _forecast(ask, f) | {"misses": choice.misses.get(f.who, [])}
+
+
+def _forecast(ask: Ask, f: Forecast) -> dict[str, Any]:
     cost = dollars(ask.price, f) if ask.price is not None else None
     return {
         "layout": f.who,
@@ -363,7 +409,6 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
         "ttft_p50_ms_band": f.ttft_band,
         "itl_p50_ms_band": f.itl_band,
-        "misses": choice.misses.get(f.who, []),
         "joules_per_token": f.joules_per_token,
         "dollars_per_million_output_tokens": None
         if cost is None
@@ -372,7 +417,7 @@ def _layout(ask: Ask, choice: Choice, f: Forecast) -> dict[str, Any]:
 
 
 def show(
-    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched, terminal: Console
+    ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, terminal: Console
 ) -> None:
     """On a terminal."""
     from rich.box import SIMPLE_HEAD
@@ -389,16 +434,17 @@ def show(
     terminal.print(table)
     for reason, those in refused(choices).items():
         terminal.print(f"Not {listed(those)}: {reason.rstrip('.')}.", soft_wrap=True)
-    for who, commands in launched.items():
+    for who, of in starts.items():
         terminal.print(f"\n{who}:", soft_wrap=True)
-        for command in commands.values():
-            terminal.print(f"  {command}", soft_wrap=True)
+        for start in of:
+            for text in filter(None, (explain_start(start), start.command)):
+                terminal.print(f"  {text}", soft_wrap=True)
     terminal.print("\nWhat this does not know:")
     for text in (*notes, *unknown(ask, choices, steps)):
         terminal.print(f"- {text}", soft_wrap=True)
 
 
-def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, launched: Launched) -> str:
+def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> str:
     """A page, with the picture beside it."""
     names = [name.replace("\n", " ") for name in columns(ask)]
     lines = [f"# {ask.model} on {_gpus(ask)}", "", sentence(ask, choices), "", pays(choices), ""]
@@ -406,8 +452,11 @@ def markdown(ask: Ask, choices: Sequence[Choice], notes: Sequence[str], steps: S
     lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(ask, choices)]
     lines += ["", *(f"- Not {listed(those)}: {reason.rstrip('.')}." for reason, those in refused(choices).items())]
-    for who, commands in launched.items():
-        lines += ["", f"## {who}", "", "```", *commands.values(), "```"]
+    for who, of in starts.items():
+        lines += ["", f"## {who}"]
+        for start in of:
+            lines += ["", text] if (text := explain_start(start)) else []
+            lines += ["", "```", start.command, "```"] if start.command else []
     lines += ["", "## What this does not know", "", *(f"- {text}" for text in (*notes, *unknown(ask, choices, steps)))]
     return "\n".join(lines) + "\n"
 
@@ -460,7 +509,7 @@ def _looks(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     places: dict[str, int] = {}
     for f in forecasts:
-        layout = f.point.layout_name
+        layout = str(f.point.layout)
         if f.who not in found:
             place = places.setdefault(layout, place_of_marker(layout))
             found[f.who] = {"color": colours(layout)[0], "marker": marker(place), "label": f.who}

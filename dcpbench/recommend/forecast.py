@@ -101,10 +101,8 @@ class Forecast:
 
     @property
     def who(self) -> str:
-        """`tp8·dcp8 (a2a)`; `tp8·dp8 (ep 1)` where experts lie otherwise than is usual there."""
-        exchange = self.point.exchange_label() if self.point.dcp > 1 else ""
-        beside = ", ".join(filter(None, (exchange, self.point.ep_label)))
-        return self.point.layout_name + (f" ({beside})" if beside else "")
+        """Return the name of its point, as name_point makes it."""
+        return name_point(self.point)
 
     def objective(self, name: str) -> tuple[str, float] | None:
         """(percentile, ms) that an objective is held against: p99 where there are samples enough, else the next."""
@@ -123,6 +121,13 @@ class Forecast:
             for name, limit, known in found
             if known is None or known[1] > limit
         ]
+
+
+def name_point(point: Point) -> str:
+    """Return a layout with its exchange and placement of experts: `tp8·dcp8 (a2a)`, `tp8·dcp8 (a2a, ep8)`, `tp8·dp8·ep1`."""
+    exchange = point.exchange_label() if point.dcp > 1 else ""
+    details = ", ".join(filter(None, (exchange, point.ep_label)))
+    return point.layout_name + (f" ({details})" if details else "")
 
 
 def of_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:

@@ -158,7 +158,7 @@ def _best_cell(row: pd.Series[Any]) -> str:
 def _ratio_cell(row: pd.Series[Any]) -> str:
     if missing(row["ratio"]):
         beside = "" if missing(row["rival"]) else f"; {row['rival_ratio']:.2f}× {row['rival']}"
-        return f"no {plain_layout(row['tp'], row['dp'], row['disaggregate'])}{beside}"
+        return f"no {plain_layout(row['tp'], row['dp'], row['ep'], row['disaggregate'])}{beside}"
     sign = {"higher": "▲ ", "lower": "▼ "}.get(row["verdict"], "≈ ")
     return f"{sign}{row['ratio']:.2f}×"
 

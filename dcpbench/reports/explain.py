@@ -375,7 +375,7 @@ def honesty(points: pd.DataFrame) -> list[str]:
 
 
 def _uneven(points: pd.DataFrame) -> list[str]:
-    """How much more than the others the busiest rank reads of whole experts, where any record says it."""
+    """Return how much more than the mean rank the busiest rank of expert parallel reads, if any record has it."""
     if "busiest_rank_experts" not in points:
         return []
     whole = points[(points["ep"] == WHOLE) & (points["tp"] > 1)]["busiest_rank_experts"].dropna()
@@ -383,8 +383,8 @@ def _uneven(points: pd.DataFrame) -> list[str]:
         return []
     low, high = f"{whole.min():.2f}", f"{whole.max():.2f}"
     reach = low if low == high else f"{low} to {high}"
-    said = (
-        f"Where each rank has whole experts (--ep tp), the busiest one had {reach} × as many to read as the mean, and the "
-        "others waited for it. Cut over all ranks (--ep 1), all have the same work."
+    sentence = (
+        f"With expert parallel (--ep tp) the busiest rank had {reach} × as many experts to read as the mean, and the others waited "
+        "for it. With tensor-parallel experts (--ep 1) all ranks do the same work."
     )
-    return [said]
+    return [sentence]

@@ -15,7 +15,7 @@ import pandas as pd
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.batches import batch_rows
 from dcpbench.points.instances import parse
-from dcpbench.points.layout import DEGREES, Layout
+from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, name_layout
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
 from dcpbench.records.metrics import REPLAYED
@@ -202,13 +202,14 @@ def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def without_dcp(points: pd.DataFrame) -> list[str]:
-    """The same layouts without DCP, each once: `tp4`, whether or not it ran."""
-    return list(dict.fromkeys(plain_layout(*of) for of in keys(points, ["tp", "dp", "disaggregate"])))
+    """Return the names of the same layouts without DCP, each once: `tp4`, whether or not it ran."""
+    return list(dict.fromkeys(plain_layout(*of) for of in keys(points, ["tp", "dp", "ep", "disaggregate"])))
 
 
-def plain_layout(tp: int, dp: int, disaggregate: str) -> str:
-    """A layout without DCP, on so many instances: `tp4`, `tp4 1P2D`."""
-    return f"{Layout(tp, dp=dp)} {parse(disaggregate).label}".rstrip()
+def plain_layout(tp: int, dp: int, ep: str, disaggregate: str) -> str:
+    """Return the name of a layout without DCP, with its instances: `tp4`, `tp4·dp2·ep1`, `tp4 1P2D`."""
+    name = name_layout(Layout(tp, dp=dp), dp, find_ep_degree(ep, tp))
+    return f"{name} {parse(disaggregate).label}".rstrip()
 
 
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
@@ -387,7 +388,7 @@ def repeats(frames: Frames) -> pd.DataFrame:
             rows.append(
                 {
                     "model": point.model,
-                    "layout": str(point.layout),
+                    "layout": point.layout_name,
                     "context": point.context,
                     "concurrency": point.concurrency,
                     "medians_ms": [interval.median for interval in steps],

@@ -13,7 +13,7 @@ import pandas as pd
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points import axes
 from dcpbench.points.axes import Role
-from dcpbench.points.layout import DEGREES
+from dcpbench.points.layout import DEGREES, find_ep_degree
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import BACKENDS, CLOSED, LIBRARIES, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
@@ -546,7 +546,7 @@ def _ordered(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
             return column
         return column.map({text: place for place, text in enumerate(sorted(set(column), key=natural))})
 
-    order = [*columns, *DEGREES, "variant"]
+    order = [*columns, *DEGREES, "ep", "variant"]
     return table.sort_values(order, kind="stable", ignore_index=True, key=places)
 
 
@@ -576,13 +576,16 @@ def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:
 
 
 def _experts(table: pd.DataFrame) -> list[str]:
-    """`ep 8` of each point; empty where all with attention data parallel place experts alike, and all without, too."""
-    degrees = [str(tp) if ep == WHOLE else ep for tp, ep in zip(table["tp"], table["ep"], strict=True)]
-    placed = list(zip(table["tp"], table["dp"] > 1, degrees, strict=True))
-    kinds = {(spread, WHOLE if ep == str(tp) else ep) for tp, spread, ep in placed if tp > 1 and ep != UNKNOWN}
-    if len(kinds) == len({spread for spread, _ in kinds}):
-        return []
-    return [f"ep {ep}" if tp > 1 and ep != UNKNOWN else "" for tp, _, ep in placed]
+    """Return `ep8` or `ep1` for each point without attention data parallel; an empty list if all place experts the same way.
+
+    With attention data parallel the name of the layout has the degree.
+    """
+    placed = [
+        (tp, find_ep_degree(ep, tp) if tp > 1 and dp <= 1 else None)
+        for tp, dp, ep in zip(table["tp"], table["dp"], table["ep"], strict=True)
+    ]
+    kinds = {WHOLE if degree == tp else degree for tp, degree in placed if degree is not None}
+    return [] if len(kinds) <= 1 else ["" if degree is None else f"ep{degree}" for _, degree in placed]
 
 
 def _settings(table: pd.DataFrame) -> list[str]:

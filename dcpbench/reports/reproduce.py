@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
-from dcpbench.points.layout import DEGREES, experts_placed
+from dcpbench.points.layout import DEGREES, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import BY_LAYOUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, flag
+from dcpbench.points.names import CUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, flag
 from dcpbench.points.point import AXES, point_axes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # whose own options are taken where none are typed
-        untyped["ep"] = experts_placed(BY_LAYOUT, point.tp, point.dp)
+        untyped["ep"] = place_experts(CUT, point.tp)
     how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
     if all(how[name] == point.dtype for name in STORED):
         untyped |= dict.fromkeys(STORED, point.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import EXCHANGES
 from dcpbench.reports.words import unique
 from dcpbench.show.figures import LINES, MARKERS, dashes, marker
-from dcpbench.show.layouts import colours, place_of_marker, split
+from dcpbench.show.layouts import colours, place_of_marker, split, split_experts
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Style:
     @cached_property
     def _turns(self) -> dict[str, int]:
         """Place of each variant: the first, and none, are drawn solid; exchanges come in the order of EXCHANGES."""
-        lines = [_split(*line) for line in self.lines]
+        lines = [self._split(*line) for line in self.lines]
         named = list(dict.fromkeys(variant for _, variant in lines if variant))
         named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)
         beside = any((layout, "") in lines for layout, variant in lines if variant)
@@ -70,21 +71,27 @@ class Style:
 
     def places(self, layout: str, variant: str, run: str) -> tuple[int, int]:
         """Of a line's dash and of its marker, in figures.LINES and figures.MARKERS."""
-        turn, of_run = self._turns.get(_split(layout, variant)[1], 0), self.runs.index(run)
+        turn, of_run = self._turns.get(self._split(layout, variant)[1], 0), self.runs.index(run)
         turns = max(self._turns.values()) + 1
         sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + UNLIKE * turn
         return (turn + turns * of_run) % len(LINES), sign % len(MARKERS)
+
+    @cached_property
+    def _several(self) -> set[str]:
+        """Degrees that are drawn with several expert parallel degrees."""
+        drawn = Counter(degrees for degrees, _ in {split_experts(split(layout)[0]) for layout, _ in self.lines})
+        return {degrees for degrees, count in drawn.items() if count > 1}
+
+    def _split(self, layout: str, variant: str) -> tuple[str, str]:
+        """Return the degrees of an instance, which have one colour, and what tells its lines apart."""
+        alone, instances = split(layout)
+        degrees, ep = split_experts(alone)
+        return degrees, " ".join(filter(None, (instances, ep if degrees in self._several else "", variant)))
 
     def look(self, layout: str, variant: str, run: str) -> dict[str, Any]:
         """How matplotlib draws a line."""
         dash, sign = self.places(layout, variant, run)
         return {"color": colours(layout)[0], "linestyle": dashes(dash), "marker": marker(sign)}
-
-
-def _split(layout: str, variant: str) -> tuple[str, str]:
-    """The layout of an instance, and what tells its lines apart."""
-    alone, instances = split(layout)
-    return alone, " ".join(filter(None, (instances, variant)))
 
 
 def plain(text: object, most: int = 48) -> str:

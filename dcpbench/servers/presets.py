@@ -29,9 +29,10 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.engines import setting_text
-from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
+from dcpbench.points.names import CUT, FP8, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, flag
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_words
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 KNOWN = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")  # names in braces
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
-LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "interleave", "kv", "nodes")  # parts of a layout that have flags
+LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "q_replicate", "interleave", "kv", "nodes")  # parts that have flags
 Value = str | int | float | bool
 
 
@@ -76,6 +77,24 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
         return {name: value for name, _, value in pairs}
 
+    def find_lacking(self, point: Point) -> list[str]:
+        """Return the parts of a point that this engine cannot run, by their options: `--exchange symm`.
+
+        Nothing is known of an engine that does not list its exchanges.
+        """
+        if not self.exchanges or point.dcp <= 1:
+            return []
+        lacking = []
+        if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
+            lacking.append(f"{flag('exchange')} {point.exchange}")
+        if point.project_first:
+            lacking.append(flag("project_first"))
+        if point.q_replicate and "q_replicate" not in self.layout:
+            lacking.append(flag("q_replicate"))
+        if point.interleave > 1 and "interleave" not in self.layout:
+            lacking.append(f"{flag('interleave')} {point.interleave}")
+        return lacking
+
     @property
     def secrets(self) -> list[str]:
         """Return the words of a command line that come from keys in the file: its flags and its environment."""
@@ -94,7 +113,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         nnodes: int = 1,
         traces: str = "",
     ) -> list[str]:
-        """Return the command line of the server for a point, on the first of several machines. `traces`: folder of its profiler."""
+        """Return the command line of the server for a point, on the first of several machines. `traces`: folder of its profiler.
+
+        Raises UsageError for a point that the engine cannot run.
+        """
+        if lacking := self.find_lacking(point):
+            raise UsageError(f"{self.name} has no {listed(lacking, 'or')}; leave that out, or name another engine.")
         exchange = point.exchange if point.exchange not in (NO_EXCHANGE, UNKNOWN) else ""
         known = {
             "model": model,
@@ -114,7 +138,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "dp": point.dp > 1,
             "dcp": point.dcp > 1,
             "ep": point.ep not in (CUT, UNKNOWN),
-            "exchange": bool(exchange) and point.dcp > 1 and (not self.exchanges or exchange in self.exchanges),
+            "exchange": bool(exchange) and point.dcp > 1,
+            "q_replicate": point.q_replicate and point.dcp > 1,
             "interleave": point.interleave > 1 and point.dcp > 1,
             "kv": point.kv_dtype == FP8,
             "nodes": nnodes > 1,
@@ -169,6 +194,7 @@ PRESETS = {
             "dcp": "--dcp-size {dcp}",
             "ep": "--ep-size {tp}",
             "exchange": "--dcp-comm-backend {exchange}",
+            "q_replicate": "--dcp-replicate-q-proj",
             "kv": "--kv-cache-dtype fp8_e4m3",
             "nodes": "--nnodes {nnodes} --node-rank 0 --dist-init-addr NODE0:29500",
         },
@@ -188,10 +214,13 @@ CHECKPOINTS = {
 PORT = 8000
 
 
-def launched(point: Point, nnodes: int) -> dict[str, str]:
-    """Return the command lines of the presets for the layout of a point, on the first of several machines."""
+def format_command(name: str, point: Point, nnodes: int) -> str:
+    """Return the command line of a preset for the layout of a point, on the first of several machines.
+
+    Raises UsageError for a point that the engine cannot run.
+    """
     model = CHECKPOINTS.get(point.model, point.model)
-    return {name: shlex.join(PRESETS[name].words(point, {}, model, PORT, nnodes=nnodes)) for name in (SGLANG, VLLM)}
+    return shlex.join(PRESETS[name].words(point, {}, model, PORT, nnodes=nnodes))
 
 
 def engine(named: str | None, command: str | None) -> Engine:

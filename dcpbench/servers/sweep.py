@@ -107,7 +107,9 @@ def measure_started(
 
 def _log(folder: Path, engine: Engine, point: Point) -> Path:
     """Return a new log file for a server of the run."""
-    name = "-".join(filter(None, (engine.name, f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}", point.settings)))
+    ep = f"ep{point.ep_degree}" if point.dp > 1 and point.ep_degree else ""
+    degrees = f"tp{point.tp}-dp{point.dp}-dcp{point.dcp}"
+    name = "-".join(filter(None, (engine.name, degrees, ep, point.settings)))
     plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
     names = (folder / LOGS / f"{plain}{f'-{n}' if n else ''}.log" for n in itertools.count())
     return next(path for path in names if not path.exists())

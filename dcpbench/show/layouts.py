@@ -67,6 +67,12 @@ def split(name: str) -> tuple[str, str]:
     return layout, instances[0] if instances else ""
 
 
+def split_experts(name: str) -> tuple[str, str]:
+    """Return the degrees of a layout and its expert parallel degree: `tp4·dp4` and `ep4` for `tp4·dp4·ep4`, else an empty text."""
+    degrees, _, ep = name.partition("·ep")
+    return degrees, f"ep{ep}" if ep else ""
+
+
 def place_of_marker(name: str) -> int:
     """Return the layout's place in figures.MARKERS."""
     found = _degrees(name)

@@ -14,8 +14,8 @@ import uvicorn
 
 from dcpbench.commands import dashboard
 from dcpbench.dashboard import pages, server, site, watching
-from dcpbench.points.layout import Layout, experts_placed
-from dcpbench.points.names import BY_LAYOUT
+from dcpbench.points.layout import Layout, place_experts
+from dcpbench.points.names import CUT
 from tests.browser.pointer import point_at
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
@@ -241,7 +241,7 @@ class TestSharedSettings:
         for i, of in enumerate(dashboard_builder.points(8)):
             settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"} if i != 5 else {"NCCL_ALGO": "Ring"}
             where = dashboard_builder.environment(0, settings=settings)
-            usual = experts_placed(BY_LAYOUT, of.tp, of.dp)
+            usual = place_experts(CUT, of.tp)
             point = msgspec.structs.replace(of, page_size=32 if i == 2 else of.page_size, ep=usual)
             found.append(msgspec.structs.replace(dashboard_builder.record(of, 0, environment=where), point=point))
         record_builder.write(tmp_path / "runs" / "a", found)
@@ -249,9 +249,9 @@ class TestSharedSettings:
         page = opened(visit, tmp_path / "site" / "index.html")
         said = page.locator("#shared").inner_text().splitlines()
         assert said[0].endswith("NCCL_ALGO=Ring")
-        assert said[1:] == ["Unless a decode row says otherwise: ep 1 · page 64 · NCCL_NVLS_ENABLE=0"]
+        assert said[1:] == ["Unless a decode row says otherwise: ep1 · page 64 · NCCL_NVLS_ENABLE=0"]
         how = page.locator("#table tbody td:last-child").all_inner_texts()
-        assert sorted(how) == [""] * 4 + ["ep 4", "ep 4", "not NCCL_NVLS_ENABLE=0", "page 32"]
+        assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
 
     def test_of_bf16_beside_fp8_each_row_says_its_own_and_no_row_what_it_is_not(
         self, visit: Visit, tmp_path: Path

@@ -413,7 +413,7 @@ def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call
         assert code == 0
         layouts[name] = [r["layout"] for r in json.loads(out)]
     assert layouts == {
-        "cpu": ["tp1", "tp2", "tp2·dcp2", "tp4·dcp2", "tp4·dcp4", "tp4·dp2·dcp2"],
+        "cpu": ["tp1", "tp2", "tp2·dcp2", "tp4·dcp2", "tp4·dcp4", "tp4·dp2·dcp2·ep1"],
         "two": ["tp1", "tp2", "tp2·dcp2"],
         "dcp4": ["tp4·dcp4"],
     }
@@ -439,12 +439,12 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
     assert verify._print_checks(points[:1], tmp_path, options.Run()) == 0
     assert verify._print_checks(points, tmp_path, options.Run()) == 4
-    assert "no check was made for: tp2 ep 1" in capsys.readouterr().err
+    assert "no check was made for: tp2·ep1" in capsys.readouterr().err
     both = [c.point for c in expand_layouts(layouts[1:], make_spec({"ep": "1,tp"}, probe), probe)]
     two = msgspec.structs.replace(check, layout="tp2", ep=2)
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(two) + b"\n")
     assert verify._print_checks(both, tmp_path, options.Run()) == 4
-    assert "no check was made for: tp2 ep 1;" in capsys.readouterr().err
+    assert "no check was made for: tp2·ep1;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sweep", "verify"])
@@ -531,6 +531,38 @@ def test_resume_without_options_does_not_add_the_default_grid_to_a_run(call, tmp
     assert not started
     assert len(read_records(tmp_path)) == 1
     assert call(*words[1:], "--resume")[0] == 0
+
+
+def test_resume_does_not_measure_other_experts_than_a_run_has_by_its_old_default(
+    call, tmp_path: Path, monkeypatch
+) -> None:
+    """A run of before is expert parallel where dp > 1; resumed without --ep nothing starts, with either --ep what it says."""
+    started: list[str] = []
+    monkeypatch.setattr(
+        "dcpbench.launch.launcher.run", lambda points, *_: started.extend(point.layout_name for point in points)
+    )
+    old = msgspec.structs.replace(POINT, tp=2, dp=2, ep="tp")
+    RecordFile(tmp_path).append(fake_worker.record(old))
+    words = ["sweep", "--tp", "2", "--dp", "2", "--dcp", "1", "--concurrency", "2", "--context", "100"]
+    words += ["--no-baseline", "-o", str(tmp_path), "--resume"]
+    code, _, err = call(*words)
+    assert code == 2
+    assert "has tp2·dp2·ep2, and without --ep this command measures tp2·dp2·ep1" in " ".join(err.split())
+    assert not started
+    assert call(*words, "--ep", "tp")[0] == 0
+    assert not started
+    call(*words, "--ep", "1")
+    assert started == ["tp2·dp2·ep1"]
+
+
+def test_a_started_engine_is_named_with_its_experts(call) -> None:
+    """vLLM and SGLang split experts over all ranks unless they get their flag; an engine file may have any flags."""
+    words = ["serve", "--engine", "vllm", "--model", "m", "--tp", "8", "--dp", "8", "--concurrency", "1", "--dry-run"]
+    for more, name in ([], "tp8·dp8·ep1"), (["--ep", "tp"], "tp8·dp8·ep8"):
+        code, out, _ = call(*words, *more, "--json")
+        assert code == 0
+        assert {row["layout"] for row in json.loads(out)} == {name}
+        assert ("--enable-expert-parallel" in " ".join(call(*words, *more)[1:])) == bool(more)
 
 
 @pytest.mark.parametrize(

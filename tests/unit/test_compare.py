@@ -118,13 +118,13 @@ class TestMatching:
         found = compared(
             tmp_path, [build.ok(p[0]), build.ok(p[1])], [build.ok(p[0]), build.failed(p[1]), build.ok(p[2])]
         )
-        assert [x.name for x in found.points] == ["kimi-k2 tp4 ep 4 flashinfer, 8 × 4,000 tokens"]
-        assert found.only_b == ["kimi-k2 tp4 ep 4 flashinfer, 32 × 4,000 tokens"]
+        assert [x.name for x in found.points] == ["kimi-k2 tp4 ep4 flashinfer, 8 × 4,000 tokens"]
+        assert found.only_b == ["kimi-k2 tp4 ep4 flashinfer, 32 × 4,000 tokens"]
         (broken,) = found.broken
         assert (broken.side, broken.outcome, broken.name) == (
             "b",
             "failed",
-            "kimi-k2 tp4 ep 4 flashinfer, 16 × 4,000 tokens",
+            "kimi-k2 tp4 ep4 flashinfer, 16 × 4,000 tokens",
         )
 
     def test_repeats_are_measurements_of_one_point(self, tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ class TestMatching:
         found = judge(left, right, Options(across=("exchange",)))
         assert [(p.name, p.other_name) for p in found.points if p.other_name] == [
             (
-                "kimi-k2 tp4·dcp4 ep 4 flashinfer ag_rs, 8 × 4,000 tokens",
-                "kimi-k2 tp4·dcp4 ep 4 flashinfer symm, 8 × 4,000 tokens",
+                "kimi-k2 tp4·dcp4 ep4 flashinfer ag_rs, 8 × 4,000 tokens",
+                "kimi-k2 tp4·dcp4 ep4 flashinfer symm, 8 × 4,000 tokens",
             )
         ]
 

@@ -229,7 +229,7 @@ class TestOutputs:
         )
         assert code == 1
         assert "4 SLOWER" in out
-        assert "::error title=dcpbench compare%3A slower%3A2%25::kimi-k2 tp4 ep 4 flashinfer, 8 × 4,000 tokens" in out
+        assert "::error title=dcpbench compare%3A slower%3A2%25::kimi-k2 tp4 ep4 flashinfer, 8 × 4,000 tokens" in out
         assert "🔴 SLOWER" in (tmp_path / "summary.md").read_text()
         assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
             "compare.json",

@@ -37,14 +37,14 @@ def test_cut_and_whole_experts_of_a_layout_are_two_rows_with_names_of_their_own(
     emulated = [step("tp", 26.5, "h200"), step("1", 19.1, "h200")]
     *_, cut, whole, _, said = emulation_live.table(emulation_live.pairs(live, emulated))
     assert cut == "| kimi-k2 tp2 bf16/bf16, 8 × 4,000 | 20.00 | 19.10 | -4.5% |  |  |"
-    assert whole == "| kimi-k2 tp2 ep 2 bf16/bf16, 8 × 4,000 | 25.00 | 26.50 | +6.0% |  |  |"
+    assert whole == "| kimi-k2 tp2 ep2 bf16/bf16, 8 × 4,000 | 25.00 | 26.50 | +6.0% |  |  |"
     assert said == "1 of 2 within 5%, off by -4.5% to +6.0%."
 
 
 def test_whole_experts_are_usual_with_attention_dp_and_cut_ones_are_said() -> None:
     whole, cut = (point(Layout(2, 2), ep) for ep in ("tp", "1"))
     assert "ep" not in emulation_live.name(whole)
-    assert "tp2·dp2 ep 1 bf16/bf16" in emulation_live.name(cut)
+    assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.name(cut)
 
 
 def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:

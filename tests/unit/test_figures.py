@@ -115,6 +115,17 @@ def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
     assert found["run"].nunique() == plots.MOST_LENGTHS
 
 
+def test_layouts_that_differ_in_their_experts_alone_have_one_colour_and_other_dashes(tmp_path: Path) -> None:
+    """Of a layout that is drawn with one expert parallel degree the line is solid, as one without attention DP."""
+    points = [build.point(TP), *(build.point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
+    both = Style.of(frames.load([build.write(tmp_path / "both", map(build.ok, points))]).points)
+    one = Style.of(frames.load([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
+    split, parallel = (both.look(f"tp4·dp4·ep{n}", "", both.runs[0]) for n in (1, 4))
+    assert split["color"] == parallel["color"]
+    assert (split["linestyle"], split["marker"]) != (parallel["linestyle"], parallel["marker"])
+    assert one.look("tp4·dp4·ep1", "", one.runs[0])["linestyle"] == one.look("tp4", "", one.runs[0])["linestyle"]
+
+
 def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> None:
     """Neighbours in the row of markers are alike when small: a triangle and a diamond, or one that stands on its tip."""
     of = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}

@@ -753,7 +753,7 @@ class TestCurves:
     def test_how_experts_are_placed_is_read_and_never_guessed(
         self, engine: str, said: dict[str, Any], ep: str, tmp_path: Path
     ) -> None:
-        """vLLM says whether whole experts are dealt out to all ranks, SGLang to how many. It is no setting then."""
+        """vLLM states whether it is expert parallel over all ranks, SGLang the degree. It is no setting then."""
         server = {"model_path": "m", "tp_size": 8, "dp_size": 1}
         vllms = {"tensor_parallel_size": "4", "data_parallel_size": "2"}
         result = files.vllm(**vllms, **said) if engine == "vllm" else files.sglang(server_info=server | said)
@@ -765,7 +765,7 @@ class TestCurves:
         notes = import_files([path], "vllm", tmp_path / "run", Overrides()).notes
         (record,) = read_records(tmp_path / "run")
         assert (record.point.tp, record.point.ep) == (8, "8")
-        assert any("ep 8 (1 of 1)" in note for note in notes)
+        assert any("ep8 (1 of 1)" in note for note in notes)
 
     @pytest.mark.parametrize("name", ["label", "version"])
     def test_a_label_that_several_loads_share_is_a_line(self, name: str, tmp_path: Path) -> None:
@@ -856,11 +856,11 @@ class TestInferenceX:
         random.Random(0).shuffle(rows)
         records = imported(tmp_path, "inferencex", *rows)
         assert {line.rpartition(" | ")[2]: loads for line, loads in curves(tmp_path / "run").items()} == {
-            "tp8 (ep 1, AMD MI355X)": [4, 8],
-            "tp8 (ep 1, NVIDIA H200)": [4, 8],
-            "tp8 (ep 1, spec=mtp, NVIDIA H200)": [4, 8],
-            "tp8 (ep 8, NVIDIA H200)": [4, 8],
-            "tp8·dp8 (ep 8, NVIDIA H200)": [4, 8],
+            "tp8 (ep1, AMD MI355X)": [4, 8],
+            "tp8 (ep1, NVIDIA H200)": [4, 8],
+            "tp8 (ep1, spec=mtp, NVIDIA H200)": [4, 8],
+            "tp8 (ep8, NVIDIA H200)": [4, 8],
+            "tp8·dp8·ep8 (NVIDIA H200)": [4, 8],
         }
         assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "8"), (8, "8")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import LayoutError
-from dcpbench.points.layout import Layout, loc_of, local_length, local_tokens, owner, row, valid_layouts
+from dcpbench.points.layout import Layout, loc_of, local_length, local_tokens, owner, place_experts, row, valid_layouts
 from dcpbench.points.shapes import SHAPES
 
 DCP = st.integers(1, 16)
@@ -205,7 +205,7 @@ class TestModels:
                 {},
                 Layout(4),
                 "2",
-                "--ep 2 with --tp 4: experts are cut over all ranks (--ep 1), or dealt out to all (--ep",
+                "--ep 2 with --tp 4: experts are tensor-parallel over all ranks (--ep 1), or expert parallel over",
             ),
         ],
         ids=["width", "number", "neither"],
@@ -220,9 +220,9 @@ class TestModels:
         assert says in str(caught.value)
 
     def test_valid_layouts_are_those_of_one_placement_of_experts(self) -> None:
-        """255 experts are cut over 4 ranks and not dealt out to them, which is usual with attention data parallel."""
+        """255 experts can be split by width over 2 ranks, which is the default, and not be distributed to them."""
         shape = dataclasses.replace(SHAPES["deepseek-v3"], experts=255)
-        assert [str(x) for x in valid_layouts(shape, 2)] == ["tp2", "tp2·dcp2"]
+        assert valid_layouts(shape, 2) == valid_layouts(shape, 2, "1")
         assert [str(x) for x in valid_layouts(shape, 2, "1")] == ["tp2", "tp2·dcp2", "tp2·dp2"]
         assert valid_layouts(shape, 2, "tp") == []
 
@@ -240,5 +240,5 @@ class TestModels:
     def test_every_valid_layout_passes_the_models_check(self, model: str) -> None:
         for tp in range(1, 17):
             for layout in valid_layouts(SHAPES[model], tp):
-                layout.check_model(SHAPES[model])
+                layout.check_model(SHAPES[model], place_experts("1", tp))
                 assert layout.tp == tp

@@ -288,25 +288,28 @@ class TestWords:
     @pytest.mark.parametrize(
         ("placed", "labels"),
         [
-            ([(8, 1, "tp"), (4, 1, "tp"), (8, 8, "tp")], ["tp4", "tp8", "tp8·dp8"]),
-            ([(8, 1, "1"), (1, 1, "tp"), (8, 8, "tp")], ["tp1", "tp8", "tp8·dp8"]),
-            ([(8, 1, "1"), (8, 1, "tp"), (1, 1, "tp")], ["tp1", "tp8 (ep 1)", "tp8 (ep 8)"]),
-            ([(8, 1, "1"), (4, 1, "tp"), (4, 4, "tp")], ["tp4 (ep 4)", "tp4·dp4 (ep 4)", "tp8 (ep 1)"]),
-            ([(8, 8, "1"), (8, 8, "tp"), (8, 1, UNKNOWN)], ["tp8", "tp8·dp8 (ep 1)", "tp8·dp8 (ep 8)"]),
+            ([(8, 1, "tp"), (4, 1, "tp"), (8, 8, "tp")], ["tp4", "tp8", "tp8·dp8·ep8"]),
+            ([(8, 1, "1"), (1, 1, "tp"), (8, 8, "tp")], ["tp1", "tp8", "tp8·dp8·ep8"]),
+            ([(8, 1, "1"), (8, 1, "tp"), (1, 1, "tp")], ["tp1", "tp8 (ep1)", "tp8 (ep8)"]),
+            ([(8, 1, "1"), (4, 1, "tp"), (4, 4, "tp")], ["tp4 (ep4)", "tp4·dp4·ep4", "tp8 (ep1)"]),
+            ([(8, 8, "1"), (8, 8, "tp"), (8, 1, UNKNOWN)], ["tp8", "tp8·dp8·ep1", "tp8·dp8·ep8"]),
         ],
         ids=["as-of-old", "usual", "both", "of-two-layouts", "with-dp"],
     )
     def test_how_experts_are_placed_is_said_where_layouts_of_a_kind_differ_in_it(
         self, placed: list[tuple[int, int, str]], labels: list[str], tmp_path: Path
     ) -> None:
-        """What is usual with attention data parallel, and without, goes without saying; of one rank nothing is said."""
+        """With attention data parallel the name always has the degree; without, only where two points differ in it."""
         records = [build.ok(build.point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
         assert sorted(as_repeats(tmp_path, *records).points["label"]) == labels
 
-    def test_a_point_alone_says_it_where_it_is_not_usual(self) -> None:
+    def test_a_point_alone_names_expert_parallel(self) -> None:
+        """Without attention data parallel as a word of its own, with it as a part of the layout; unknown degrees have no name."""
         points = [build.point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
         found = [point.words(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points]
-        assert found == ["", "ep 8", "", "ep 1", "", ""]
+        assert found == ["", "ep8", "", "", "", ""]
+        names = [point.layout_name for point in points]
+        assert names == ["tp8", "tp8", "tp8", "tp8·dp8·ep1", "tp8·dp8·ep8", "tp8·dp8"]
         assert [point.ep_degree for point in points] == [1, 8, None] * 2
 
     def check(self, record: Record, name: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
-from dcpbench.errors import RecordsError
+from dcpbench.errors import RecordsError, UsageError
 from dcpbench.plan.judge import shortage
 from dcpbench.plan.serve_spec import serve_defaults
 from dcpbench.plan.spec import planned
@@ -212,19 +212,33 @@ def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() ->
     assert estimate.terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
 
-def test_attention_dp_stands_with_experts_cut_or_whole_by_the_shorter_step() -> None:
-    """At 8 requests whole ones wait for the busiest rank; where a width cannot be cut there is no choice."""
+def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_shorter_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At 8 requests expert parallel waits for the busiest rank; a width that does not divide leaves no choice."""
     asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
     (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
     names = [f.who for f in choice.forecasts]
-    assert "tp4·dp4 (ep 1)" in names
-    assert "tp4·dp4" not in names
+    assert "tp4·dp4·ep1" in names
+    assert not {"tp4·dp4", "tp4·dp4·ep4"} & set(names)
     assert "tp4" in names
-    assert advise._placements(asked, Layout(4, 4)) == ["tp", "1"]
+    assert advise._placements(asked, Layout(4, 4)) == ["1", "tp"]
     assert advise._placements(asked, Layout(4)) == ["1"]
-    odd = dataclasses.replace(asked, model="deepseek-v2-lite")
-    assert load_shape("deepseek-v2-lite").moe_inter % 256
-    assert advise._placements(odd, Layout(256, 256)) == ["tp"]
+    odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
+    monkeypatch.setattr(advise, "load_shape", lambda _: odd)
+    assert advise._placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
+    assert Layout(16, 16) in advise._valid_layouts(odd, 16)
+    assert Layout(16) not in advise._valid_layouts(odd, 16)
+
+
+def test_fp8_experts_are_not_split_inside_a_block_of_scales() -> None:
+    """2,048 over 32 ranks are 64 of a block of 128: with attention DP expert parallel stays, without it no placement."""
+    asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
+    (choice,), _ = advise.advise(asked, advise.Known(), estimate.published())
+    assert {f.point.ep for f in choice.forecasts} == {"tp"}
+    assert "a tensor-parallel expert has 64 numbers on a rank" in choice.refused["tp32"]
+    (wide,), _ = advise.advise(dataclasses.replace(asked, weights_dtype="bf16"), advise.Known(), estimate.published())
+    assert "tp32" in {f.who for f in wide.forecasts}
 
 
 def test_padding_rows_go_through_the_experts() -> None:
@@ -352,9 +366,10 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
     assert listed["source"]
     layouts = [Layout(tp=8), Layout(tp=8, dcp=8), Layout(tp=8, dp=2, dcp=4), Layout(tp=8, dp=8)]
     seen = set()
+    stripes = 64 if name == "vllm" else 1
     for layout in layouts:
-        for exchange in ("ag_rs", "a2a", "symm"):
-            for ep, kv, interleave in (("1", "", 1), ("tp", "fp8", 64)):
+        for exchange in ("ag_rs", "a2a"):
+            for ep, kv, interleave in (("1", "", 1), ("tp", "fp8", stripes)):
                 of = point(
                     tp=layout.tp,
                     dp=layout.dp,
@@ -370,6 +385,67 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
                     assert flag not in words or words[words.index(flag) + 1] in values
     assert seen <= set(listed["flags"])
     assert "--dcp-comm-backend" in seen
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "lacking"),
+    [
+        ("vllm", {"exchange": "symm"}, ["--exchange symm"]),
+        ("sglang", {"exchange": "ag_rs_registered"}, ["--exchange ag_rs_registered"]),
+        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--q-replicate"]),
+        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--interleave 64"]),
+        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--project-first"]),
+        ("vllm", {"dcp": 1, "exchange": "none", "interleave": 64}, []),
+    ],
+)
+def test_no_command_is_made_for_what_an_engine_cannot_run(name: str, of: dict[str, object], lacking: list[str]) -> None:
+    """Each part without a flag is named; a layout without DCP exchanges nothing."""
+    wanted = point(**({"tp": 8, "dcp": 8} | of))
+    assert PRESETS[name].find_lacking(wanted) == lacking
+    if not lacking:
+        assert PRESETS[name].words(wanted, {}, "m", 7)
+        return
+    with pytest.raises(UsageError, match=f"{name} has no {lacking[0]}"):
+        PRESETS[name].words(wanted, {}, "m", 7)
+
+
+def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_own_forecast(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With --exchange symm the best is one with symm; the nearest is what the same question says of the engine's exchanges."""
+    words = ["--machine", "H200", "--context", "128000", "--concurrency", "32", "--json", "--exchange"]
+    code, out, _ = run(capsys, *words, "symm")
+    found = json.loads(out)
+    best = found["loads"][0]["best"]
+    assert (code, best) == (0, "tp8·dp4·dcp2·ep1 (symm)")
+    assert found["commands"][best] == {}
+    _, out, _ = run(capsys, *words, "ag_rs,a2a")
+    theirs = {layout["layout"]: layout for layout in json.loads(out)["loads"][0]["layouts"]}
+    for nearest in found["nearest"][best].values():
+        assert nearest["lacks"] == ["--exchange symm"]
+        assert nearest["layout"]["output_tok_s"] == theirs[nearest["layout"]["layout"]]["output_tok_s"]
+        assert nearest["layout"]["layout"] == "tp8·dp4·dcp2·ep1 (a2a)"
+        assert "--dcp-comm-backend a2a" in nearest["command"]
+
+
+def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> None:
+    """Of two exchanges that ran the faster one, though the estimate of neither is asked for."""
+    best, slower, faster = (
+        forecast(tok_s, MEASURED, tp=4, dcp=4, exchange=exchange)
+        for tok_s, exchange in ((500, "symm"), (400, "ag_rs"), (450, "a2a"))
+    )
+    load = advise.Choice(
+        name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}, runs=[best, slower, faster]
+    )
+    found = advise.find_nearest(ask("H200"), load, best, ["ag_rs", "a2a"], estimate.published())
+    assert found is faster
+    start = answer.Start(
+        engine="vllm", lacking=["--exchange symm"], nearest=found, load=load.name, command="vllm serve"
+    )
+    said = answer.explain_start(start)
+    assert said.startswith("vLLM has no --exchange symm. The nearest that it can run is tp4·dcp4 (a2a), 450 tok/s")
+    unknown = answer.Start(engine="vllm", lacking=["--exchange symm"])
+    assert answer.explain_start(unknown).endswith("no command.")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -403,8 +479,11 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     """tp4 as measured, tp4·dp2, which nobody ran, as an estimate; records of another GPU are left out and named."""
     asked = ["--gpus", "4", "--weights-dtype", "bf16", "--cycled", "--context", "4000", "--concurrency", "32", "--json"]
     code, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
-    layouts = {layout["layout"].partition(" ")[0]: layout for layout in json.loads(out)["loads"][0]["layouts"]}
-    assert layouts["tp4"]["layout"] == "tp4 (ep 4)", "those records have whole experts"
+    layouts = {
+        layout["layout"].partition(" ")[0].partition("·ep")[0]: layout
+        for layout in json.loads(out)["loads"][0]["layouts"]
+    }
+    assert layouts["tp4"]["layout"] == "tp4 (ep4)", "those records are of expert parallel"
     tp4 = next(
         r
         for r in read_run(DECODED).records
@@ -594,7 +673,7 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
     load = json.loads(out)["loads"][0]
     assert code == 0
     assert [layout["layout"] for layout in load["layouts"]] == ["tp8"]
-    assert "all-gather was not measured" in load["refused"]["tp8·dp8"]
+    assert "all-gather was not measured" in load["refused"]["tp8·dp8 (ep1 or ep8)"]
 
 
 @pytest.mark.parametrize(
@@ -659,13 +738,14 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     found = json.loads(out)
     assert code == 0
     (load,) = found["loads"]
-    fits = {layout["layout"].partition(" ")[0] for layout in load["layouts"]}
+    fits = {layout["layout"].partition(" ")[0].partition("·ep")[0] for layout in load["layouts"]}
     settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
     for layout in valid_layouts(load_shape("deepseek-v3"), 8):
         of = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
         said, _ = shortage(of, settings, load_shape("deepseek-v3"), planned("H200", 8))
         assert (str(layout) in fits) == (said == "")
-        assert load["refused"].get(str(layout), "") == said.removeprefix(f"{layout}: ")
+        who = f"{layout} (ep1 or ep8)" if layout.dp > 1 else str(layout)
+        assert load["refused"].get(who, "") == said.removeprefix(f"{of.instance_name}: ")
     assert len(fits) > 1
     assert load["refused"]["tp8"].startswith("--kv-memory holds 8.5 GiB")
     assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
@@ -883,21 +963,19 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     assert choice.short["tp4"].startswith("times.json: no step time is known")
     told = answer.unknown(ask("H200"), [choice], estimate.published())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
-    short: dict[str, str] = {}
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
-    assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
-    assert short["tp4"].startswith("times.json: ")
+    reason = advise._replayed(ask("H200"), served, "times.json", times)
+    assert isinstance(reason, str)
+    assert reason.startswith("times.json: ")
 
 
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
     """Nor do any of a decode point, whose step is what is asked."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
-    short: dict[str, str] = {}
     served = point(**({"load": load(), "context": 1020} | other))
-    assert advise._replayed(ask("H200"), served, "times.json", times, short) is None
-    assert short == {}
+    assert advise._replayed(ask("H200"), served, "times.json", times) is None
 
 
 def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
@@ -905,7 +983,7 @@ def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
     told: list[str] = []
-    assert advise._replayed(ask("H200"), served, "times.json", times, {}, told.append)
+    assert isinstance(advise._replayed(ask("H200"), served, "times.json", times, told.append), Forecast)
     assert told[0] == "step 250"
 
 
@@ -949,7 +1027,7 @@ def test_step_times_of_an_engine_that_had_padding_in_experts_are_used_and_told(r
         dataclasses.replace(ask("H200"), loads=SERVED), advise.Known(times={"times.json": times})
     )
     assert list(kept) == ["times.json"]
-    assert ["tp4·dp4 may be faster now than it says" in note for note in notes] == [True] * told
+    assert ["tp4·dp4·ep4 may be faster now than it says" in note for note in notes] == [True] * told
 
 
 def test_an_estimate_is_set_right_in_all_that_it_says() -> None:

@@ -411,8 +411,8 @@ class TestWordsOfSmallThings:
         assert "{" not in text
 
 
-def test_how_uneven_whole_experts_are_is_said_where_records_say_it(tmp_path: Path) -> None:
-    """Of experts that are cut over the ranks all ranks read alike; records of old have no such column."""
+def test_the_busiest_rank_of_expert_parallel_is_named_where_records_have_it(tmp_path: Path) -> None:
+    """Ranks with tensor-parallel experts all read as much; older records have no such column."""
     points = {ep: build.ok(build.point(Layout(4), ep=ep)) for ep in ("1", "tp")}
     told = {}
     for ep, ratio in (("1", 1.0), ("tp", 1.25)):
@@ -425,10 +425,10 @@ def test_how_uneven_whole_experts_are_is_said_where_records_say_it(tmp_path: Pat
         return markdown.render("title", sections.report(read, []), tmp_path).replace("\\", "")
 
     text = text_of("run", *told.values())
-    assert "the busiest one had 1.25 × as many to read as the mean, and the others waited for it." in text
+    assert "the busiest rank had 1.25 × as many experts to read as the mean, and the others waited for it." in text
     assert re.search(r"experts hit \| busiest rank's experts \|", text)
-    assert re.search(r"\| tp4 \(ep 1\) .* \| 0.63 \| 1.00 \|", text)
-    assert re.search(r"\| tp4 \(ep 4\) .* \| 0.63 \| 1.25 \|", text)
+    assert re.search(r"\| tp4 \(ep1\) .* \| 0.63 \| 1.00 \|", text)
+    assert re.search(r"\| tp4 \(ep4\) .* \| 0.63 \| 1.25 \|", text)
     assert "busiest" not in text_of("old", points["tp"])
 
 

@@ -268,7 +268,7 @@ class TestMost:
         )
 
     def test_each_layout_has_one_number_with_its_load(self, tmp_path: Path) -> None:
-        """Within 50 ms tp4 has 8 requests in 40 ms = 200 tok/s, tp4·dcp4 32 in 50 ms = 640, tp4·dp4 none."""
+        """Within 50 ms tp4 has 8 requests in 40 ms = 200 tok/s, tp4·dcp4 32 in 50 ms = 640, tp4·dp4·ep4 none."""
         times = [(TP, 8, 40), (TP, 32, 70), (DCP, 8, 45), (DCP, 32, 50), (DP, 8, 60)]
         records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in times]
         most = answer_tables.grids(read(tmp_path, *records, slo={"itl": 50.0}))[0]
@@ -277,7 +277,7 @@ class TestMost:
             "load": "context 4,000",
             "tp4": "200 at 8",
             "tp4·dcp4": "640 at 32",
-            "tp4·dp4": "none",
+            "tp4·dp4·ep4": "none",
         }
 
     def test_without_an_slo_there_is_no_most_within_it(self, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ class TestJumps:
     """What throughput does between two concurrencies that the layout has no part in."""
 
     def read(self, tmp_path: Path, batch: float, requests: int = 96) -> frames.Frames:
-        """tp4·dp4 with 24, 40 and 48 clients, of which so large a share is in flight."""
+        """tp4·dp4·ep4 with 24, 40 and 48 clients, of which so large a share is in flight."""
         records = []
         for n in (24, 40, 48):
             record = served(serve.point(DP, n, {"requests": requests}), 100, {}, {}, preemptions=0)
@@ -308,7 +308,7 @@ class TestJumps:
     def test_requests_that_run_as_more_in_a_graph_are_named(self, tmp_path: Path) -> None:
         """6 and 10 on each of 4 replicas run in graphs of 8 and 12; 48 are 12 on each."""
         told = answer.jumps(self.read(tmp_path, 1.0).findings.points)
-        assert "tp4·dp4 runs 24 as 32 and 40 as 48. Output jumps from there to the next size." in told
+        assert "tp4·dp4·ep4 runs 24 as 32 and 40 as 48. Output jumps from there to the next size." in told
         assert "multiple" not in told
 
     def test_a_last_wave_that_is_not_full_is_named(self, tmp_path: Path) -> None:
@@ -378,11 +378,11 @@ class TestPays:
         return read(tmp_path, *records, slo={"itl": 50.0} if late else None)
 
     def test_what_is_above_plain_tp_and_level_with_attention_dp_does_not_pay(self, tmp_path: Path) -> None:
-        """150 over 100 tok/s of tp4 is 1.5 times, and over 150 of tp4·dp4 it is 1.0."""
+        """150 over 100 tok/s of tp4 is 1.5 times, and over 150 of tp4·dp4·ep4 it is 1.0."""
         found = self.read(tmp_path, {TP: 100, DCP: 150, DP: 150})
         assert said(found, "DCP pays").endswith(
             "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: nowhere "
-            "(at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
+            "(at most 1.00× tp4·dp4·ep4, tp4·dcp4 at 8)."
         )
         assert said(found, "Looser").endswith(
             "Looser, over tp4 alone: where DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
@@ -394,7 +394,7 @@ class TestPays:
         """150 over 120 tok/s is 1.25 times."""
         found = self.read(tmp_path, {TP: 100, DCP: 150, DP: 120})
         assert "DCP pays in 1 of 1 load, in" in said(found, "DCP pays")
-        assert said(found, "DCP pays").endswith("400 in · 40 out: tp4·dcp4 at 8 (1.25× tp4·dp4).")
+        assert said(found, "DCP pays").endswith("400 in · 40 out: tp4·dcp4 at 8 (1.25× tp4·dp4·ep4).")
 
     def test_what_misses_the_slo_does_not_pay_however_fast_it_is(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, {TP: 100, DCP: 300}, late=(DCP,))
@@ -409,7 +409,7 @@ class TestPays:
         assert said(found, "DCP pays").endswith("tp4·dcp4 at 8 (no layout without DCP meets the SLO).")
 
     def test_a_faster_layout_that_misses_the_slo_is_no_rival(self, tmp_path: Path) -> None:
-        """120 over 100 of tp4; tp4·dp4 has 300 with gaps that nobody wants."""
+        """120 over 100 of tp4; tp4·dp4·ep4 has 300 with gaps that nobody wants."""
         found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
         (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
@@ -441,7 +441,7 @@ class TestPays:
         ]
         assert said(read(tmp_path, *records), "DCP pays").endswith(
             "DCP pays in 2 of 5 loads, in output tok/s over the best layout without DCP. 400 in: tp4·dcp4 at 8–16 "
-            "(1.20–1.50× tp4·dp4); 800 in, 1,600 in: nowhere (at most 0.50× tp4·dp4, tp4·dcp4 at 8)."
+            "(1.20–1.50× tp4·dp4·ep4); 800 in, 1,600 in: nowhere (at most 0.50× tp4·dp4·ep4, tp4·dcp4 at 8)."
         )
 
 
@@ -510,11 +510,11 @@ class TestTables:
         assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]
 
     def test_where_the_same_layout_without_dcp_did_not_run_others_may_have(self, tmp_path: Path) -> None:
-        """At 8 tp4·dcp4 has 50 over 40 ms of tp4; at 32 tp4 was rejected, and tp4·dp4 needs 40 ms, too; at 48 none ran."""
+        """At 8 tp4·dcp4 has 50 over 40 ms of tp4; at 32 tp4 was rejected, and tp4·dp4·ep4 needs 40 ms, too; at 48 none ran."""
         ran = [(TP, 8, 50), (DCP, 8, 40), (DCP, 32, 50), (DP, 32, 40), (DCP, 48, 50)]
         records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in ran]
         _, over = answer_tables.grids(read(tmp_path, *records))
-        assert over.rows == [["context 4,000", "tp4·dcp4", "▲ 1.25×", "no tp4; 0.80× tp4·dp4", "no tp4"]]
+        assert over.rows == [["context 4,000", "tp4·dcp4", "▲ 1.25×", "no tp4; 0.80× tp4·dp4·ep4", "no tp4"]]
 
     def test_long_tables_are_folded_in_markdown(self) -> None:
         """GitHub folds what stands in details, and shows a table after an empty line."""

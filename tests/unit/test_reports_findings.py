@@ -298,7 +298,7 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
     ("placed", "said"),
     [
         ([(8, "1"), (1, "tp")], ["", ""]),
-        ([(8, "tp"), (8, "1"), (1, "1")], ["ep 8", "ep 1", ""]),
+        ([(8, "tp"), (8, "1"), (1, "1")], ["ep8", "ep1", ""]),
         ([(8, "tp"), (8, UNKNOWN)], ["", ""]),
         ([(8, "8"), (4, "tp")], ["", ""]),
     ],

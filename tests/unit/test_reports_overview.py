@@ -107,10 +107,10 @@ class TestWhichLayoutToTake:
         )
 
     def test_layouts_that_are_level_are_all_named_with_their_lead_over_the_others(self, tmp_path: Path) -> None:
-        """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4 160."""
+        """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4·ep4 160."""
         assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
             f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, for 25 % more output than "
-            "tp4·dp4: the one load compared."
+            "tp4·dp4·ep4: the one load compared."
         )
 
     def test_a_lead_within_the_intervals_is_none(self, tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_besid
         for one, times in zip(split, (4, 4 * share), strict=True)
     ]
     (said,) = [line for line in overview.short(read(tmp_path, plain, *kept)) if "KV memory" in line]
-    also = ", as does tp4·dp4" if too else ""
+    also = ", as does tp4·dp4·ep4" if too else ""
     assert said == f"tp4·dcp4 holds 4.00× the tokens of tp4 in the same KV memory{also}."
 
 

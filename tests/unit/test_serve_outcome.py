@@ -193,6 +193,7 @@ class TestSamples:
         assert len(names) == 3
         assert samples_name(POINT) == samples_name(changed())
         assert samples_name(POINT).startswith("samples/kimi-k2-tp4-dcp4-live-")
+        assert samples_name(changed(dp=4, dcp=1, ep="1")).startswith("samples/kimi-k2-tp4-dp4-ep1-live-")
         assert samples_name(changed(model="../../x y")).count("/") == 1
 
     def test_files_of_others_and_damaged_ones_are_told(self, tmp_path: Path) -> None:

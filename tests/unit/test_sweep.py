@@ -105,12 +105,16 @@ def placed(found: list[grid.Candidate]) -> list[tuple[str, str, bool]]:
     return [(str(c.point.layout), c.point.ep, c.added) for c in found]
 
 
-def test_experts_are_cut_by_default_and_whole_with_attention_data_parallel() -> None:
-    """tp1 has no other way. A baseline is placed as its own layout is, unless it was typed."""
+def test_experts_are_tensor_parallel_by_default_also_with_attention_data_parallel() -> None:
+    """As in vLLM and SGLang, which have a flag for expert parallel. tp1 has no other way. A baseline has the same experts."""
     assert placed(expand(tp=4, dp="1,4", concurrency=8)) == [
         ("tp4", "1", True),
         ("tp4·dcp4", "1", False),
-        ("tp4·dp4", "tp", False),
+        ("tp4·dp4", "1", False),
+    ]
+    assert placed(expand(CPU, tp=4, dp=2, dcp=2, concurrency=2)) == [
+        ("tp4·dp2", "1", True),
+        ("tp4·dp2·dcp2", "1", False),
     ]
     assert placed(expand(tp=1, concurrency=8, ep="1,tp", model="deepseek-v2-lite")) == [("tp1", "tp", False)]
 
@@ -125,7 +129,9 @@ def test_experts_are_placed_as_typed() -> None:
 
 
 def test_experts_that_are_dealt_out_to_some_ranks_are_refused() -> None:
-    assert "--ep 2 with --tp 4: experts are cut over all ranks (--ep 1)" in reason(expand(ep=2, concurrency=8))
+    assert "--ep 2 with --tp 4: experts are tensor-parallel over all ranks (--ep 1)" in reason(
+        expand(ep=2, concurrency=8)
+    )
     with pytest.raises(UsageError, match="--ep whole: not a whole number; write for example --ep 1,tp"):
         expand(ep="whole")
 
@@ -628,7 +634,7 @@ def test_verify_layouts_bring_no_baseline() -> None:
 def test_the_dry_run_table_shows_both_names_memory_and_reasons() -> None:
     """The tp of vLLM counts one replica: our tp4 dp2 dcp2 is its dp2·tp2·dcp2."""
     rows = grid.table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
-    assert rows[0]["layout"] == "tp4·dp2·dcp2"
+    assert rows[0]["layout"] == "tp4·dp2·dcp2·ep1"
     assert rows[0]["vllm_layout"] == "dp2·tp2·dcp2"
     assert rows[0]["layers_held"] == rows[0]["layers"] == 3
     assert rows[0]["kv_pool_bytes"] == (51 + 1) * 3 * 48 * 4, "ceil(101 / 2) pages of one row, and the padding page"

@@ -24,14 +24,14 @@ from dcpbench.points.layout import (
     GroupWide,
     Layout,
     Prefix,
-    experts_placed,
     local_length,
     local_tokens,
     owner,
+    place_experts,
     row,
     valid_layouts,
 )
-from dcpbench.points.names import BY_LAYOUT
+from dcpbench.points.names import CUT
 from dcpbench.points.shapes import SHAPES
 from dcpbench.points.sizes import size_text
 from dcpbench.records import formulas, stats, student
@@ -390,6 +390,6 @@ def test_ranks_and_rows_of_layouts(tmp_path: Path) -> None:
     for name, shape in SHAPES.items():
         for tp in (1, 2, 6, 8):
             lines.append(
-                f"{name} {tp}: {[str(x) for x in valid_layouts(shape, tp)]} {experts_placed(BY_LAYOUT, tp, 2)} {experts_placed('tp', tp, 1)}"
+                f"{name} {tp}: {[str(x) for x in valid_layouts(shape, tp)]} {place_experts(CUT, tp)} {place_experts('tp', tp)}"
             )
     hold("layouts.txt", "\n".join(lines), tmp_path)

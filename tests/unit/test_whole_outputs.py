@@ -53,7 +53,7 @@ from dcpbench.reports.page.points import page_data
 from dcpbench.servers import agreement
 from dcpbench.servers.agreement_text import format_verdict, make_table
 from dcpbench.servers.conditions import CacheUse
-from dcpbench.servers.presets import PRESETS, Engine, launched
+from dcpbench.servers.presets import PRESETS, Engine, format_command
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import Extent, grid
@@ -733,12 +733,13 @@ def test_an_answer_to_what_to_run(name: str, tmp_path: Path) -> None:
     """Its page and its JSON, from choices as made up: alone, undecided, DCP ahead from a load on, an SLO missed, nothing that fits."""
     of, choices = CHOICES[name]
     ask = dataclasses.replace(advised.ask("H200"), **{"gpus": (8,), **of})
-    launched = {f.who: {"vllm": "vllm serve", "sglang": "sglang"} for f in answer.recommended(choices)}
-    text = answer.markdown(ask, choices, ["One was left out."], published(), launched)
-    told = answer.as_json(ask, choices, ["One was left out."], published(), launched)
+    engines = [answer.Start(engine="sglang", command="sglang"), answer.Start(engine="vllm", command="vllm serve")]
+    starts = {f.who: engines for _, f in answer.recommended(choices)}
+    text = answer.markdown(ask, choices, ["One was left out."], published(), starts)
+    told = answer.as_json(ask, choices, ["One was left out."], published(), starts)
     level = [f"{c.name}: {c.meets} {c.decided} {c.next.who if c.next else '-'}" for c in choices]
     out = io.StringIO()
-    answer.show(ask, choices, [], published(), launched, Console(file=out, width=120))
+    answer.show(ask, choices, [], published(), starts, Console(file=out, width=120))
     said = "\n".join(level)
     hold(
         f"answer-{name}.txt",
@@ -782,10 +783,13 @@ def test_command_lines_of_servers(tmp_path: Path) -> None:
         one = advised.point(**of)
         for more in ({}, {"nnodes": 2}, {"traces": "/t"}):
             for settings in ({}, {"seqs": "32", "quiet": "False", "eager": "False"}) if not more else ({},):
-                words = engine.words(one, settings, "m", 7, **more)
-                lines.append(f"{engine.name} {one.layout_name} {one.exchange} {more or ''}: {shlex.join(words)}")
+                try:
+                    command = shlex.join(engine.words(one, settings, "m", 7, **more))
+                except UsageError as e:
+                    command = str(e)
+                lines.append(f"{engine.name} {one.layout_name} {one.exchange} {more or ''}: {command}")
     for model, nnodes in (("kimi-k2", 1), ("deepseek-v2-lite", 2), ("mine", 1)):
-        lines += map(str, launched(advised.point(model=model), nnodes).items())
+        lines += (f"{name}: {format_command(name, advised.point(model=model), nnodes)}" for name in PRESETS)
     hold("servers.txt", "\n".join(lines), tmp_path)
 
 

@@ -263,7 +263,7 @@ class Plan:
         return Part("again", "two passes of six loads", (self.sweep("again", V3, f"{words} {load}", 12),))
 
     def more(self) -> Part:
-        """What is left of the grid: a2a, 128 requests, other precisions of the KV cache, whole experts."""
+        """What is left of the grid: a2a, 128 requests, other precisions of the KV cache, expert parallel."""
         found = []
         for precision in (FP8, BF16):
             for model in (V3, K2):
@@ -282,7 +282,7 @@ class Plan:
                 found.append(self.sweep("more", f"{model}-{NAMES[precision]}-ep", words, 16))
         return Part(
             "more",
-            "the rest of the grid: a2a, 128 requests, mixed precisions, whole experts at long contexts",
+            "the rest of the grid: a2a, 128 requests, mixed precisions, expert parallel at long contexts",
             tuple(found),
         )
 

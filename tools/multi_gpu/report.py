@@ -6,8 +6,7 @@ import collections
 import importlib.util
 from typing import TYPE_CHECKING
 
-from dcpbench.points.layout import experts_placed
-from dcpbench.points.names import ALL_REDUCES, BY_LAYOUT
+from dcpbench.points.names import ALL_REDUCES
 from dcpbench.records.runs import read_run
 from dcpbench.reports import words
 from tools import emulation_live
@@ -103,7 +102,7 @@ def told(record: Record) -> str:
     """A point in words, without its load."""
     p = record.point
     exchange = "" if p.exchange == "none" else f" {p.exchange}"
-    experts = "" if p.ep == experts_placed(BY_LAYOUT, p.tp, p.dp) else f" ep {p.ep}"
+    experts = f" {p.ep_label}" if p.ep_label else ""
     reduced = "" if p.all_reduce == ALL_REDUCES[0] else f" all-reduce {p.all_reduce}"
     return f"{p.model} {p.layout_name}{exchange}{experts}{reduced}, {p.weights_precision}/{p.kv_precision}"
 
@@ -171,7 +170,7 @@ def pays(folder: Path) -> list[str]:
         ours, other = by_dcp.get(True), by_dcp.get(False)
         ratio = f"{_output(ours) / _output(other):.3f}" if ours and other else ""
         names = [
-            f"{r.point.layout} {r.point.exchange}".removesuffix(" none") if r else "no room" for r in (ours, other)
+            f"{r.point.layout_name} {r.point.exchange}".removesuffix(" none") if r else "no room" for r in (ours, other)
         ]
         rows.append(f"| {model} {precision} | {concurrency} × {context:,} | {names[0]} | {names[1]} | {ratio} |")
     head = ["| | load | best with DCP | best without | output, with over without |", "|---|---|---|---|---:|"]
