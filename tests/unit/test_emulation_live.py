@@ -41,10 +41,10 @@ def test_cut_and_whole_experts_of_a_layout_are_two_rows_with_names_of_their_own(
     assert said == "1 of 2 within 5%, off by -4.5% to +6.0%."
 
 
-def test_whole_experts_are_usual_with_attention_dp_and_cut_ones_are_said() -> None:
-    whole, cut = (point(Layout(2, 2), ep) for ep in ("tp", "1"))
-    assert "ep" not in emulation_live.name(whole)
-    assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.name(cut)
+def test_a_layout_with_attention_dp_is_named_with_its_expert_parallel_degree() -> None:
+    expert_parallel, tensor_parallel = (point(Layout(2, 2), ep) for ep in ("tp", "1"))
+    assert "tp2·dp2·ep2 bf16/bf16" in emulation_live.name(expert_parallel)
+    assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.name(tensor_parallel)
 
 
 def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:

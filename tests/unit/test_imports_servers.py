@@ -143,7 +143,7 @@ class TestServers:
         own = "dsr1_1k1k_fp8_sglang_tp8-pp1-dcp1-pcp1-ep8-dpa{}_disagg-false_spec-none_conc64_h200-1"
         for dep, tep in (("m_dep8_c3", "m_tep8_c3"), (own.format("true"), own.format("false"))):
             _, records = run(tmp_path, folder(tmp_path / dep, **{dep: summary(), tep: summary()}), "vllm")
-            assert settings(records) == {("tp8·dp8", ""), ("tp8", "")}
+            assert settings(records) == {("tp8·dp8·ep8", ""), ("tp8", "")}
             assert {record.point.ep for record in records} == {"8"}
 
     def test_a_name_of_several_instances_does_not_have_the_number_of_gpus(self, tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ def test_runs_over_time(tmp_path: Path) -> None:
     """The data of a site of 12 runs over two points, of which the first becomes slower."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
     found = finding.find(runs, {}, lambda _: None)
-    files = dashboard_data.make(found, [], [], lambda _: None)
+    files = dashboard_data.make(found, lambda _: None).add_index([], [], found.skipped)
     hold("dashboard.txt", "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items())), tmp_path)
 
 
@@ -464,7 +464,8 @@ def test_runs_over_time_that_differ(tmp_path: Path) -> None:
     (tmp_path / "runs" / "zz" / "records.jsonl").write_bytes((again / "records.jsonl").read_bytes())
     runs = finding.find(tmp_path / "runs", {}, lambda _: None)
     told: list[str] = []
-    files = dashboard_data.make(runs, [runs.runs[0].slug], [runs.runs[1].slug], told.append)
+    content = dashboard_data.make(runs, told.append)
+    files = content.add_index([runs.runs[0].slug], [runs.runs[1].slug], runs.skipped)
     about = [f"{r.name} {r.slug} {r.date} {r.headline}" for r in runs.runs]
     counts = f"{files.lines} lines, {files.entries} entries, {files.changes} changes, {files.first.partition('-')[0]}"
     each = [f"--- {name}\n{text}" for name, text in sorted(files.files.items())]
