@@ -71,6 +71,7 @@ def build(
     MissingPackageError without ruptures.
     """
     changes.make_detector()
+    check(site)
     say = now_and_then(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.reports.page import render
 from tests.browser import pages
 from tests.unit import engine_files_builder as files
@@ -49,7 +49,7 @@ def imported(folder: Path, kept: Sequence[str], *, percentiles: bool) -> Path:
     """The page of two such results, at 8 and at 32 clients of one layout."""
     folder.mkdir(parents=True)
     file = files.file(folder, *(vllm(n, kept, percentiles=percentiles) for n in (8, 32)))
-    import_files([file], "vllm", folder / "run", Told(tp=8))
+    import_files([file], "vllm", folder / "run", Overrides(tp=8))
     return pages.page_of(folder, folder / "run")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.points.layout import Layout
 from dcpbench.reports import write_report
 from dcpbench.reports.page import render
@@ -119,7 +119,7 @@ def test_names_that_fill_a_phone_come_after_their_chart(visit: Visit, tmp_path: 
         for seqs in (128, 256):
             server = {"gpu_memory_utilization": share, "max_num_batched_tokens": 4096 + seqs, "max_num_seqs": seqs}
             engine_files_builder.sweep(tmp_path / "sweep", server, {"max_concurrency": 8}, runs=1)
-    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8), force=False)
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
     path = pages.page_of(tmp_path, tmp_path / "run")
     for width, after in ((400, True), (1400, False)):
         page = visit(path, viewport={"width": width, "height": 800})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.imports import Told, import_files
+from dcpbench.imports import Overrides, import_files
 from dcpbench.reports import frames, plots, sections
 from dcpbench.reports.page import render
 from tests.unit import engine_files_builder, record_builder
@@ -68,7 +68,7 @@ def cpu(tmp_path: Path) -> frames.Frames:
 def imported(tmp_path: Path) -> frames.Frames:
     """Four results of vLLM's benchmark, which are files in a public repository."""
     files = sorted((ROOT / "tests" / "data" / "imports" / "glm-4.7_1k1k").glob("*.json"))
-    import_files(files, "vllm", tmp_path / "run", Told(tp=8))
+    import_files(files, "vllm", tmp_path / "run", Overrides(tp=8))
     return frames.load([tmp_path / "run"])
 
 
@@ -76,7 +76,9 @@ def of_sglang(tmp_path: Path) -> frames.Frames:
     """Rates of one data set and of another, appended to one file."""
     chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
     lines = [*map(engine_files_builder.sglang_of_2024, (1, 2, 4)), engine_files_builder.sglang_of_2024(4, **chat)]
-    import_files([engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Told(model="llama", tp=2))
+    import_files(
+        [engine_files_builder.file(tmp_path, *lines)], "sglang", tmp_path / "run", Overrides(model="llama", tp=2)
+    )
     return frames.load([tmp_path / "run"])
 
 
@@ -85,7 +87,7 @@ def of_a_sweep(tmp_path: Path) -> frames.Frames:
     for share, seqs, rate in itertools.product((0.9, 0.95), (128, 256), (8, 16)):
         server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
         engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
-    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told(tp=8))
+    import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8))
     return frames.load([tmp_path / "run"])
 
 

@@ -319,7 +319,7 @@ class TestDcpByDefault:
 
     def test_what_it_names_is_what_is_planned(self, call) -> None:
         said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline", "--dtype", "bf16")
-        assert said == "DCP is measured by default: tp8·dp2·dcp4. For layouts without it alone, add --dcp 1."
+        assert said == "DCP is measured by default: tp8·dp2·dcp4·ep1. For layouts without it alone, add --dcp 1."
 
     @pytest.mark.parametrize(
         "args", [["--tp", "8", "--dcp", "1"], ["--tp", "8", "--dcp", "8"], ["--tp", "1"]], ids=" ".join
@@ -582,6 +582,7 @@ def test_a_last_line_cut_short_is_told_in_the_terminal(command: str, call, tmp_p
         for word in command.split()
     ]
     code, _, err = call(*words)
+    (tmp_path / "out.csv").unlink(missing_ok=True)
     assert code == 0
     assert err.count("the last line of its record file was cut short; it is left out") == 1
     records.path.write_bytes(line[:20])

@@ -26,6 +26,7 @@ from dcpbench.servers.launch import Server, ServerError, free_port, reason_in
 from dcpbench.servers.presets import PRESETS, Engine, engine
 
 ROOT = Path(__file__).parents[2]
+TRACE = ROOT / "tests/data/h200_stacks.trace.json.gz"
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
 LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
 LOAD += ["--no-check-client"]
@@ -122,7 +123,8 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         ("wrong", "--no-kv-size-label --log-kv-tokens 16000", (16_000, 16_000, ["log"])),
     ):
         run, traces = tmp_path / name, tmp_path / "new" / name
-        words = ["serve", "--serve-cmd", f"{FAKE} {flags}", "--model", "m", "--tp", "4", "--dcp", "2", *LOAD]
+        words = ["serve", "--serve-cmd", f"{FAKE} {flags} --trace {TRACE}", "--model", "m", "--tp", "4"]
+        words += ["--dcp", "2", *LOAD]
         code, _, err = dcpbench(capsys, *words, "--concurrency", "2", "--traces", str(traces), "-o", str(run))
         assert code == 0, err
         (record,) = read_run(run).records
@@ -427,10 +429,10 @@ def test_of_several_errors_the_last_is_why_a_server_ended() -> None:
 
 
 def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> None:
-    """And only one that the engine has."""
+    """An exchange that the engine lacks is an error."""
     load = engine_load(requests=1, input_tokens="1", output_tokens="1")
     of = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
-    for dcp, exchange, said in ((4, "a2a", True), (1, "a2a", False), (4, "symm", False), (4, "none", False)):
+    for dcp, exchange, said in ((4, "a2a", True), (1, "a2a", False), (4, "none", False)):
         point = engine_point(
             model="m",
             layout={"tp": 4, "dp": 1, "dcp": dcp},
@@ -442,6 +444,8 @@ def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> N
         )
         point = msgspec.structs.replace(point, exchange=exchange)
         assert ("--exchange a2a" in " ".join(of.words(point, {}, "m", 7))) is said
+    with pytest.raises(UsageError, match="x has no --exchange symm"):
+        of.words(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["when it is asked", "never"])

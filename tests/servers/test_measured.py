@@ -104,7 +104,7 @@ def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: 
 def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_path: Path) -> None:
     """Letters, digits, -_.= stay; 120 of them; a second server of the same name has a number."""
     engine = SimpleNamespace(name="vllm")
-    point = SimpleNamespace(tp=4, dp=2, dcp=2, settings="a b/c=1.5_x")
+    point = SimpleNamespace(tp=4, dp=2, dcp=2, ep_degree=1, settings="a b/c=1.5_x")
     log = _log(tmp_path, engine, point)  # type: ignore[arg-type]
     assert log == tmp_path / "servers" / "vllm-tp4-dp2-dcp2-a_b_c=1.5_x.log"
     log.parent.mkdir()

@@ -96,10 +96,10 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
     rows = read.findings.against_others
     compared = figures.draw_overview(rows, look, "title", overview.no_room(read))
     assert [" ".join(ax.get_title().split()) for ax in compared.axes] == [
-        f"kimi-k2, {run}, context 4,000" for run in ("monday", "tuesday")
+        f"kimi-k2, run {run}, context 4,000" for run in ("monday", "tuesday")
     ]
     assert [ax.get_title() for ax in figures.draw_break_even(read.findings.ratios, look, "title").axes] == [
-        "kimi-k2, monday",
+        "kimi-k2, run monday",
         "kimi-k2, tuesday",
     ]
     for ax in compared.axes:

@@ -141,7 +141,7 @@ def test_a_page_stays_that_was_made_before_and_is_there(
         page.touch()
     found: Any = SimpleNamespace(runs=[SimpleNamespace(slug="run", name="run")])
     before = {"run": "key"} if known else {}
-    assert site._pages(tmp_path, found, before, lambda _: False, print) == ({"run": "key"} if kept else {}, [])
+    assert site._find_pages(tmp_path, found, before) == ({"run": "key"} if kept else {})
 
 
 def test_a_replay_says_how_long_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

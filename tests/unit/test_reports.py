@@ -228,11 +228,12 @@ def test_a_run_in_which_everything_was_rejected_still_gives_a_report(tmp_path: P
     assert "No point finished" in terminal([tmp_path / "run"]).replace("\n", " ")
 
 
-def test_a_run_without_any_record_still_gives_a_report(tmp_path: Path) -> None:
+def test_a_run_without_any_record_is_an_error(tmp_path: Path) -> None:
     """An empty record file: a sweep that was stopped before its first point."""
-    page, _ = report(tmp_path, [])
-    assert "No point finished: the record file holds no point." in page.text
-    assert "Every point ran" not in page.text
+    with pytest.raises(
+        RecordsError, match=r"holds no record yet; wait for its run, repeat its command with -o .* --resume"
+    ):
+        report(tmp_path, [])
 
 
 def test_degrees_that_do_not_nest_are_reported_as_asked_for(tmp_path: Path) -> None:
@@ -363,7 +364,7 @@ def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Pat
         write_report([tmp_path / "none"], tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"Not a directory.* type: dcpbench report .*run -o ELSEWHERE"):
-        write_report([build.write(tmp_path / "run", [])], tmp_path / "file")
+        write_report([build.write(tmp_path / "run", [build.ok(build.point())])], tmp_path / "file")
 
 
 def test_importing_the_reports_imports_nothing_heavy() -> None:

@@ -129,7 +129,7 @@ class TestDefaults:
         options = {"tp": (4,), "dp": (dp,), "dcp": (dcp,), "baseline": True}
         asked = spec.make_spec(options, GPU)
         point = next(c.point for c in grid.expand(asked, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
-        found = grid._baseline(point, asked)
+        found = grid._baseline(point)
         assert (found.dp, found.dcp, found.exchange) == (*baseline, "none")
 
 

@@ -817,7 +817,7 @@ def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, mo
 )
 def test_more_requests_come_of_what_keeps_them_few(limit: int | None, trace: str | None, wanted: str) -> None:
     loads: Any = SimpleNamespace(limit=limit, count=40, trace=trace)
-    assert ServeLoads._more(loads, 8) == wanted
+    assert ServeLoads.suggest_requests(loads, 80) == wanted
 
 
 OF_ONE = Case(decodes=(Decodes(1, 1),))
