@@ -26,7 +26,9 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the search for cycles, which goes through all records and rows again and again, and finds none."""
+    """Disable the cyclic garbage collector inside the block: it would visit all records and rows again and again and
+    find no cycles.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,7 +96,7 @@ def write_report(
 
 
 def _ours(path: Path) -> bool:
-    """Whether a report may remove what lies in its folder."""
+    """Return True if a report may remove this entry of its output folder, which is one that a report wrote."""
     if path.name == FIGURES and path.is_dir():
         return all(picture.suffix in PICTURES and picture.is_file() for picture in path.iterdir())
     return path.name in (PAGE, TEXT, TABLE) and path.is_file()
