@@ -36,7 +36,7 @@ _secrets: dict[str, None] = {}
 
 
 def register(*values: str) -> None:
-    """Add secrets. Values that are too short or too plain to be told from other text are passed over."""
+    """Add secrets; values that are too short or too common to be distinguished from other text are skipped."""
     new = [value for value in values if _is_secret(value) and value not in _secrets]
     if new:
         _secrets.update(dict.fromkeys(new))
