@@ -62,7 +62,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The difference of two levels and how well it is known."""
+    """Hold the difference of two levels and its standard error."""
 
     difference: float
     error: float  # standard error, for autocorrelated runs
