@@ -262,8 +262,8 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
 
 
 def _baselines(point: Point, spec: SweepSpec) -> Iterable[Point]:
-    """Yield the same point without DCP and, if some instances only prefill, both of them with as many instances that
-    all do both.
+    """Yield the point's baseline and, if some instances only prefill, both points with as many instances that all do
+    both.
     """
     pair = [point] if spec.settings.step_times else [point, _baseline(point)]  # a file is of one engine
     yield from pair[1:]

@@ -20,7 +20,7 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int | None = None
     command: str = ""
-    """What it runs: words of a command line, or name and target of a multiprocessing.Process."""
+    """Command line of the process, or name and target of a multiprocessing.Process."""
     start_method: str = ""
     """How it was started: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
     may_use_gpu: bool = True
@@ -42,9 +42,9 @@ class Coverage(msgspec.Struct, kw_only=True):
     ops: int = 0
     """Operators of the framework (`cpu_op`)."""
     stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
-    """Where Python frames come from. `frames`: read live, with the line of the call."""
+    """Source of Python frames; `frames` means that they were read live, with the line of the call."""
     steps_from: str = ""
-    """What the names of the ranges that are steps have in common; empty where no steps were found."""
+    """Common part of the names of the ranges that are steps; empty if no steps were found."""
     steps_by_phase: dict[str, int] = {}
     """Number of steps of each phase, such as decode, where an engine's annotations give it."""
     steps_share: float | None = None
@@ -53,17 +53,17 @@ class Coverage(msgspec.Struct, kw_only=True):
     """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
     unreadable_events: int = 0
     complete: bool = True
-    """False where the file ends early, parts of it could not be read, or it contradicts itself."""
+    """False if the file ends early, parts of it could not be read, or it contradicts itself."""
     damage: list[str] = []
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
     foreign: list[str] = []
     """Traces of accelerators with unknown waits: categories of events, or names of calls."""
     unmeasured: list[str] = []
-    """Operators that ran in a dry run and of which it was never measured whether they wait, such as `mylib::sample`."""
+    """Operators in a dry run for which it was never measured whether they wait, such as `mylib::sample`."""
     children: list[ChildProcess] = []
     """Processes that a dry run did not follow."""
     notes: list[str] = []
-    """What this detector, or this trace, cannot show; one sentence each."""
+    """Limits of this detector, or of this trace; one sentence each."""
 
 
 class TraceSummary(msgspec.Struct, kw_only=True):
@@ -128,7 +128,7 @@ class Site(msgspec.Struct, kw_only=True):
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     direction: str = ""
-    """Of the copy: DtoH, HtoD, DtoD; with the host's memory where known: `DtoH pageable`."""
+    """Direction of the copy: DtoH, HtoD, DtoD; with the host's memory if known: `DtoH pageable`."""
     call: str = ""
     """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
     threads: list[str] = []

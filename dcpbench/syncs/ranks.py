@@ -48,7 +48,7 @@ def parse_file_name(name: str) -> FileRank:
 
 
 def is_front_end(name: str) -> bool:
-    """Return whether a file name is that of vLLM's front end, which records the CPU only."""
+    """Return True if a file name is that of vLLM's front end, which records the CPU only."""
     return bool(_FRONT_END.search(name))
 
 

@@ -24,7 +24,7 @@ MIN_EXP_SIZE = 2  # rows from which matrix_exp is not the exponential of one num
 
 
 class Call:
-    """Call of an operator with a batch of matrices as its first argument."""
+    """Hold the call of an operator with a batch of matrices as its first argument."""
 
     def __init__(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.op, self.args, self.kwargs = op, args, kwargs

@@ -28,7 +28,7 @@ def install_distributed(patches: Patches, run: DryRun) -> None:
 
 
 class _Barrier:
-    """Work of an asynchronous barrier: its wait() is the host's."""
+    """Wrap the work of an asynchronous barrier: its wait() blocks the host."""
 
     def __init__(self, work: Any, run: DryRun) -> None:
         self._work, self._run = work, run
@@ -54,7 +54,9 @@ def _groups(patches: Patches, run: DryRun) -> None:
     asked: dict[int, str] = {}  # id of a group -> backend that the program asked for
 
     def on_gpu(made: Any) -> bool:
-        """Return whether barriers and objects of the group go through the GPU: torch prefers the host where both can."""
+        """Return True if barriers and objects of the group go through the GPU: torch prefers the host if both are
+        possible.
+        """
         return asked.get(id(made or c10d.group.WORLD)) == NCCL
 
     @functools.wraps(start)

@@ -27,7 +27,7 @@ PLAIN_WIDTH = 140
 
 
 def check_format(name: str) -> None:
-    """Raises UsageError for a format that there is not."""
+    """Raise UsageError for an unknown format."""
     if name not in FORMATS:
         raise UsageError(f"There is no format {name!r}; give one of {', '.join(FORMATS)}.")
 

@@ -1,7 +1,7 @@
-"""The gate: whether a change may pass. Counts and bubbles decide, never microseconds of wait.
+"""Decide if a change may pass, by counts and bubbles, never by microseconds of wait.
 
-Without a limit every site is a finding. A baseline asks for no new site and no more per step; --max-per-step and
---max-bubble-us limit sums. What is allowed, warm-up only or the profiler's own counts nowhere.
+Without a limit every site is a finding. With a baseline there must be no new site and no more per step; --max-per-step
+and --max-bubble-us limit sums. Allowed sites, warm-up-only sites and the profiler's own never count.
 """
 
 from __future__ import annotations

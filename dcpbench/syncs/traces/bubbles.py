@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def busy_and_idle(columns: Columns) -> tuple[float, float]:
-    """(microseconds in which a stream had work, those between first and last work in which none had)."""
+    """Return (microseconds in which a stream had work, microseconds between first and last work in which none had)."""
     start, end = union(columns.tables["gpu"].start, columns.tables["gpu"].end)
     busy = float((end - start).sum())
     return busy, float(end[-1] - start[0]) - busy if len(start) else 0.0
@@ -47,9 +47,9 @@ def bubbles(columns: Columns, blocking: Blocking) -> Floats:
 
 
 def _own(columns: Columns, blocking: Blocking) -> Floats:
-    """Of each call's own time what the GPU can lose by it: idle time meanwhile, and work that was left when it began.
+    """Return how much of each call's own time the GPU can lose by it: idle time meanwhile, and work left when it began.
 
-    All of it on a GPU that one host thread feeds; nothing before the first work.
+    It is all of the time on a GPU that one host thread feeds, and 0 before the first work.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     start, end = blocking.start, blocking.end
@@ -66,21 +66,21 @@ def _own(columns: Columns, blocking: Blocking) -> Floats:
 
 
 class _Gaps(NamedTuple):
-    """Idle times that end with work which the host launched late, in order."""
+    """Hold idle times that end with work which the host launched late, in order."""
 
     dry: Floats
     wet: Floats
     launched: Floats
-    """When the host began to launch that work."""
+    """Time when the host began to launch that work."""
     thread: Ints
 
     def take(self, which: NDArray[Any]) -> _Gaps:
-        """Those that a mask picks."""
+        """Return the gaps that a mask selects."""
         return _Gaps(*(column[which] for column in self))
 
 
 def _late_gaps(columns: Columns) -> _Gaps:
-    """Gaps before work that did not lie in the queue when the GPU ran dry."""
+    """Return the gaps before work that was not in the queue when the GPU became idle."""
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     start, end = union(gpu.start, gpu.end)
     dry, wet = end[:-1], start[1:]
@@ -93,7 +93,7 @@ def _late_gaps(columns: Columns) -> _Gaps:
 
 
 class _WaitsFor(NamedTuple):
-    """What calls wait for, one mask over all calls each."""
+    """Hold what calls wait for, as masks over all calls."""
 
     everything: Bools
     streams: dict[int, Bools]
@@ -101,15 +101,16 @@ class _WaitsFor(NamedTuple):
 
     @property
     def known(self) -> Bools:
-        """Calls of which something is known."""
+        """Return a mask of calls for which something is known."""
         known: Bools = np.any([self.everything, *self.streams.values()], axis=0)
         return known
 
 
 def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
-    """A trace names no stream or event. The stream of a copy is known, and a long call waited for what ended meanwhile.
+    """Return what each call waits for; a trace names no stream or event.
 
-    Nothing is known of a short call, which may have waited for another stream or for none, nor of what may not block.
+    The stream of a copy is known, and a long call waited for what ended meanwhile. Nothing is known about a short call,
+    which may have waited for another stream or for none, nor about a call that may not block.
     """
     gpu = columns.tables["gpu"]
     blocks = ~blocking.may_block
@@ -125,7 +126,7 @@ def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
 
 
 def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, waits: _WaitsFor) -> Floats:
-    """Idle time behind these calls of a thread, in gaps that end with its launches, as far as its next wait."""
+    """Return the idle time after these calls of a thread, in gaps that end with its launches, up to its next wait."""
     start, end = blocking.start[calls], blocking.end[calls]
     idle = np.concatenate([[0.0], np.cumsum(gaps.wet - gaps.dry)])
     first = np.searchsorted(np.maximum.accumulate(gaps.launched), end)
@@ -142,9 +143,9 @@ def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, w
 
 
 def _unseen(columns: Columns, waits: _WaitsFor, calls: Ints, start: Floats, end: Floats) -> Floats:
-    """Time from start to end in which only streams had work for which each of these calls does not wait.
+    """Return the time from start to end in which only streams had work for which each of these calls does not wait.
 
-    By so much the host may still be ahead after the call, without any gap of the GPU's to show for it.
+    The host may still be ahead by this time after the call, without any gap on the GPU.
     """
     gpu = columns.tables["gpu"]
     most = np.zeros(len(calls))
@@ -159,7 +160,7 @@ def _unseen(columns: Columns, waits: _WaitsFor, calls: Ints, start: Floats, end:
 
 
 def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
-    """Name of the last kernel that ended while each call blocked; of the last copy where there was no kernel."""
+    """Return the name of the last kernel that ended while each call blocked, or of the last copy without a kernel."""
     gpu = columns.tables["gpu"]
     order = np.argsort(gpu.end, kind="stable")
     by_end = gpu.name[order].tolist()
@@ -175,8 +176,10 @@ def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
 
 
 LOOK_BACK = 64
-"""GPU events to look at for a kernel before a copy is named."""
+"""Maximum number of GPU events that are searched for a kernel before a copy is named."""
 LAUNCH_US = 10.0
-"""Work that was launched longer than this before the GPU ran dry lay in the queue: the host is not what came late."""
+"""Minimum age in µs of a launch when the GPU becomes idle, for the work to count as queued, so that the host is not
+late.
+"""
 NO_WAIT_US = 10.0
-"""A call that finds nothing to wait for takes less."""
+"""Maximum duration in µs of a call that finds nothing to wait for."""

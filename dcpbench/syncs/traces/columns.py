@@ -37,9 +37,9 @@ _CATEGORIES = {
 CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
 TIMED = ("calls", "gpu", "syncs")
-"""Kinds of events with durations from which prices are computed."""
+"""Kinds of events with durations from which costs are computed."""
 CAUSES = ("calls", "gpu", "syncs", "ranges")
-"""Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
+"""Tables in which each event may be a wait, its object or its step: none of them may be lost silently."""
 ACCELERATORS = re.compile(
     r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
 )
@@ -77,10 +77,10 @@ class CallStacks(Ids):
 
 @dataclasses.dataclass
 class Table:
-    """Events of one kind. Times are microseconds on the trace's clock; columns that a kind has no use for are empty.
+    """Hold events of one kind.
 
-    `thread` numbers (pid, tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 where
-    the event has none.
+    Times are microseconds on the trace's clock; columns that a kind does not use are empty. `thread` numbers (pid,
+    tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 if the event has none.
     """
 
     start: Floats
@@ -114,7 +114,7 @@ FIELDS = {
 
 
 class Columns:
-    """All that a scan needs of a trace, after `add` has seen every block and `close` was called."""
+    """Hold all that a scan needs of a trace, after `add` has seen every block and `close` was called."""
 
     tables: dict[str, Table]
     names: list[str]

@@ -71,7 +71,7 @@ class Trouble(msgspec.Struct):
     untimed_events: int = 0
     """Calls and GPU work without a duration that can be; read as 0."""
     behind: str = ""
-    """What stands behind the end of the trace and was not read, in words."""
+    """Description of the text behind the end of the trace, which was not read."""
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
@@ -79,18 +79,18 @@ _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
+"""Exceptions of msgspec for text that is not JSON, is not UTF-8, or is nested too deeply."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 _HAS_EVENTS = re.compile(rb'"ph"\s*:\s*"[A-Z]"[^{}]*"cat"\s*:|"cat"\s*:[^{}]*"ph"\s*:\s*"[A-Z]"')
 _A_PHASE = re.compile(rb'"ph"\s*:')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
-"""How msgspec says where a whole array ends and something else begins."""
+"""Message of msgspec for the end of an array with more text behind it."""
 _COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
-"""How it says where an array ends behind a comma too many."""
+"""Message of msgspec for the end of an array with a trailing comma."""
 CUT = "truncated"
-"""What it says of text that ends too early."""
+"""Message of msgspec for text that ends too early."""
 COMMAS = 4
 """Trailing commas that are skipped: one before the end of all events, and a few in a neighbouring event."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
