@@ -74,7 +74,7 @@ _BOTH = re.compile(rf"{_START}(?:in)?(\d{{1,7}})(k?)[_x-]?(?:out)?(\d{{1,7}})(k?
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What the name of a file, or of the folders around it, contains."""
+    """Hold the contents of the name of a file, or of the folders around it."""
 
     degrees: Mapping[str, int]
     """By our names, and `ep`. tp counts the GPUs of one dp replica, as in vLLM."""

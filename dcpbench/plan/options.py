@@ -137,7 +137,7 @@ def name_of(name: str, value: object) -> str:
 def number(name: str, value: object) -> float:
     """Parse a number such as `2.5`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if value not in (math.inf, -math.inf):  # whose option says so itself
+        if value not in (math.inf, -math.inf):  # the options that accept inf handle it themselves
             _check_size(name, value, shown(value))
         return float(value)
     raise UsageError(f"{flag(name)} {quoted(value)}: not a number; write for example {flag(name)} 10.")

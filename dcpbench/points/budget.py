@@ -136,7 +136,7 @@ class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_bytes: int
     kv_bytes: int  # the pool of --kv-memory; else the smallest pool with which the point runs (`least_pages`)
-    available_bytes: int  # for weights and KV, beside `buffer_bytes`
+    available_bytes: int  # for weights and KV, in addition to `buffer_bytes`
     buffer_bytes: int  # of steps with prompts; 0 if the point serves no requests
 
     @property

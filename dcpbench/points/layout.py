@@ -1,11 +1,11 @@
-"""Layout(tp, dp, dcp) and the integer arithmetic of interleaved KV storage. No torch.
+"""Define Layout(tp, dp, dcp) and the integer arithmetic of interleaved KV storage. No torch.
 
 Rank order inside one layout: replicas of attention DP are outermost, DCP ranks innermost, so that a DCP
 group is a run of neighbouring ranks (the fastest links):
 
     rank = dp_rank · attn_tp + attn_rank,   attn_rank = dcp_group · dcp + dcp_rank
 
-Interleaved storage (stripes of I tokens; I = 1 unless said otherwise, N = dcp):
+Interleaved storage (stripes of I tokens; I = 1 by default, N = dcp):
 
     owner(loc) = (loc // I) % N
     row(loc)   = (loc // (I·N))·I + loc % I

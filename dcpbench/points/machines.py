@@ -1,6 +1,6 @@
-"""Machines that can be forecast: hosts of GPUs (gpus.py), the links between them, and what was measured of their wires. No torch.
+"""Describe machines for forecasts: hosts of GPUs (gpus.py), the links between them, and measurements of their calls. No torch.
 
-A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calibrate` writes and anybody may edit:
+A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calibrate` writes and that may be edited:
 
     name = "our H200 hosts"
     gpu = "H200"                   # of `dcpbench machines`
@@ -11,8 +11,8 @@ A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench calib
     [calls]                        # [ranks, meetings, bytes that a rank receives, µs] of each
     all-gather = [[2, 1, 7168, 5.84], …]
 
-What no file has, the wire of a built-in machine has from H200, the only host that we have measured; elsewhere bytes are scaled by
-the rates of links on paper, and the band reaches from the scaled to the measured time.
+Built-in machines use the calls measured on H200, the only measured host, for everything without a file. On other GPUs the
+bytes are scaled by the nominal rates of links, and the band reaches from the scaled to the measured time.
 """
 
 from __future__ import annotations

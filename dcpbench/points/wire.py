@@ -1,15 +1,15 @@
-"""How long a collective or an exchange takes over ranks and bytes: a model of the wire, fitted to what was measured. No torch.
+"""Model the time of a collective or an exchange by ranks and bytes, fitted to measurements. No torch.
 
     seconds(call, N, bytes) = M·(launch + meet·(N − 1)) + bytes / rate         the model
-                              · exp(residual at these bytes)                    what it misses, where that was measured
+                              · exp(residual at these bytes)                    deviation of the measurements
 
-N ranks, M meetings (1 of a collective; 2 of an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
+N ranks, M meetings (1 for a collective; 2 for an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
 and rate are fitted per call by least squares of relative errors, none negative; the residual is interpolated between the
 sizes that were measured, linearly in the logarithm of the bytes of a meeting, and between numbers of ranks likewise.
 
-The band is what the model errs by where it must do without a measurement: of each size between two others the error of a
-fit without it (its 90th percentile); past the measured ranks, for each doubling, the worst error that a fit to fewer ranks made at
-the most ranks; past the measured sizes, the first error again for each doubling.
+The band is the error of the model without a measurement: between two measured sizes the error of a fit without the size in
+between (its 90th percentile); beyond the measured ranks, for each doubling, the worst error of a fit to fewer ranks at the most
+ranks; beyond the measured sizes, the first error again for each doubling.
 """
 
 from __future__ import annotations
@@ -216,20 +216,21 @@ LINK_BAND = 1.0
 
 
 LATE = 1.1
-"""All-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the same calls alone, as work between them takes each rank
-another time: docs/wire.md says what was seen. Exchanges follow soon behind, and have none (docs/wire-checked.md)."""
+"""Time of all-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the time of the same calls alone: the work
+between them takes each rank a different time (docs/wire.md). Exchanges follow shortly after, and have no such factor
+(docs/wire-checked.md)."""
 RANKS_LOW, RANKS_HIGH = 0.01, 0.02
-"""Shares of a step by which that of all ranks may be shorter and longer than that of the one which stands for them, besides
-the error of the wire: the slowest GPU decides, and the busiest rank stands for all. Set by 42 steps of two and four H200, of which 41 lie
+"""Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to
+the error of calls: the slowest GPU decides, and the busiest rank is emulated. Set by 42 steps of two and four H200, of which 41 lie
 within both errors, if forecasts and live steps have equal gaps between kernels (docs/emulation.md)."""
 CHUNKS_HIGH = 0.09
-"""Share by which a step with prompts may be longer, where that is more than both errors together: the farthest of 112 cases of two
+"""Share by which a step with prompts may be longer, if that is more than both errors together: the largest of 112 cases of two
 pairs of H200 by each of their GPUs (docs/emulation.md)."""
 
 
 PROMPTS_APART = 0.03
-"""The same, shorter too, where the machine's file says how long steps with prompts take its GPUs together: of 224 cases of two pairs of
-H200 by the four GPUs, held against what the other pair took, two are farther (docs/emulation.md)."""
+"""Share by which a step with prompts may be shorter or longer if the machine's file has the times of such steps on its GPUs
+together: of 224 cases of two pairs of H200 by the four GPUs, compared with the other pair, two exceed it (docs/emulation.md)."""
 
 
 class Prompts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

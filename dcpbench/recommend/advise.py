@@ -441,7 +441,7 @@ def _split_block(ask: Ask, point: Point) -> str:
 
 
 def find_no_room(ask: Ask, point: Point) -> NoRoom | None:
-    """Return why a layout has no room for a load; None if it has. Without --cycled all layers have to fit beside the KV."""
+    """Return why a layout has no room for a load; None if it has. Without --cycled all layers and the KV have to fit."""
     shape, probe = load_shape(ask.model), _probe(ask)
     if not ask.cycled:
         whole = measure_whole_model(point, ask.settings, shape, probe)

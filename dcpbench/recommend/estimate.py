@@ -1,13 +1,15 @@
-"""What a step takes where nobody has measured it: floors of its parts, each by the share of it that published steps reach.
+"""Estimate the time of a step that was not measured: floors of its parts, each divided by the share that published steps reach.
 
     seconds(step) = layers · launch + Σ over parts (floor of the part / share) + Σ over kinds of calls (more · calls of the wire)
 
-Parts are groups of the phases of points/floors.py, without what ranks send each other: of that points/wire.py has measurements,
-not floors. What reads as long as its floor has a share of its own, and so has what multiplies as long. To launch a layer with fp8
-weights takes more, as rows are quantised, and so do layers of which ranks hold whole experts, as they wait for the busiest.
-Launch, shares, of which none is above 1, and `more` are fitted to published step times by least squares of relative errors
-(`fit`); `python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
-a machine, shares do not: a band beside the estimate says how far it was off for a model that the fit had not seen.
+Parts are groups of the phases of points/floors.py, without communication between ranks, for which points/wire.py has
+measurements instead of floors. Work that is bound by reading has one share, and work that is bound by multiplying another.
+Launching a layer with fp8 weights takes longer, because rows are quantised, and so do layers in which ranks hold undivided
+experts, because they wait for the busiest rank.
+
+Launch, shares (none is above 1) and `more` are fitted to published step times by least squares of relative errors (`fit`);
+`python -m tools.recommend_check --write` does that and writes points/measured/steps-h200.json. Floors scale with the rates of
+a machine, shares do not: a band next to the estimate states its error for a model that the fit had not seen.
 """
 
 from __future__ import annotations
@@ -142,10 +144,11 @@ def terms(
 
 
 def waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> float:
-    """What ranks with whole experts wait in a step for the one that reads most of them, if tokens draw them at random.
+    """Return the µs that ranks with undivided experts wait in a step for the rank that reads most of them.
 
-    An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with E / n each reads √(E / n · p (1 − p)) times
-    the largest of n normal numbers more than the mean (Blom 1958: that of rank n is Φ⁻¹((n − 3/8) / (n + 1/4))).
+    Tokens are assumed to draw experts at random. An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with
+    E / n each reads √(E / n · p (1 − p)) times the largest of n normal numbers more than the mean (Blom 1958: that of rank n
+    is Φ⁻¹((n − 3/8) / (n + 1/4))).
     """
     s, ranks = sharding.shape, sharding.expert_ranks
     if ranks == 1 or not s.experts or "read" not in rates:

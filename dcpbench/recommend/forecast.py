@@ -326,7 +326,7 @@ def _banded(
     point: Point, whence: str, tok_s: float, error: float, own: dict[str, float], steps: Steps, **more: object
 ) -> Forecast:
     high = 1 + error + sum(own.values())
-    if point.load is None:  # ITL is the step, whose error is that of the output
+    if point.load is None:  # ITL is the time of a step and has the error of the output
         ms = point.concurrency / tok_s * 1e3
         more["itl_band"] = ms / high, ms * high
     return Forecast(

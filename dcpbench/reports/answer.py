@@ -260,7 +260,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         return f"{begins} at some concurrency in {found}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
-    # one layout in variants that have names, which stand for it then
+    # a single layout whose variants have names, which then replace its name
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:
@@ -499,7 +499,7 @@ def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     names = findings.without_dcp(alone)
     lost = others[others["layout"].isin(names)] if len(others) else others
     if alone.empty or lost.empty:
-        return ""  # where nobody asked for it, nothing is missing
+        return ""  # a baseline that was not requested is not missing
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
     loads = unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""

@@ -154,7 +154,7 @@ def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], ce
 
 def _best_cell(row: pd.Series[Any]) -> str:
     if not row["meets"]:
-        return f"none; nearest {row['label']}"  # what it misses is said of each load further down
+        return f"none; nearest {row['label']}"  # the rows of each load further down name the missed objective
     value = f"{number(row['output_tok_s'], 3)}"
     if missing(row["next"]):
         return f"only {row['label']}: {value}"

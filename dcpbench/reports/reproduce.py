@@ -36,7 +36,7 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     words = ["dcpbench", "serve" if point.load else "sweep"]
     how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
     untyped = dict(UNTYPED)
-    if not settings.get("step_times"):  # whose own options are taken where none are typed
+    if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
     how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
     if all(how[name] == point.dtype for name in STORED):
@@ -55,7 +55,7 @@ def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
     if load is None:
         return {"concurrency": point.concurrency, "context": point.context}
     found: dict[str, object] = {"mode": load.mode}
-    if load.arrival != TRACE:  # a file's own times are taken where nothing else says when requests come
+    if load.arrival != TRACE:  # a file's own times are the default if no option sets the arrival
         found["concurrency"] = point.concurrency
     if load.arrival == GAMMA:
         found |= {"request_rate": load.request_rate, "burstiness": load.burstiness}

@@ -1,7 +1,7 @@
-"""What every detector reports: sites, what they cost, and what the detector could not see. The JSON of `syncs`.
+"""Define the report of every detector: sites, their cost, and what the detector could not see; the JSON of `syncs`.
 Its schema: `python -m dcpbench.syncs.model > docs/syncs.schema.json`.
 
-Times are microseconds. A detector that cannot know a value leaves it None: nothing here is guessed.
+Times are microseconds. A detector leaves values that it cannot know at None: nothing here is guessed.
 """
 
 from __future__ import annotations

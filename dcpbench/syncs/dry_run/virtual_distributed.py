@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NCCL, GLOO = "nccl", "gloo"
 MEASURED_ITERATIONS, SAMPLE_RATE = 10, 100
-"""Iterations of DistributedDataParallel whose times torch reads, for which the host waits: the first ones and every 100th
+"""Iterations of DistributedDataParallel in which torch reads times, so that the host waits: the first ones and every 100th
 (torch/csrc/distributed/c10d/reducer.hpp, `should_collect_runtime_stats`)."""
 
 

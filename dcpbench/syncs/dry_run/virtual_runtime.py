@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.dry_run.virtual_cuda import Patches
 
-CUDA_VERSION = "13.0"  # of the build of torch whose waits were measured
+CUDA_VERSION = "13.0"  # of the build of torch for which waits were measured
 NCCL_VERSION = (2, 28, 0)
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 _ANSWERS: tuple[tuple[Any, str], ...] = (

@@ -58,9 +58,9 @@ API_NAMES = frozenset(
     for name in _KINDS
     for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
 ) | frozenset(_XPU)
-"""Names of all calls that concern us, with the usual suffixes."""
+"""Names of all relevant calls, with the usual suffixes."""
 RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
-"""Beginnings of the names of calls that can be told apart; XPU's are the last two."""
+"""Prefixes of the names of calls that can be classified; the last two are XPU's."""
 SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""

@@ -1,4 +1,4 @@
-"""What the GPU lost: idle time that a synchronisation caused, at most."""
+"""Compute an upper bound of the GPU idle time that a synchronisation caused."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def busy_and_idle(columns: Columns) -> tuple[float, float]:
 
 
 def bubbles(columns: Columns, blocking: Blocking) -> Floats:
-    """Microseconds of GPU idle time that removing each blocking call would win, at most.
+    """Return the maximum GPU idle time in microseconds that removing each blocking call would save.
 
-    Idle is the time between the first and the last GPU work in which no stream has any. To remove a call is to let the
-    host go on at once: what it does later comes earlier by the call's own time, until it waits the next time, and
-    whatever waits for something still waits for the same. In a program of one host thread, removing any one call takes
-    no more idle time away than its bubble. On one stream that is the time from end to end; with several, work may
-    overlap better besides, so that the end comes earlier by more than idle time tells, but by the call's own time at
-    most. Removing several calls may win more than their sum, as one that stays waits for what another no longer does.
+    Idle time is the time between the first and the last GPU work in which no stream has any work. Removing a call lets
+    the host continue immediately: its later work is earlier by the call's own time, until the next wait, and every
+    other wait still waits for the same. In a program of one host thread, removing any one call saves at most the idle
+    time of its bubble. On one stream this is also the saving from end to end; with several streams work may overlap
+    better, so that the end is earlier by more than the idle time, but by at most the call's own time. Removing several
+    calls may save more than the sum of their bubbles, because a remaining call waits for work that another call no
+    longer waits for.
 
-    A bubble is the idle time behind the call's start that ends with work launched after the call on its thread, and
-    launched late, as far as the next wait there; and never more than the call's own time. Where the GPU was dry and
-    nothing queued when a call began, it is therefore not blamed for a long gap around it.
+    A bubble is the idle time after the call's start that ends with work launched after the call on its thread, and
+    launched late, up to the next wait there; it is at most the call's own time. A call is therefore not blamed for a
+    long gap around it if the GPU was idle and nothing was queued when the call began.
     """
     found = np.zeros(len(blocking))
     gaps = _late_gaps(columns)

@@ -179,7 +179,7 @@ _FORMATS = (
         "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
     ),
 )
-"""What may hold a trace and is none: its name, its first bytes, and what to type; `{file}` stands for its path."""
+"""Formats that may hold a trace but are not one: name, first bytes, and the command to use; `{file}` is replaced by the path."""
 
 
 def other_format(path: Path, head: bytes, *, packed: bool) -> str:
@@ -232,8 +232,8 @@ def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
 def is_something_else(path: Path) -> bool:
     """Return whether a file is valid JSON without events, such as a report or a configuration.
 
-    False where it may be a trace, though a damaged one, or cannot be read: what is wrong with it is for the reader to
-    report. An empty file may be the trace of a rank whose disk was full.
+    Return False if it may be a trace, though a damaged one, or cannot be read: the reader reports such problems. An
+    empty file may be the trace of a rank with a full disk.
     """
     text, trouble = bytearray(), Trouble()
     try:
