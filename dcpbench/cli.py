@@ -79,7 +79,7 @@ def _root(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point: run a command, turn our errors into one sentence and an exit code."""
+    """Run a command; convert a DcpbenchError to one sentence and an exit code."""
     streams.settle()
     redaction.forget()
     redaction.register_environment()

@@ -1,4 +1,4 @@
-"""Writes requirements.lock: every package that CI installs, to the version and with the hashes of its files.
+"""Write requirements.lock: every package that CI installs, with its version and the hashes of its files.
 
     python -m tools.lock uv            # `make lock` brings uv along; the new lock replaces the old one
 

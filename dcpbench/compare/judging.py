@@ -244,8 +244,8 @@ def _about(metric: Metric) -> dict[str, Any]:
 def _decide(tests: Sequence[_Test], options: Options) -> None:
     """Correct all rows at once, then give each its interval and its verdict.
 
-    There are two families: whether rows differ, and whether they are the same within the margin. A claim of one does not
-    make those of the other cheaper.
+    There are two families of tests: that rows differ, and that they are the same within the margin. They are corrected
+    separately, so that rejections in one family do not loosen the level of the other.
     """
     margin = math.log1p(options.margin)
     differ = [t.effect.p_differs() for t in tests]

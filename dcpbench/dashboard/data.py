@@ -1,4 +1,4 @@
-"""Runs as files that a browser loads quickly: columns instead of rows, words once, histories in shards.
+"""Write runs as files that a browser loads quickly: columns instead of rows, each word once, histories in shards.
 
 Each file calls `dcpbenchData(name, data)`: pages opened from a disk may load scripts, and nothing else. Its name holds
 a digest of its content, so that a page never reads half of an old site and half of a new one.

@@ -1,4 +1,4 @@
-"""Names under which result files, and names of files and folders, describe a server and the lengths of requests.
+"""Map the names with which result files, files and folders describe a server and the lengths of requests.
 
 Metadata of a benchmark (`--metadata gpu=H200`), the information of a server, and names such as
 `dsr1_1k1k_tp8_conc64.json` follow no standard. The names that are read are listed here once for all tools.

@@ -1,4 +1,4 @@
-"""The contents of one result of any tool, once it has been read and checked, and the lengths that results have in common.
+"""Define the checked contents of one result of any tool, and the lengths that results have in common.
 
 A curve belongs to one load, while the sums of tokens differ with every draw of lengths.
 """

@@ -1,4 +1,4 @@
-"""Which documents are measurements of a tool, and what the others are."""
+"""Select the documents that are measurements of a tool, and explain what the others are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch sizes that CUDA graphs are captured for, and what pads batches up to them. No torch."""
+"""Define the batch sizes for which CUDA graphs are captured, and the padding of batches to them. No torch."""
 
 from __future__ import annotations
 

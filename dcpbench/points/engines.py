@@ -1,4 +1,4 @@
-"""Points that another engine serves. Fields that its files and options do not give are unknown. No torch."""
+"""Make points that another engine serves. Fields that its files and options do not give are unknown. No torch."""
 
 from __future__ import annotations
 

@@ -61,19 +61,20 @@ class Product(NamedTuple):
 
 
 def _side(size: int, ranks: int) -> int:
-    """Numbers along a side of a block of fp8 weights where a part so long is one of so many ranks'.
+    """Return the numbers along a side of a block of fp8 weights, for a part of length `size` that is one of `ranks` parts.
 
-    Fewer than published where borders cut blocks: what ranks but the first have, who hold no fewer scales.
+    The side is shorter than published if borders between ranks cut blocks. The result applies to all ranks but the
+    first, which hold at least as many scales.
     """
     whole = ranks == 1 or size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
     return SCALE_BLOCK if whole else math.gcd(size, SCALE_BLOCK)
 
 
 def scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
-    """A linear layer in fp8, or one expert's: e4m3, and an fp32 scale for each block of 128 × 128, as its ranks cut them.
+    """Return the bytes of a linear layer in fp8, or of one expert's: e4m3, and an fp32 scale per block of 128 × 128.
 
-    Parts of such `heights` lie one under the other, as gate and up do. `rows` and `columns` are the ranks over which the
-    first part's rows, or all columns, are split.
+    Ranks may cut the blocks. Parts of these `heights` are stacked, as gate and up are. `rows` and `columns` are the
+    numbers of ranks over which the first part's rows, or all columns, are split.
     """
     side = _side(heights[0], rows)
     for height in heights[:-1]:  # a block ends with a part
@@ -83,7 +84,7 @@ def scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, c
 
 
 def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
-    """Linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
+    """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
     heads = shape.heads // layout.attn_tp
     q_heads = heads * layout.dcp if wide.query else heads
     v_heads = heads * layout.dcp if wide.value else heads
@@ -100,9 +101,9 @@ def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_
 def attention_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
-    """Attention weights of one layer on one rank, with its norms: of q, of latent rows, and the layer's two.
+    """Return the bytes of one layer's attention weights on one rank, with its norms: of q, of latent rows, and two more.
 
-    fp8 are all but the norms and what is absorbed, W_UK and W_UV.
+    With `fp8` all weights are fp8 except the norms and the absorbed ones, W_UK and W_UV.
     """
     products = attention_products(shape, layout, wide)
     norms = ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
@@ -119,12 +120,12 @@ def attention_bytes(
 
 
 def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
-    """Gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
+    """Return gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
 def _mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
-    """A rank's part of an MLP or an expert that is `inner` wide, over so many ranks."""
+    """Return the bytes of a rank's part of an MLP or an expert that is `inner` wide, split over `ranks` ranks."""
     width = inner // ranks
     gate_up, down = mlp_products(shape, width)
     if not fp8:

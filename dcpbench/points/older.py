@@ -1,4 +1,4 @@
-"""Points as older versions wrote them, with options that are gone. No torch."""
+"""Decode points as older versions wrote them, with removed options. No torch."""
 
 from __future__ import annotations
 

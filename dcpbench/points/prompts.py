@@ -1,4 +1,4 @@
-"""Token ids that `verify --checkpoint` feeds to the model: read from a file, or random. No torch."""
+"""Provide token ids that `verify --checkpoint` feeds to the model: read from a file, or random. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Keeps API keys and passwords out of everything that is kept, cut or printed. No torch.
+"""Keep API keys and passwords out of everything that is stored, cut or printed. No torch.
 
-Secrets are registered once, when a command line, an environment or a file that holds them is read. Every text that a server, a
-log or a command line brings is redacted before it is cut to a length, as half of a key fits no search; what is written and
-printed is redacted once more. Processes that a command starts get the secrets through a pipe, never as an argument.
+Secrets are registered once, when a command line, an environment or a file that holds them is read. Every text from a server, a
+log or a command line is redacted before it is cut to a length, because half of a key matches no search; written and
+printed text is redacted once more. Processes that a command starts get the secrets through a pipe, never as an argument.
 """
 
 from __future__ import annotations

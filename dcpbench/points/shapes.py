@@ -16,7 +16,7 @@ from dcpbench.points.names import FP8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN rope scaling (Peng et al. 2023), as `rope_scaling` in a DeepSeek config gives it."""
+    """Hold the parameters of YaRN rope scaling (Peng et al. 2023), as `rope_scaling` in a DeepSeek config gives it."""
 
     factor: float
     original_max_position: int
@@ -41,7 +41,7 @@ SCALE_BLOCK = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
+    """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
 
     name: str
     hidden: int
@@ -85,7 +85,7 @@ class ModelShape:
         return self.latent + self.rope
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token takes in one full KV cache, all layers."""
+        """Return the bytes that one token takes in one full KV cache, all layers."""
         return self.layers * self.kv_width * itemsize
 
 

@@ -448,7 +448,9 @@ class EstimatedTimes:
         return self.model.step_ms(step_works(step))
 
     def host_ms(self, _step: Step) -> float:
-        """Launching a step is taken to keep the host for less than it takes the device. Of several ranks and chunks that is not
-        so (StepTimes.host_model): an open loop's request waits for up to a step more here.
+        """Return 0: launching a step is assumed to take the host less time than the device needs for it.
+
+        With several ranks and chunks that does not hold (StepTimes.host_model): an open loop's request waits for up to
+        one step more here.
         """
         return 0.0

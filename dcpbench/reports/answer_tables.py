@@ -1,4 +1,4 @@
-"""The answer as tables: a row per length of requests, a column per concurrency, and the same point by point."""
+"""Build the answer as tables: a row per request length, a column per concurrency, and the same point by point."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MOST_ROWS = 40
 
 
 def grids(frames: Frames) -> list[Table]:
-    """For each model and mode the most of each layout within the SLO, and of closed loops the best layout of each load
-    and DCP over the baseline.
+    """Build the grids of each model and mode: the highest output of each layout within the SLO and, for closed loops, the
+    best layout of each load and DCP over the baseline.
     """
     found = frames.findings
     tables = []

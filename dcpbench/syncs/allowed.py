@@ -1,9 +1,9 @@
-"""Regions of code in which synchronising is allowed, each with its reason.
+"""Define regions of code in which synchronising is allowed, each with its reason.
 
     with dcpbench.syncs.allow("the batch is over"):
         tokens = tokens.cpu()
 
-They hold for the thread that entered them, and for the autograd threads that work for it. No torch here.
+A region applies to the thread that entered it, and to the autograd threads that work for it. No torch here.
 """
 
 from __future__ import annotations

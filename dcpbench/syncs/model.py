@@ -231,7 +231,7 @@ def order(site: Site) -> tuple[int, float, float, int, str, int, str]:
 
 
 def totals(sites: list[Site]) -> Totals:
-    """Sums over the sites that are the program's."""
+    """Return the sums over the program's own sites, without those that only may block."""
     mine = [s for s in sites if not (s.own or s.may_block)]
     waits = [s.wait_us for s in mine if s.wait_us is not None]
     bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
@@ -244,17 +244,17 @@ def totals(sites: list[Site]) -> Totals:
 
 
 def report_of(traces: list[TraceSummary], sites: list[Site]) -> Report:
-    """A report of sites in any order; its verdict is the gate's."""
+    """Return a report of sites in any order; the gate adds the verdict."""
     return Report(traces=traces, sites=sorted(sites, key=order), totals=totals(sites))
 
 
 def encode(value: msgspec.Struct) -> str:
-    """A report or a baseline as JSON, one field a line, so that a change shows as the lines that changed."""
+    """Encode a report or a baseline as JSON with one field per line, so that diffs show only changed fields."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of what `--format json` writes, where every field is always present."""
+    """Return the JSON schema (draft 2020-12) of the output of `--format json`, in which every field is always present."""
     made = msgspec.json.schema(Report)
     definitions = made["$defs"]
     for definition in definitions.values():

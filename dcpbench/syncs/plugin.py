@@ -1,4 +1,4 @@
-"""The pytest plugin: tests that must not synchronise with the GPU, or not often.
+"""Define the pytest plugin for tests that must not synchronise with the GPU, or only a limited number of times.
 
     @pytest.mark.no_cuda_sync
     @pytest.mark.max_cuda_syncs(2, allow=["engine.sampler.*"])

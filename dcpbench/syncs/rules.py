@@ -140,7 +140,7 @@ never a reason to report one."""
 
 
 def op_name(op: str) -> str:
-    """`aten::index.Tensor` -> `index`."""
+    """Return `index` for `aten::index.Tensor`."""
     return op.rpartition("::")[2].partition(".")[0]
 
 
@@ -153,12 +153,12 @@ def rule_of_ops(op_chain: Sequence[str]) -> Rule | None:
 
 
 def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
-    """Rule of a blocking copy.
+    """Return the rule of a blocking copy.
 
     Args:
         op_chain: Operators around it, outermost first.
         direction: `DtoH …`, `HtoD …`, `DtoD …` or empty.
-        waited: A synchronisation follows the copy; False where the copy itself blocked because of pageable memory.
+        waited: A synchronisation follows the copy; False if the copy itself blocked because of pageable memory.
     """
     known = rule_of_ops(op_chain)
     if known:

@@ -285,7 +285,7 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
 
 
 def without_folder(report: Report, folder: Path) -> Report:
-    """The report with traces by their names, as their folder will be gone."""
+    """Return the report with the names of traces instead of their paths, because their folder is temporary."""
     names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
     for trace in report.traces:
         trace.path = names.get(trace.path, trace.path)

@@ -142,9 +142,9 @@ def _source(sync: Sync) -> list[str]:
 
 
 def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
-    """Sixteen hexadecimal digits that name a site: no lines, no addresses, no numbers of threads.
+    """Return sixteen hexadecimal digits that identify a site, independent of lines, addresses and thread numbers.
 
-    `function` is the user's innermost one; where a trace has none, `range ` and the name of the range.
+    `function` is the user's innermost one; if a trace has none, `range ` and the name of the range.
     """
     ops = [op if "::" in op else _UNSTABLE.sub("#", op) for op in op_chain]
     text = "\0".join([rule, file, function, ">".join(ops), direction])

@@ -1,4 +1,4 @@
-"""Steps of a program: which annotations mark them, in which step a moment lies, and how often a site occurs per step.
+"""Find the steps of a program: which annotations mark them, in which step a moment lies, and how often a site occurs per step.
 
 Steps are ranges that a name declares (`ProfilerStep#N`, an engine's own annotations, `--step-range`), or numbered ranges
 that cover most of the work, which is a guess.
@@ -105,7 +105,7 @@ class Steps:
 
 
 class Engine(NamedTuple):
-    """Annotations that an engine puts around each forward pass."""
+    """Describe the annotations that an engine puts around each forward pass."""
 
     marked_by: str
     pattern: re.Pattern[str]

@@ -86,7 +86,7 @@ class DryRun:
         self.children = Children()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
-        """Sites, coverage and totals of a program of that name; the verdict is the gate's.
+        """Return sites, coverage and totals of a program of that name; the gate adds the verdict.
 
         `step_range` is a regular expression of the ranges that mark steps, by default as for a trace; files are made
         relative to `root`, or the working directory.
@@ -333,13 +333,13 @@ class _Local(threading.local):
 
 @contextlib.contextmanager
 def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
-    """Runs the body with a virtual GPU, and notes every wait for it.
+    """Run the body with a virtual GPU, and record every wait for it.
 
     Args:
         assume_device: Tensors made without a device are on the virtual GPU, for programs that name none. Those made
             with `device="cpu"`, pinned ones and those assigned to a name that ends in `_cpu` stay on the host.
 
-    Raises UsageError inside another dry run, or where this torch takes no stand-in for a GPU.
+    Raise UsageError inside another dry run, or if this version of torch accepts no virtual GPU.
     """
     if device_tensor.state.run is not None:
         raise UsageError("A dry run is on already; leave its `with` block first.")

@@ -35,7 +35,7 @@ _SHEBANG_BYTES = 256
 
 
 class Children:
-    """Processes that were started, in order."""
+    """Hold the processes that were started, in order."""
 
     def __init__(self) -> None:
         self._started: list[ChildProcess] = []

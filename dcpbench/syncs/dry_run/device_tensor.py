@@ -1,4 +1,4 @@
-"""A tensor that reports a GPU as its device and holds its values in host memory, so that a program runs as it would with one.
+"""Define a tensor that reports a GPU as its device and holds its values in host memory, so that programs run as with a GPU.
 
 C++ also takes it for a CUDA tensor: composite operators take their CUDA branch, and the operators that they call arrive
 here. On a GPU a parameter or a subclass is an object of the program's own class. Therefore each such class has a device
@@ -196,13 +196,13 @@ class DeviceTensor(torch.Tensor, metaclass=_DeviceClass):
         self.__dict__.host_values = other.host_values  # type: ignore[attr-defined]
 
 
-# torch disables it in a new class that has a __torch_dispatch__. Device classes have that of the class they stand for,
+# torch disables it in a new class that has a __torch_dispatch__. Device classes have that of the class they emulate,
 # which by default turns results into instances of it.
 del DeviceTensor.__torch_function__
 
 
 class PlainDeviceTensor(DeviceTensor):
-    """Device class of torch.Tensor itself."""
+    """Emulate torch.Tensor itself as a device class."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # else results become of this class
 

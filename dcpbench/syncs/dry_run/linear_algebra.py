@@ -1,4 +1,4 @@
-"""Waits of factorisations, solvers and other operators on matrices, as measured on an H200.
+"""Find waits of factorisations, solvers and other operators on matrices, as measured on an H200.
 
 The measurement is in results/hidden-syncs-operators_H200_2026-11-28. cuSOLVER and MAGMA wait more often for some matrices
 (an iteration that converges slowly, a batch that is solved one matrix after another); the numbers here are the smallest

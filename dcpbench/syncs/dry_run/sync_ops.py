@@ -1,4 +1,4 @@
-"""Operators that make the host wait for the GPU, as measured on an H200 with torch 2.11 and CUDA 13.0.
+"""List operators that make the host wait for the GPU, as measured on an H200 with torch 2.11 and CUDA 13.0.
 
 Most of torch is composed of other operators, which arrive here one by one: `bool(t.all())` arrives as `_local_scalar_dense`.
 The tables hold the operators that wait inside their CUDA code; linear_algebra.py holds those on matrices.

@@ -1,4 +1,4 @@
-"""torch.distributed in a dry run: NCCL's groups use gloo, and the waits that NCCL's collectives would cause are reported.
+"""Replace torch.distributed in a dry run: NCCL's groups use gloo, and waits that NCCL's collectives would cause are reported.
 
 A collective of NCCL is queued on a stream, so the host does not wait for it. It does wait for a barrier, and for objects,
 which travel through device tensors. Groups of another backend than NCCL, such as "fake", are left as they are.

@@ -1,4 +1,4 @@
-"""Parts of torch around its operators that a dry run replaces: ranges, backward passes, compilation, loading and Triton."""
+"""Replace parts of torch around its operators in a dry run: ranges, backward passes, compilation, loading and Triton."""
 
 from __future__ import annotations
 

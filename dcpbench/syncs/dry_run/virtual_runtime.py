@@ -1,4 +1,4 @@
-"""Answers of CUDA's runtime, allocators and libraries while a dry run is on, for programs that ask them through torch."""
+"""Emulate CUDA's runtime, allocators and libraries during a dry run, for programs that query them through torch."""
 
 from __future__ import annotations
 

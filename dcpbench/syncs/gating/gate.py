@@ -46,7 +46,7 @@ MAX_RANKS_NAMED = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Limits and permissions, once options and pyproject.toml are read."""
+    """Hold limits and permissions from options and pyproject.toml."""
 
     root: Path
     """Repository in which comments are looked for."""

@@ -1,11 +1,11 @@
-"""Sees synchronisations while they happen: `watch`, `no_syncs` and, from allowed.py, `allow`.
+"""Detect synchronisations while they happen: `watch`, `no_syncs` and, from allowed.py, `allow`.
 
     with dcpbench.syncs.watch() as seen:
         step()
     assert seen.count == 0, seen.text()
 
-What torch tells of a host that waits (callbacks.py) says that and where it happens; a dispatch mode says in which
-operator, and finds copies to and from pageable memory, of which no callback tells.
+Callbacks of torch (callbacks.py) report that and where the host waits. A dispatch mode adds the operator, and finds
+copies to and from pageable memory, which no callback reports.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ class Watch:
 
 
 def watch(*, threads: Threads = "current", at_most: int | None = None) -> Watch:
-    """Looks out for CUDA synchronisation inside a `with`; the Watch that it returns says what happened.
+    """Watch for CUDA synchronisation inside a `with` block, and return the Watch that records it.
 
-    The program is not changed, and a `set_sync_debug_mode` of its own stays in force. Raises CapacityError without a
-    CUDA device, where a count of 0 would say nothing.
+    The program is not changed, and a `set_sync_debug_mode` of its own stays in force. Raise CapacityError without a
+    CUDA device, because a count of 0 would be meaningless.
 
     Args:
         threads: `current` sees this thread and what autograd runs for it; `all` every thread of the process.
@@ -161,7 +161,7 @@ def no_syncs(*, at_most: int = 0, threads: Threads = "current") -> Callable[[Cal
 def no_syncs(
     function: Callable[P, R] | None = None, /, *, at_most: int = 0, threads: Threads = "current"
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: each call of the function must not synchronise, or not more often than `at_most`.
+    """Decorate a function so that each call must not synchronise, or not more often than `at_most`.
 
     Write `@no_syncs` or `@no_syncs(at_most=1)`. A call that does raises a SyncError after it has returned.
     """

@@ -1,7 +1,7 @@
-"""Records one process with torch's profiler, step by step, and leaves its trace where `dcpbench syncs run` looks for it.
+"""Record one process with torch's profiler, step by step, and write its trace where `dcpbench syncs run` looks for it.
 
     FOLDER/rank0-pid123.json    the trace
-    FOLDER/123.note             what became of the process, also of one that was not recorded
+    FOLDER/123.note             outcome for the process, even if it was not recorded
 
 Without steps, recording begins as soon as the process uses CUDA: no sooner, as a process that has touched CUDA may no
 longer fork workers that use it. Nothing here may ever fail the program.
@@ -43,12 +43,12 @@ OWN_PROFILER = "the program used torch's profiler itself, of which there can be 
 
 
 class Recorder:
-    """The recording of this process.
+    """Record this process.
 
-    Settings: `folder`; `warmup`, steps that are not recorded; `steps`, how many are, or None for all that follow;
-    `cpu`, record although there is no GPU, for tests; `step`, `MODULE:FUNCTION`, one call of which is a step. Without,
-    a step lasts from one outermost call of an nn.Module to the next: what follows the model, such as sampling, belongs
-    to it.
+    Settings: `folder`; `warmup`, the number of steps before; `steps`, the number of recorded steps, or None for all that follow;
+    `cpu`, record without a GPU, for tests; `step`, `MODULE:FUNCTION`, of which one call is a step. Without `step`, a
+    step lasts from one outermost call of an nn.Module to the next: work after the model, such as sampling, belongs to
+    it.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:

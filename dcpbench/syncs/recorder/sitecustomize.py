@@ -1,4 +1,4 @@
-"""Imported by Python at its start: sets up what this process is to leave, then imports the sitecustomize behind this one."""
+"""Set up the recording or notes of this process when Python starts, then import the next sitecustomize on sys.path."""
 
 import importlib.machinery
 import importlib.util

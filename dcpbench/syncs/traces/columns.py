@@ -1,4 +1,4 @@
-"""Columns of a trace: one NumPy array per field and kind of event, with names as numbers. 30 to 50 bytes per event."""
+"""Store a trace in columns: one NumPy array per field and kind of event, with names as numbers. 30 to 50 bytes per event."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_ARGS = Args()
 
 
 class Ids(dict[Any, int]):
-    """Numbers of things, in the order in which they are first seen."""
+    """Number things in the order in which they are first seen."""
 
     def __missing__(self, key: object) -> int:
         number = self[key] = len(self)
@@ -57,7 +57,7 @@ class Ids(dict[Any, int]):
 
 
 class Threads(dict[tuple[object, object], int]):
-    """Numbers of (pid, tid); a string of digits is the same as its number, as traces of 2021 hold both."""
+    """Number pairs (pid, tid); a string of digits is the same as its number, as traces of 2021 hold both."""
 
     def __init__(self) -> None:
         self.numbers = Ids()
@@ -69,7 +69,7 @@ class Threads(dict[tuple[object, object], int]):
 
 
 class CallStacks(Ids):
-    """Numbers of call stacks; NONE for a stack without frames."""
+    """Number call stacks; NONE for a stack without frames."""
 
     def __missing__(self, key: object) -> int:
         return super().__missing__(key) if str(key).strip("; ") else NONE

@@ -1,4 +1,4 @@
-"""Reader of trace files as blocks of typed events: plain or gzip, damaged or not, of any size, in bounded memory.
+"""Read trace files as blocks of typed events: plain or gzip, damaged or not, of any size, in bounded memory.
 
 A block ends where cutting the text gives a complete JSON array, so no tokenizer of ours is needed: text that is cut
 inside a string or a nested object does not decode, and the next place is tried.
@@ -34,7 +34,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Args(msgspec.Struct, gc=False):
-    """Fields of an event's `args` that are used; -1 stands for a missing number."""
+    """Hold the fields of an event's `args` that are used; -1 means a missing number."""
 
     correlation: int | str | float | None = -1
     external: int | str | float | None = msgspec.field(name="External id", default=-1)
@@ -46,7 +46,7 @@ class Args(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """Fields of an event that are used."""
+    """Hold the fields of an event that are used."""
 
     ph: str = ""
     cat: str | None = ""
@@ -59,7 +59,7 @@ class Event(msgspec.Struct, gc=False):
 
 
 class Trouble(msgspec.Struct):
-    """Problems found while reading that did not end it."""
+    """Hold problems found while reading that did not end it."""
 
     unreadable_events: int = 0
     truncated: bool = False
@@ -251,7 +251,7 @@ def is_something_else(path: Path) -> bool:
 
 
 class TraceReader:
-    """Reader of the events of one file, block by block.
+    """Read the events of one file, block by block.
 
     Attributes:
         rank: From the trace's `distributedInfo`, else from the file's name, else None.
