@@ -100,7 +100,7 @@ class Worker:
             )
             note = omitted_note(written)
         if record.outcome != "ok":
-            sys.exit(INTERRUPTED)  # on every rank: somebody ended the run
+            sys.exit(INTERRUPTED)  # on every rank: the run was ended
         self.tell("done", note=_numbers(record) + note)
 
     def serve(self, session: Session, point: Point) -> Record:

@@ -31,7 +31,7 @@ class Estimate:
     """Hold one metric of one point, as one launch measured it."""
 
     log: float  # mean logarithm over its repeats
-    within: Error | None  # error as far as this launch can tell; None without samples
+    within: Error | None  # error estimated from this launch alone; None without samples
     repeats: int = 1
 
 

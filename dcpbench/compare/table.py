@@ -86,7 +86,7 @@ def _differences(c: Comparison) -> list[Text]:
 
 
 def _point(point: PointResult) -> Iterator[Text]:
-    rates = point.output_tok_s  # of decode; others have rows of it
+    rates = point.output_tok_s  # of decode; other workloads have rows for it
     said = f": {' → '.join(short_number(rate, 4) for rate in rates)} tok/s" if rates else ""
     yield Text(point.name + said, style="bold")
     if point.other_name:

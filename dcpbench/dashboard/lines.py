@@ -105,7 +105,7 @@ def described(line: Line, layers_held: str = "") -> dict[str, str | int]:
     """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran."""
     point = line.example
     mode = f"{words.SEPARATOR}{point.load.mode}" if point.load else ""
-    # what is usual, and what an import does not say, is left out
+    # defaults, and fields that an import lacks, are left out
     load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
         "model": clip(point.model),

@@ -53,7 +53,7 @@ def make_app(watcher: Watcher) -> Starlette:
         return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
 
     async def no_icon(_: Request) -> Response:
-        return Response(status_code=204)  # browsers ask, whatever a page says
+        return Response(status_code=204)  # browsers request it for every page
 
     routes = [Route("/", first), Route("/index.html", first), Route("/live.json", live), Route("/favicon.ico", no_icon)]
     return Starlette(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["estimated", "emulated", "emulated, prompts together"]
 ESTIMATED: Kind = "estimated"
-EMULATED: Kind = "emulated"  # one rank stands for all, without `prompts` in the machine's file
+EMULATED: Kind = "emulated"  # one rank represents all, without `prompts` in the machine's file
 TOGETHER: Kind = "emulated, prompts together"  # the same with `prompts`: what steps with prompts take GPUs together
 KINDS: tuple[Kind, ...] = (ESTIMATED, EMULATED, TOGETHER)
 Metric = Literal["ttft", "itl"]

@@ -380,7 +380,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         routing=config["scoring_func"],
         groups=_whole(config, "n_group") if grouped else 1,
         top_groups=_whole(config, "topk_group") if grouped else 1,
-        # transformers computes V2's softmax weights as they are, whatever the field says
+        # transformers does not normalise V2's softmax weights, regardless of the field
         normalise=sigmoid and _switch(config, "norm_topk_prob", default=True),
         routed_scale=_number(config, "routed_scaling_factor"),
         latent=_whole(config, "kv_lora_rank"),
@@ -431,7 +431,7 @@ def _check_quantisation(path: Path) -> None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return  # load_shape says what is wrong with it
+        return  # load_shape reports the error
     found = _quantisation(config) if isinstance(config, dict) else {}
     differ = next((name for name, value in found.items() if value != _FP8_BLOCKS[name]), None)
     if differ is not None:

@@ -82,7 +82,7 @@ class Forecast:
     """Energy per token of a record, if it has any."""
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
     ttft_band: Ends | None = (
-        None  # ends of the TTFT p50, in ms; None if it was measured, or if nothing says how far it may be off
+        None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     )
     itl_band: Ends | None = None  # likewise of the ITL p50
     mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step

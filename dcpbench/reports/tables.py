@@ -302,7 +302,7 @@ def environment(frames: Frames) -> Table:
                 if shown not in columns.values():
                     columns[run.name if run.name not in columns else f"{run.name} ({len(columns) + 1})"] = shown
     names = list(next(iter(columns.values()), {}))
-    if all(column["dcpbench"] == ABSENT for column in columns.values()):  # imports, which say little of it
+    if all(column["dcpbench"] == ABSENT for column in columns.values()):  # imports, which have few of these values
         names = [name for name in names if any(column[name] != ABSENT for column in columns.values())]
     rows = [[name, *(column[name] for column in columns.values())] for name in names]
     return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
@@ -377,7 +377,7 @@ def make_table(
         found = found.head(MOST_ROWS)
     told = [[text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in read_rows(found)]
     rows = [[cut(cell, MOST_LETTERS) for cell in row] for row in told]
-    theirs = "origin" in found and OURS not in set(found["origin"])  # a column of which no file says anything is none
+    theirs = "origin" in found and OURS not in set(found["origin"])  # a column without any value in the files is omitted
     keep = [
         i
         for i, (name, _) in enumerate(columns)

@@ -87,7 +87,7 @@ def _length(path: Path) -> int:
                 file.seek(-GZIP_LENGTH, 2)
                 return int.from_bytes(file.read(), "little")
             return size % (1 << 32)
-    except OSError:  # for the reader to say
+    except OSError:  # the reader reports it
         return -1
 
 

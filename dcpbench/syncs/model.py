@@ -78,7 +78,7 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     pp_rank: int | None = None
     """The same of the pipeline stage."""
     front_end: bool = False
-    """The trace is that of a server's front end, which uses no GPU: it is named and left out of the verdict."""
+    """True for the trace of a server's front end, which uses no GPU: it is listed and excluded from the verdict."""
     steps: int | None = None
     span_us: float | None = None
     """First to last event on host or GPU."""
@@ -111,20 +111,20 @@ class Site(msgspec.Struct, kw_only=True):
     kind: str
     """The rule's name, such as scalar-read."""
     op: str = ""
-    """Innermost operator around the blocking call; empty where there is none."""
+    """Innermost operator around the blocking call; empty if there is none."""
     op_chain: list[str] = []
     """Operators around the blocking call, outermost first."""
     function: str = ""
     """The user's innermost function; empty without Python stacks."""
     file: str = ""
-    """Its file, relative to the repository where it lies in it."""
+    """Its file, relative to the repository if it is inside."""
     line: int | None = None
-    """Line of the call where `line_is` says so, else the function's first line."""
+    """Line of the call if `line_is` marks it so, else the function's first line."""
     line_is: Literal["call", "function", ""] = ""
     stack: list[str] = []
     """Python frames, `file(line): function`, outermost first."""
     called_from: str = ""
-    """First frame outside libraries, `file(line): function`, where the site itself lies in a library."""
+    """First frame outside libraries, `file(line): function`, if the site itself is in a library."""
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     direction: str = ""
@@ -142,7 +142,7 @@ class Site(msgspec.Struct, kw_only=True):
     count_per_phase: dict[str, float] = {}
     """The same for each phase, such as decode, where there are several."""
     outside: int = 0
-    """Occurrences in no step that are not warm-up, such as those behind the last step; in no count per step."""
+    """Occurrences in no step that are not warm-up, such as those after the last step; excluded from counts per step."""
     warmup_only: bool = False
     """Seen before the first step or in it, but in none of at least two others."""
     wait_us: float | None = None

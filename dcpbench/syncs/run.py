@@ -164,7 +164,7 @@ def environment(folder: Path, recording: Recording) -> dict[str, str]:
         "step": recording.step,
         "cpu": bool(env.get(CPU_VARIABLE)),
     }
-    # Some versions of torch's profiler tell stderr when they start and stop.
+    # Some versions of torch's profiler print to stderr when they start and stop.
     return {"KINETO_LOG_LEVEL": "99"} | env | {VARIABLE: json.dumps(settings)}
 
 

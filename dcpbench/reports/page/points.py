@@ -222,7 +222,7 @@ def _columns(
         name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
         for end in ("", "_low", "_high") if field["range"] else ("",):
             found[name + end] = _numbers(of(name + end), scale)
-    found["context"] = [context or None for context in found["context"]]  # 0 where another tool's file does not say
+    found["context"] = [context or None for context in found["context"]]  # 0 if another tool's file lacks it
     if has_phases(table):
         spent = phases_in_ms(table)
         found |= {f"{PHASE}{name}": _numbers(spent[name].tolist()) for name in spent}

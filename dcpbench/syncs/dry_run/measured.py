@@ -10,7 +10,7 @@ FILE = Path(__file__).parent / "measured_operators.txt"
 ALLOCATIONS = frozenset(
     {"aten::empty_strided", "aten::empty_permuted"}
 )  # allocate as aten::empty does, without a kernel
-EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> a measured one that stands for them
+EQUIVALENT = {  # operators that consist of measured ones, or have the same kernels -> the measured one that represents them
     "aten::_index_put_impl_": "aten::index_put",
     "aten::_native_batch_norm_legit_no_training": "aten::native_batch_norm",
     "aten::_unsafe_index": "aten::index",

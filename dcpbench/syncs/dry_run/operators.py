@@ -98,7 +98,7 @@ def _follow(tensor: DeviceTensor) -> None:
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if (
         func is torch.ops.aten.view_as_real.default
-    ):  # a device tensor does not say that its values are conjugated lazily
+    ):  # a device tensor does not show that its values are conjugated lazily
         args = (args[0].resolve_conj(),)
     try:
         return func(*args, **kwargs)

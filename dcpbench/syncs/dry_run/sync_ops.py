@@ -36,7 +36,7 @@ COUNTING = {  # operators that always need a count or limits -> number of waits
     "bincount": 2,
     "_coalesce": 4,
 }
-READING = {  # operators that read values -> number of waits; 0 stands for one wait for each scalar tensor on the device
+READING = {  # operators that read values -> number of waits; 0 means one wait for each scalar tensor on the device
     "_linalg_check_errors": 1,
     "allclose": 1,
     "linspace": 0,

@@ -62,7 +62,7 @@ class Patches:
     def put(self, owner: Any, **values: Any) -> None:
         """Set attributes of a module or class, whether they existed or not."""
         for name, value in values.items():
-            # A class's own entry, not what a look-up would make of it: else a static method came back as a function.
+            # The class's own entry, not the result of a look-up: else a static method would be restored as a function.
             self._before.append((owner, name, vars(owner).get(name, _MISSING)))
             setattr(owner, name, value)
 

@@ -51,7 +51,7 @@ def _groups(patches: Patches, run: DryRun) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
-    asked: dict[int, str] = {}  # id of a group -> backend that the program asked for
+    asked: dict[int, str] = {}  # id of a group -> backend that the program requested
 
     def on_gpu(made: Any) -> bool:
         """Return True if barriers and objects of the group go through the GPU: torch prefers the host if both are

@@ -25,7 +25,7 @@ def render(report: Report) -> str:
     """
     sites = [_site(s, report) for s in report.sites if standing(s, report.verdict) != "own"]
     seen: Counter[str] = Counter()
-    for case in sites:  # lines of one function may share everything but the line: a number tells their names apart
+    for case in sites:  # lines of one function may share everything but the line: a number makes their names unique
         name = case.get("name", "")
         seen[name] += 1
         if seen[name] > 1:

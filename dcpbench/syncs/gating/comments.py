@@ -93,7 +93,7 @@ def _lines(source: _Source, line: int, *, call: bool) -> list[int]:
         return [line]
     functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
     if not call:
-        # Lambdas and functions may share a line; the trace cannot say which of them it was.
+        # Lambdas and functions may share a line; the trace does not show which of them it was.
         begin = [f for f in functions if line in (_first(f), f.lineno)]
         return [n for f in begin for n in (*_above(source, _first(f)), *_own_lines(f, functions))]
     around = [f for f in functions if _first(f) <= line <= _last(f)]

@@ -60,7 +60,7 @@ class Recorder:
         self.cpu = bool(settings["cpu"])
         self._module, _, self._function = settings["step"].partition(":")
         self.found = not self._function
-        """True if the function with calls as steps was found."""
+        """True if the function of `step` was found, or if none is given."""
         self.state = WAITING
         self.count = 0
         """Number of steps begun."""
