@@ -130,7 +130,7 @@ def step_times(folder: Path, model: str) -> Path | None:
 
 
 def open_rates(most_request_s: float) -> tuple[float, ...]:
-    """Return the requests per second of the open loops, rounded to three digits."""
+    """Return the requests per second of the open loops, rounded to three significant digits."""
     return tuple(float(f"{most_request_s * share:.3g}") for share in SHARES)
 
 

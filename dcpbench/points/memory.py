@@ -24,8 +24,8 @@ CACHE_FACTOR = 4
 LOCATIONS = 1 << 31
 """Number of distinct token locations, which kernels read in 32 bits: virtual pages times their tokens."""
 PREFILL_WINDOW = 16384
-"""Keys that are decompressed at once, or as many as a step has rows where these are more, and most stored ones among them;
-engine/prefill.py."""
+"""Maximum number of keys that are decompressed at once, and of stored ones among them; a step with more rows decompresses as
+many keys as rows (engine/prefill.py)."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
 ABSORBED = ("w_uk", "w_uv")

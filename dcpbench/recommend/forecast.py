@@ -81,9 +81,7 @@ class Forecast:
     joules_per_token: float | None = None
     """Energy per token of a record, if it has any."""
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
-    ttft_band: Ends | None = (
-        None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
-    )
+    ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     itl_band: Ends | None = None  # likewise of the ITL p50
     mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
     layers_held: tuple[int, int] | None = (

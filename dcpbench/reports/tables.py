@@ -377,7 +377,7 @@ def make_table(
         found = found.head(MOST_ROWS)
     told = [[text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in read_rows(found)]
     rows = [[cut(cell, MOST_LETTERS) for cell in row] for row in told]
-    theirs = "origin" in found and OURS not in set(found["origin"])  # a column without any value in the files is omitted
+    theirs = "origin" in found and OURS not in set(found["origin"])  # omit columns that no file has a value for
     keep = [
         i
         for i, (name, _) in enumerate(columns)

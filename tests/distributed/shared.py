@@ -64,7 +64,7 @@ class Meeting:
         self.half = 0
 
     def exchange(self, asked: str, given: torch.Tensor) -> torch.Tensor:
-        """[N, *given.shape]: what each rank gives, until the next call but one."""
+        """Return the data of each rank, [N, *given.shape], valid until the next call but one."""
         assert given.is_contiguous()
         assert given.nbytes <= PART - HEAD
         begin = self.half * self.size * PART
