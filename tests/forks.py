@@ -123,7 +123,7 @@ def serve(listener: socket.socket, parent: int) -> None:
     interpreter.prepare_once()
     gc.collect()
     gc.freeze()  # else a fork's collections touch, and so copy, all of this memory
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: they tell their ends themselves
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks are not waited for: they report their ends themselves
     wanted = os.pidfd_open(parent)
     while wanted not in select.select([listener, wanted], [], [])[0]:
         line, _ = listener.accept()

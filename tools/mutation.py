@@ -142,7 +142,7 @@ class Ended(NamedTuple):
     test: str
 
 
-# What is changed
+# Selection of the changes
 
 
 def files() -> list[str]:

@@ -77,7 +77,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link: str | Link | None = None
     """Link between hosts; None if there is only one host."""
     measured: str = ""
-    """Where the calls were measured; empty for a description on paper."""
+    """Hardware and software with which the calls were measured; empty for a description on paper."""
     prompts: list[Prompts] = []
     """How many times as long steps with prompts take on GPUs of a host together as on the one GPU that represents them.
 

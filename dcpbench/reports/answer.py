@@ -151,7 +151,7 @@ def in_step(frames: Frames) -> str:
 
 
 def of_waves(served: pd.DataFrame) -> pd.DataFrame:
-    """Return the points on a GPU whose clients run in lock-step."""
+    """Return the points on a GPU with clients that run in lock-step."""
     return served[served["in_step"].astype(bool) & ~served["cpu"].astype(bool)] if len(served) else served
 
 
@@ -260,7 +260,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         return f"{begins} at some concurrency in {found}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
-    # a single layout whose variants have names, which then replace its name
+    # a single layout with named variants, which then replace its name
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:

@@ -50,7 +50,7 @@ SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPU
 PAYS = ("higher", "alone")
 """Verdicts of dcp_against_best with which DCP pays."""
 MOST_IN_FLIGHT = 0.9
-"""Share of a loop's clients whose requests are in flight on average; below it the report states the effect of the last
+"""Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
 requests on throughput.
 """
 MOST_CURVES = 2_000

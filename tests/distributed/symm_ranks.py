@@ -49,7 +49,7 @@ def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor,
     o_NBHR = torch.randn(ranks, batch, HEADS, LATENT, generator=generator)
     lse_NBH = 3 * torch.randn(ranks, batch, HEADS, generator=generator)
     empty_NBH = torch.rand(ranks, batch, HEADS, generator=generator) < 0.3
-    empty_NBH[:, 0, 0] = True  # nobody has rows for this one
+    empty_NBH[:, 0, 0] = True  # no rank has rows for this one
     o_NBHR[empty_NBH] = float("nan")
     lse_NBH[empty_NBH] = float("-inf")
     return q_NBhQ.bfloat16(), o_NBHR.bfloat16(), lse_NBH

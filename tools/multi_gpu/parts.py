@@ -239,7 +239,7 @@ class Plan:
         them first.
         """
         files = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in f.read_text()]
-        how = ("-n", "12", "--dist", "worksteal", "-p", "no:benchmark")  # a plugin that warns beside workers
+        how = ("-n", "12", "--dist", "worksteal", "-p", "no:benchmark")  # a plugin that warns if there are workers
         words = ("-m", "gpu", *how, "--durations=15", "-q", *files)
         return Part("tests", "all tests that need a GPU", (Command("pytest", words, 1.5, "gpu"),))
 

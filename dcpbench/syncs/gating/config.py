@@ -39,7 +39,7 @@ class Allow:
     expires: dt.date | None = None
     """Last day on which it counts."""
     source: str
-    """Where the permission is defined, for messages."""
+    """Place of the permission's definition, for messages."""
     or_range: bool = False
 
     def matches(self, site: Site) -> bool:
